@@ -1,0 +1,47 @@
+# One door to everything. `make demo` and `make test` set up what they need; CI calls these very targets.
+# PYTHON: the interpreter the environment is made with (3.11 or newer).
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+CODE   := src tests examples benchmarks
+
+.PHONY: help venv demo test lint format bench clean
+
+help:
+	@echo "make demo    train ERM, SAM and TSAM on noisy digits and compare them"
+	@echo "make test    run all tests"
+	@echo "make lint    formatting, lint and types"
+	@echo "make format  rewrite files as make lint wants them"
+	@echo "make bench   cost and memory of a step"
+	@echo "make clean   remove the environment and all caches"
+
+# Torch goes first and alone: what follows then takes the version that is there and never picks another.
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	@touch $@
+
+venv: $(READY)
+
+demo: $(READY)
+	$(BIN)/python examples/digits.py
+
+test: $(READY)
+	$(BIN)/python -m pytest -n 2
+
+lint: $(READY)
+	$(BIN)/ruff format --check $(CODE)
+	$(BIN)/ruff check $(CODE)
+	$(BIN)/mypy
+
+format: $(READY)
+	$(BIN)/ruff format $(CODE)
+	$(BIN)/ruff check --fix $(CODE)
+
+bench: $(READY)
+	$(BIN)/python benchmarks/bench_step.py
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis dist build site

@@ -1,0 +1,33 @@
+"""tiltsam: flat minima for any torch optimizer.
+
+- The methods: :class:`TSAM`, and :class:`ERM`, :class:`SAM`, :class:`ASAM`, :class:`LineSearchSAM`, :class:`PGN`,
+  :class:`RSAM` that it is compared with; :data:`METHODS` maps the paper's names to them.
+- The mathematics: :mod:`tiltsam.tilting`, :mod:`tiltsam.samplers`.
+"""
+
+from tiltsam import samplers, tilting
+from tiltsam.optim import ASAM, ERM, METHODS, PGN, RSAM, SAM, TSAM, LineSearchSAM
+from tiltsam.tilting import tilted_loss, tilted_mean, tilted_var, tilted_weights
+from tiltsam.wrapper import SharpnessAware, StepInfo
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ASAM",
+    "ERM",
+    "METHODS",
+    "PGN",
+    "RSAM",
+    "SAM",
+    "TSAM",
+    "LineSearchSAM",
+    "SharpnessAware",
+    "StepInfo",
+    "__version__",
+    "samplers",
+    "tilted_loss",
+    "tilted_mean",
+    "tilted_var",
+    "tilted_weights",
+    "tilting",
+]

@@ -1,0 +1,223 @@
+"""Networks of the paper's experiments, in torch alone.
+
+Residual networks carry the stem that suits their images: a 3×3 convolution for 32 pixels, the same with stride 2 for
+64. Inputs are (batch, channels, height, width); outputs are logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["MODELS", "ResNet", "ViT", "WideResNet", "cnn", "mlp", "resnet18", "resnet34", "vit_small", "wrn16_8"]
+
+
+class _BasicBlock(nn.Module):
+    """Two 3×3 convolutions and a shortcut (He et al. 2016)."""
+
+    def __init__(self, width_in: int, width: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(width_in, width, 3, stride, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(width)
+        self.conv2 = nn.Conv2d(width, width, 3, 1, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(width)
+        self.shortcut = nn.Sequential()
+        if stride != 1 or width_in != width:
+            self.shortcut = nn.Sequential(nn.Conv2d(width_in, width, 1, stride, bias=False), nn.BatchNorm2d(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.relu(self.bn1(self.conv1(x)))
+        return torch.relu(self.bn2(self.conv2(h)) + self.shortcut(x))
+
+
+class ResNet(nn.Module):
+    """A residual network of basic blocks.
+
+    Args:
+        depths: Blocks in each of the four stages.
+        num_classes: Number of logits.
+        image_size: 32 or 64: the stem's stride.
+        channels: Channels of the input.
+        width: Channels of the first stage.
+    """
+
+    def __init__(
+        self,
+        depths: tuple[int, int, int, int],
+        num_classes: int = 100,
+        *,
+        image_size: int = 32,
+        channels: int = 3,
+        width: int = 64,
+    ) -> None:
+        super().__init__()
+        stride = 1 if image_size <= 32 else 2
+        self.stem = nn.Conv2d(channels, width, 3, stride, 1, bias=False)
+        self.bn = nn.BatchNorm2d(width)
+        blocks, width_in = [], width
+        for stage, depth in enumerate(depths):
+            for block in range(depth):
+                blocks.append(_BasicBlock(width_in, width * 2**stage, 2 if stage and not block else 1))
+                width_in = width * 2**stage
+        self.blocks = nn.Sequential(*blocks)
+        self.head = nn.Linear(width_in, num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits."""
+        h: Tensor = self.blocks(torch.relu(self.bn(self.stem(x))))
+        logits: Tensor = self.head(h.mean((2, 3)))
+        return logits
+
+
+class _PreActivationBlock(nn.Module):
+    """BatchNorm and ReLU before each convolution (Zagoruyko and Komodakis 2016)."""
+
+    def __init__(self, width_in: int, width: int, stride: int) -> None:
+        super().__init__()
+        self.bn1 = nn.BatchNorm2d(width_in)
+        self.conv1 = nn.Conv2d(width_in, width, 3, stride, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(width)
+        self.conv2 = nn.Conv2d(width, width, 3, 1, 1, bias=False)
+        self.shortcut = nn.Conv2d(width_in, width, 1, stride, bias=False) if width_in != width or stride != 1 else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.relu(self.bn1(x))
+        skip = x if self.shortcut is None else self.shortcut(h)
+        out: Tensor = self.conv2(torch.relu(self.bn2(self.conv1(h)))) + skip
+        return out
+
+
+class WideResNet(nn.Module):
+    """A wide residual network of depth 6n+4.
+
+    Args:
+        depth: 6n+4, such as 16.
+        widen: Multiple of 16, 32 and 64 channels.
+        num_classes: Number of logits.
+        channels: Channels of the input.
+    """
+
+    def __init__(self, depth: int = 16, widen: int = 8, num_classes: int = 100, *, channels: int = 3) -> None:
+        super().__init__()
+        if (depth - 4) % 6:
+            raise ValueError(f"the depth of a wide residual network is 6n+4, got {depth}")
+        widths = [16 * widen, 32 * widen, 64 * widen]
+        self.stem = nn.Conv2d(channels, 16, 3, 1, 1, bias=False)
+        blocks, width_in = [], 16
+        for stage, width in enumerate(widths):
+            for block in range((depth - 4) // 6):
+                blocks.append(_PreActivationBlock(width_in, width, 2 if stage and not block else 1))
+                width_in = width
+        self.blocks = nn.Sequential(*blocks)
+        self.bn = nn.BatchNorm2d(width_in)
+        self.head = nn.Linear(width_in, num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits."""
+        h = torch.relu(self.bn(self.blocks(self.stem(x))))
+        logits: Tensor = self.head(h.mean((2, 3)))
+        return logits
+
+
+class ViT(nn.Module):
+    """A vision transformer with pre-norm blocks and a class token (Dosovitskiy et al. 2021).
+
+    Args:
+        num_classes: Number of logits.
+        image_size: Height and width of the input.
+        patch_size: Height and width of a patch; divides the image.
+        width: Size of a token.
+        depth: Number of blocks.
+        heads: Attention heads.
+        channels: Channels of the input.
+        dropout: Dropout in the blocks.
+    """
+
+    def __init__(
+        self,
+        num_classes: int = 100,
+        *,
+        image_size: int = 32,
+        patch_size: int = 4,
+        width: int = 384,
+        depth: int = 12,
+        heads: int = 6,
+        channels: int = 3,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        if image_size % patch_size:
+            raise ValueError(f"patches of {patch_size} do not tile an image of {image_size}")
+        self.patches = nn.Conv2d(channels, width, patch_size, patch_size)
+        self.token = nn.Parameter(torch.zeros(1, 1, width))
+        self.position = nn.Parameter(0.02 * torch.randn(1, 1 + (image_size // patch_size) ** 2, width))
+        block = nn.TransformerEncoderLayer(width, heads, 4 * width, dropout, "gelu", batch_first=True, norm_first=True)
+        self.blocks = nn.TransformerEncoder(block, depth, nn.LayerNorm(width), enable_nested_tensor=False)
+        self.head = nn.Linear(width, num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits."""
+        tokens = self.patches(x).flatten(2).transpose(1, 2)
+        tokens = torch.cat([self.token.expand(len(x), -1, -1), tokens], 1) + self.position
+        logits: Tensor = self.head(self.blocks(tokens)[:, 0])
+        return logits
+
+
+def resnet18(num_classes: int = 100, *, image_size: int = 32) -> ResNet:
+    """ResNet-18; 11.2 million parameters at 100 classes."""
+    return ResNet((2, 2, 2, 2), num_classes, image_size=image_size)
+
+
+def resnet34(num_classes: int = 100, *, image_size: int = 32) -> ResNet:
+    """ResNet-34; 21.3 million parameters at 100 classes."""
+    return ResNet((3, 4, 6, 3), num_classes, image_size=image_size)
+
+
+def wrn16_8(num_classes: int = 100, *, image_size: int = 32) -> WideResNet:
+    """WideResNet-16-8; 11.0 million parameters at 100 classes. Any image size."""
+    del image_size
+    return WideResNet(16, 8, num_classes)
+
+
+def vit_small(num_classes: int = 100, *, image_size: int = 32) -> ViT:
+    """ViT-S: 64 patches, 12 blocks of width 384, 21.4 million parameters."""
+    return ViT(num_classes, image_size=image_size, patch_size=image_size // 8)
+
+
+def mlp(num_inputs: int, num_classes: int, width: int = 256) -> nn.Sequential:
+    """Two hidden layers, the first with BatchNorm."""
+    return nn.Sequential(
+        nn.Flatten(),
+        nn.Linear(num_inputs, width),
+        nn.BatchNorm1d(width),
+        nn.ReLU(),
+        nn.Linear(width, width),
+        nn.ReLU(),
+        nn.Linear(width, num_classes),
+    )
+
+
+def cnn(num_classes: int, *, channels: int = 1, width: int = 32) -> nn.Sequential:
+    """Two convolutions and a linear layer, for images of 8 pixels and more."""
+    return nn.Sequential(
+        nn.Conv2d(channels, width, 3, padding=1, bias=False),
+        nn.BatchNorm2d(width),
+        nn.ReLU(),
+        nn.Conv2d(width, 2 * width, 3, stride=2, padding=1, bias=False),
+        nn.BatchNorm2d(2 * width),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(2),
+        nn.Flatten(),
+        nn.Linear(8 * width, num_classes),
+    )
+
+
+MODELS: dict[str, Callable[..., nn.Module]] = {
+    "resnet18": resnet18,
+    "resnet34": resnet34,
+    "wrn16-8": wrn16_8,
+    "vit-s": vit_small,
+}
+"""Names for the command line: each takes ``num_classes`` and ``image_size``."""

@@ -1,0 +1,414 @@
+"""The trainable parameters of a model as one vector, with a centre θ and the point being visited.
+
+:class:`ParameterSpace` is all that a sampler sees of a network. It backs the weights up once, lends them out as a
+scratch vector, evaluates the closure wherever they stand, and puts every bit back when the visit ends, however it ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from tiltsam import vectors
+from tiltsam.passes import Passes, WithoutBackward
+from tiltsam.space import Evaluation
+
+__all__ = ["Closure", "ParameterSpace"]
+
+Closure: TypeAlias = Callable[[], Any]
+"""Torch's own protocol: runs forward and backward, returns the loss."""
+
+
+class _Block(NamedTuple):
+    """Positions of tensors that one fused kernel can take together."""
+
+    device: torch.device
+    indices: tuple[int, ...]
+    group: int  # the parameter group, where blocks do not cross groups
+
+
+class ParameterSpace:
+    """The trainable parameters of some parameter groups as a :class:`Space`.
+
+    Memory, beyond the parameters: one copy of them (``center``), one accumulator for gradients, and whatever vectors
+    a sampler asks for by name (the default sampler asks for none). All are allocated once and reused at every step.
+
+    Args:
+        groups: The parameters, group by group: those of one group share ``rho``. Frozen ones are left alone.
+        passes: What to keep alike among the passes of a step.
+        foreach: Fused kernels, or the plain loop.
+    """
+
+    def __init__(
+        self, groups: Sequence[Sequence[Tensor]], *, passes: Passes | None = None, foreach: bool = True
+    ) -> None:
+        trainable = [(p, g) for g, group in enumerate(groups) for p in group if p.requires_grad]
+        # Empty tensors have no coordinates; leaving them out spares every kernel the special case.
+        members = [(p, g) for p, g in trainable if p.numel()]
+        self._empty = [p for p, _ in trainable if not p.numel()]
+        if not members:
+            raise ValueError("no trainable parameters: every tensor is frozen (requires_grad=False) or empty")
+        self.params = [p for p, _ in members]
+        _check_storage(self.params)
+        self.foreach = foreach
+        self.device = self.params[0].device
+        self.dtype = torch.promote_types(torch.float32, _widest(self.params))
+        self.dim = sum(p.numel() * (2 if p.is_complex() else 1) for p in self.params)
+        self._blocks = self._partition([0] * len(members))
+        self._group_blocks = self._partition([g for _, g in members])
+        self.point = [_real(p) for p in self.params]
+        self.center = [torch.empty_like(x) for x in self.point]
+        self._gradient: list[Tensor | None] = []  # of the last evaluation
+        self._total: list[Tensor | None] = [None] * len(self.params)
+        self._scratch: dict[str, list[Tensor]] = {}
+        self._scalars: dict[str, tuple[float, Tensor]] = {}
+        self._streams: dict[tuple[torch.device, int], torch.Generator] = {}
+        self._stream_key = (0, 0)
+        self._rho = torch.zeros(len(groups), dtype=self.dtype, device=self.device)
+        self._rho_values: list[float] = [0.0] * len(groups)
+        self._seen = [False] * len(self.params)  # which parameters had a gradient in this step
+        self.noisy = self.ascending = False
+        self.closure: Closure = _no_closure
+        self.passes = passes if passes is not None else Passes()
+        self.num_forwards = self.num_backwards = 0
+
+    def _partition(self, group_of: list[int]) -> list[_Block]:
+        blocks: dict[tuple[torch.device, torch.dtype, int], list[int]] = {}
+        for i, p in enumerate(self.params):
+            blocks.setdefault((p.device, p.dtype, group_of[i]), []).append(i)
+        return [_Block(device, tuple(at), g) for (device, _, g), at in blocks.items()]
+
+    # ---------------------------------------------------------------- settings of a step, written by the host
+
+    def set(self, name: str, value: float) -> None:
+        """Put a number on the device, if it is not there already (a fill, never a copy that would wait)."""
+        known = self._scalars.get(name)
+        if known is None:
+            self._scalars[name] = (value, torch.full((), value, dtype=self.dtype, device=self.device))
+        elif known[0] != value:
+            known[1].fill_(value)
+            self._scalars[name] = (value, known[1])
+
+    def setting(self, name: str) -> Tensor:
+        """The number on the device."""
+        return self._scalars[name][1]
+
+    def set_rho(self, values: list[float]) -> None:
+        """One rho per parameter group."""
+        for g, value in enumerate(values):
+            if value != self._rho_values[g]:
+                self._rho[g].fill_(value)
+        self._rho_values = list(values)
+        self.ascending = any(value != 0 for value in values)
+
+    @property
+    def rho(self) -> Tensor:
+        """See :class:`Space`. A scalar where all groups agree, so that one kernel serves them all."""
+        return self._rho[0] if len(set(self._rho_values)) == 1 else self._rho
+
+    def set_radius(self, value: float) -> None:
+        """The radius of the neighbourhood."""
+        self.set("radius", value)
+        self.noisy = value != 0
+
+    @property
+    def radius(self) -> Tensor:
+        """See :class:`Space`."""
+        return self.setting("radius")
+
+    @property
+    def delta(self) -> Tensor:
+        """See :class:`Space`."""
+        return self.setting("delta")
+
+    def seed(self, seed: int, step: int) -> None:
+        """Begin the streams of random numbers of a step: all of them follow from (seed, step, sample)."""
+        self._stream_key = (seed, step)
+        for (device, sample), generator in self._streams.items():
+            generator.manual_seed(_stream_seed(seed, step, sample, device))
+
+    def _stream(self, sample: int, device: torch.device) -> torch.Generator:
+        generator = self._streams.get((device, sample))
+        if generator is None:
+            generator = torch.Generator(device)
+            generator.manual_seed(_stream_seed(*self._stream_key, sample, device))
+            self._streams[device, sample] = generator
+        return generator
+
+    # ---------------------------------------------------------------- visiting and coming back
+
+    @contextmanager
+    def visiting(self) -> Iterator[None]:
+        """Back θ up; inside, ``point`` may be moved at will; on the way out every weight is bitwise θ again.
+
+        If the body raises, gradients are present where they were before and absent where they were not, and the
+        model's buffers are as they were.
+        """
+        self.point = [_real(p) for p in self.params]  # anew at each step: p.data may have been swapped
+        self._copy(self.center, self.point)
+        before = [p.grad for p in self.params + self._empty]
+        self._seen = [False] * len(self.params)
+        self.num_forwards = self.num_backwards = 0
+        try:
+            with self.passes.of_one_step():
+                yield
+        except BaseException:
+            self._put_back(before)
+            raise
+        finally:
+            self._restore()
+
+    def _put_back(self, before: list[Tensor | None]) -> None:
+        """Give every parameter the gradient it had; where that was our accumulator, half a sum becomes zero."""
+        for p, grad in zip(self.params + self._empty, before, strict=True):
+            p.grad = grad
+        for p, total, seen in zip(self.params, self._total, self._seen, strict=True):
+            if seen and p.grad is not None and total is not None and p.grad.data_ptr() == total.data_ptr():
+                p.grad.zero_()
+
+    def _restore(self) -> None:
+        """Copy θ back; a Ctrl-C that falls into the copy is held until the copy is complete."""
+        interrupt: KeyboardInterrupt | None = None
+        while True:
+            try:
+                self._copy(self.point, self.center)
+                break
+            except KeyboardInterrupt as signal:
+                interrupt = signal
+        if interrupt is not None:
+            raise interrupt
+
+    def evaluate(self) -> Evaluation:
+        """See :class:`Space`."""
+        self._gradient.clear()  # whoever still holds the last one holds an empty list: its memory is free
+        for p in self.params:
+            p.grad = None  # autograd then hands its own buffer over instead of adding to ours
+        with self.passes.one(), torch.enable_grad():
+            loss = self._loss(self.closure())
+        self.num_forwards += 1
+        self.num_backwards += 1
+        gradient = [None if p.grad is None else _real(_strided(p.grad)) for p in self.params]
+        for p in self.params:
+            p.grad = None  # the list is the one owner
+        if all(g is None for g in gradient):
+            raise RuntimeError(
+                "the closure left no gradient on any trainable parameter: it has to call loss.backward(), and must "
+                "not clear the gradients afterwards"
+            )
+        self._gradient = gradient
+        norm = self.norm(gradient)
+        finite = torch.isfinite(loss) & torch.isfinite(norm)
+        return Evaluation(loss, gradient, norm.masked_fill(~finite, 0.0), finite)
+
+    def forward(self) -> Tensor:
+        """See :class:`Space`. The closure runs without building a graph, and its ``backward()`` does nothing."""
+        with self.passes.one(), torch.no_grad(), WithoutBackward():
+            loss = self._loss(self.closure())
+        self.num_forwards += 1
+        return loss
+
+    def _loss(self, value: Any) -> Tensor:
+        if not isinstance(value, Tensor | float | int):
+            raise TypeError(f"the closure must return the loss, a tensor with one element; got {type(value).__name__}")
+        loss = torch.as_tensor(value).detach()
+        if loss.numel() != 1:
+            raise ValueError(f"the closure must return one loss, got a tensor of shape {tuple(loss.shape)}")
+        return loss.reshape(()).to(device=self.device, dtype=self.dtype)
+
+    # ---------------------------------------------------------------- the gradient handed to the base optimizer
+
+    def accumulate(self, gradient: list[Tensor | None], share: Tensor, *, first: bool) -> None:
+        """Mix a gradient into the running weighted mean: ``total += share (gradient - total)``; uses it up.
+
+        A parameter without gradient in this pass counts as zero; one without any in the whole step keeps ``None``.
+        """
+        for block in self._blocks:
+            part = share.to(block.device)
+            new = [i for i in block.indices if gradient[i] is not None and not self._seen[i]]
+            old = [i for i in block.indices if gradient[i] is not None and self._seen[i]]
+            gone = [i for i in block.indices if gradient[i] is None and self._seen[i]]
+            for i in new:
+                self._seen[i] = True
+                if self._total[i] is None:
+                    self._total[i] = torch.empty_like(self.point[i])
+            if new:
+                fresh = _pick(gradient, new)
+                if not first:
+                    vectors.scale_(fresh, part, foreach=self.foreach)
+                vectors.copy_(_pick(self._total, new), fresh, foreach=self.foreach)
+            if old:
+                vectors.lerp_(_pick(self._total, old), _pick(gradient, old), part, foreach=self.foreach)
+            if gone:
+                vectors.scale_(_pick(self._total, gone), 1 - part, foreach=self.foreach)
+
+    def hand_over(self) -> None:
+        """Make the accumulated mean the gradient of every parameter that had one in any pass."""
+        for p, total, seen in zip(self.params, self._total, self._seen, strict=True):
+            p.grad = None if not seen or total is None else _like(total, p)
+
+    # ---------------------------------------------------------------- vectors
+
+    def vector(self, name: str) -> list[Tensor]:
+        """See :class:`Space`."""
+        if name not in self._scratch:
+            self._scratch[name] = [torch.zeros_like(x) for x in self.point]
+        return self._scratch[name]
+
+    def save(self, name: str, x: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """See :class:`Space`. Missing where ``x`` is missing."""
+        kept = self.vector(name)
+        self.copy_(kept, x)
+        return [None if a is None else k for a, k in zip(x, kept, strict=True)]
+
+    def normal_(self, x: Sequence[Tensor], sample: int) -> None:
+        """See :class:`Space`. Drawn tensor by tensor in parameter order, whatever the grouping."""
+        for a in x:
+            a.normal_(generator=self._stream(sample, a.device))
+
+    def uniform(self, sample: int) -> Tensor:
+        """See :class:`Space`."""
+        stream = self._stream(sample, self.device)
+        return torch.rand((), generator=stream, dtype=self.dtype, device=self.device)
+
+    def norm(self, x: Sequence[Tensor | None]) -> Tensor:
+        """See :class:`Space`. Missing tensors count as zero."""
+        parts = []
+        for block in self._blocks:
+            if here := [a for i in block.indices if (a := x[i]) is not None]:
+                parts.append(vectors.norm(here, self.dtype, foreach=self.foreach).to(self.device))
+        total: Tensor = torch.linalg.vector_norm(parts[0] if len(parts) == 1 else torch.cat(parts))
+        return total
+
+    def dot(self, x: Sequence[Tensor | None], y: Sequence[Tensor | None]) -> Tensor:
+        """See :class:`Space`. Missing tensors count as zero."""
+        parts = [vectors.dot(a, b, self.dtype).to(self.device) for _, a, b in self._pairs(x, y)]
+        return torch.stack(parts).sum()
+
+    def copy_(self, x: Sequence[Tensor], y: Sequence[Tensor | None]) -> None:
+        """See :class:`Space`. Where ``y`` is missing, ``x`` becomes zero."""
+        for _, a, b in self._pairs(x, y):
+            vectors.copy_(a, b, foreach=self.foreach)
+        for at, source in zip(x, y, strict=True):
+            if source is None:
+                at.zero_()
+
+    def scale_(self, x: Sequence[Tensor | None], scale: Tensor) -> None:
+        """See :class:`Space`."""
+        for block, a, _ in self._pairs(x, x, by_group=scale.dim() > 0):
+            vectors.scale_(a, self._scale_for(scale, block), foreach=self.foreach)
+
+    def add_(self, x: Sequence[Tensor], y: Sequence[Tensor | None], alpha: float = 1.0) -> None:
+        """See :class:`Space`."""
+        for _, a, b in self._pairs(x, y):
+            vectors.add_(a, b, alpha=alpha, foreach=self.foreach)
+
+    def add_scaled_(self, x: Sequence[Tensor], y: Sequence[Tensor | None], scale: Tensor) -> None:
+        """See :class:`Space`."""
+        for block, a, b in self._pairs(x, y, by_group=scale.dim() > 0):
+            vectors.add_scaled_(a, b, self._scale_for(scale, block), foreach=self.foreach)
+
+    def keep_(self, x: Sequence[Tensor | None], mask: Tensor) -> None:
+        """See :class:`Space`."""
+        for block, a, _ in self._pairs(x, x):
+            vectors.keep_(a, mask.to(block.device), foreach=self.foreach)
+
+    def select_(self, x: list[Tensor | None], y: Sequence[Tensor | None], mask: Tensor) -> None:
+        """See :class:`Space`. A missing tensor counts as zero, and stays missing only if it is in both."""
+        for i, (a, b) in enumerate(zip(x, y, strict=True)):
+            if a is None and b is not None:
+                x[i] = torch.zeros_like(b)
+        for block, here, there in self._pairs(x, y):
+            vectors.select_(here, there, mask.to(block.device))
+        for a, b in zip(x, y, strict=True):
+            if a is not None and b is None:
+                vectors.keep_([a], ~mask.to(a.device), foreach=self.foreach)
+
+    def map_(
+        self, x: Sequence[Tensor], y: Sequence[Tensor | None], function: Callable[[Tensor, Tensor], Tensor]
+    ) -> None:
+        """See :class:`Space`."""
+        for _, xs, ys in self._pairs(x, y):
+            for a, b in zip(xs, ys, strict=True):
+                a.copy_(function(a, b))
+
+    def displacement(self) -> Tensor:
+        """``‖point − θ‖``. Uses the point up: it is left at some place that is not to be evaluated."""
+        self.add_(self.point, self.center, alpha=-1.0)
+        return self.norm(self.point)
+
+    def _copy(self, x: list[Tensor], y: list[Tensor]) -> None:
+        for _, a, b in self._pairs(x, y):
+            vectors.copy_(a, b, foreach=self.foreach)
+
+    def _pairs(
+        self, x: Sequence[Tensor | None], y: Sequence[Tensor | None], *, by_group: bool = False
+    ) -> Iterator[tuple[_Block, list[Tensor], list[Tensor]]]:
+        """The tensors that are there in both, block by block."""
+        for block in self._group_blocks if by_group else self._blocks:
+            both = [(a, b) for i in block.indices if (a := x[i]) is not None and (b := y[i]) is not None]
+            if both:
+                yield block, [a for a, _ in both], [b for _, b in both]
+
+    def _scale_for(self, scale: Tensor, block: _Block) -> Tensor:
+        return (scale if scale.dim() == 0 else scale[block.group]).to(block.device)
+
+
+def _no_closure() -> Tensor:
+    raise RuntimeError("no closure was set")
+
+
+def _real(x: Tensor) -> Tensor:
+    """The tensor as real numbers, sharing memory."""
+    x = x.detach()
+    return torch.view_as_real(x) if x.is_complex() else x
+
+
+def _like(real: Tensor, p: Tensor) -> Tensor:
+    return torch.view_as_complex(real) if p.is_complex() else real
+
+
+def _strided(grad: Tensor) -> Tensor:
+    if grad.layout != torch.strided:
+        raise TypeError(f"gradients must be dense, got {grad.layout}: build the embedding with sparse=False")
+    return grad.resolve_conj()
+
+
+def _pick(x: Sequence[Tensor | None], indices: Sequence[int]) -> list[Tensor]:
+    return [a for i in indices if (a := x[i]) is not None]
+
+
+def _widest(params: Sequence[Tensor]) -> torch.dtype:
+    return torch.float64 if any(_real(p).dtype == torch.float64 for p in params) else torch.float32
+
+
+def _check_storage(params: Sequence[Tensor]) -> None:
+    seen: dict[tuple[torch.device, int], Tensor] = {}
+    for p in params:
+        if not p.is_floating_point() and not p.is_complex():
+            raise TypeError(f"parameters must be floating point or complex, got {p.dtype}")
+        if seen.setdefault((p.device, p.data_ptr()), p) is not p:
+            raise ValueError(
+                f"two parameters of shape {tuple(p.shape)} share memory, so each would be perturbed twice: tie weights "
+                "by using one Parameter object in both places"
+            )
+
+
+_MASK = (1 << 64) - 1
+
+
+def _stream_seed(seed: int, step: int, sample: int, device: torch.device) -> int:
+    """A 63-bit seed from (seed, step, sample), and the device so that two GPUs do not draw the same noise.
+
+    Splitmix64's finaliser after each word: neighbouring steps and samples get unrelated streams.
+    """
+    state = 0
+    for word in (seed, step, sample, 0 if device.index is None else device.index):
+        state = (state + word + 0x9E3779B97F4A7C15) & _MASK
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+        state ^= state >> 31
+    return state >> 1

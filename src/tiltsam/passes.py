@@ -1,0 +1,122 @@
+"""The passes of one step, kept alike: buffers move once, and every pass draws the same random numbers.
+
+A sharpness-aware step runs the model several times on one mini-batch. Left alone, BatchNorm's running statistics would
+move at every pass, most of them at perturbed weights, and dropout would draw a new mask each time, so that losses
+would differ by the mask and not by the perturbation alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from tiltsam import vectors
+
+__all__ = ["Passes", "WithoutBackward"]
+
+
+class Passes:
+    """What happens around each pass of a step.
+
+    Args:
+        model: The model whose buffers are watched; ``None`` leaves everything alone.
+        buffers_once: The model's buffers (BatchNorm's statistics among them) keep what the first pass made of them.
+        same_random: All passes start from the random state of the first, so dropout masks agree; after the step the
+            global generators have moved on by one pass, as they would for the base optimizer.
+        devices: Where the parameters live: the GPUs among them have random states of their own.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module | None = None,
+        *,
+        buffers_once: bool = True,
+        same_random: bool = True,
+        devices: Sequence[torch.device] = (),
+    ) -> None:
+        self.model = model
+        self.buffers_once = buffers_once and model is not None
+        self.same_random = same_random and model is not None
+        self.gpus = sorted({d.index for d in devices if d.type == "cuda" and d.index is not None})
+        self._random: tuple[Tensor, list[Tensor]] | None = None
+        self._live: list[list[Tensor]] = []  # the model's buffers, by device and dtype
+        self._start: list[list[Tensor]] = []  # their values before the step
+        self._first: list[list[Tensor]] = []  # and after its first pass
+        self._count = 0
+
+    @contextmanager
+    def of_one_step(self) -> Iterator[None]:
+        """Around all passes of a step. If the body raises, buffers are as they were before."""
+        self._count = 0
+        self._live = _buffers(self.model)
+        self._start = _save(self._live, self._start)
+        try:
+            yield
+        except BaseException:
+            _load(self._live, self._start)
+            raise
+        finally:
+            self._random = None
+
+    @contextmanager
+    def one(self) -> Iterator[None]:
+        """Around one pass."""
+        if self.same_random:
+            if self._random is None:
+                self._random = (torch.get_rng_state(), [torch.cuda.get_rng_state(i) for i in self.gpus])
+            else:
+                torch.set_rng_state(self._random[0])
+                for i, state in zip(self.gpus, self._random[1], strict=True):
+                    torch.cuda.set_rng_state(state, i)
+        yield
+        self._count += 1
+        if self.buffers_once:
+            if self._count == 1:
+                self._first = _save(self._live, self._first)
+            else:
+                _load(self._live, self._first)
+
+
+class WithoutBackward(TorchFunctionMode):
+    """Turns ``loss.backward()`` into nothing, so that a closure can be asked for its loss alone."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Skip ``Tensor.backward``, pass everything else on."""
+        if func is torch.Tensor.backward:
+            return None
+        return func(*args, **(kwargs or {}))
+
+
+def _buffers(model: torch.nn.Module | None) -> list[list[Tensor]]:
+    """The model's buffers in lists that one kernel can copy.
+
+    Whether a pass changed a buffer cannot be seen from outside (BatchNorm's kernels do not raise the version counter),
+    so all are kept, but for expanded ones, which cannot be written at all.
+    """
+    lists: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for b in model.buffers() if model is not None else ():
+        if b.numel() and not any(n > 1 and stride == 0 for n, stride in zip(b.shape, b.stride(), strict=True)):
+            lists.setdefault((b.device, b.dtype), []).append(b.detach())
+    return list(lists.values())
+
+
+def _save(live: list[list[Tensor]], into: list[list[Tensor]]) -> list[list[Tensor]]:
+    """Copy the values, into the tensors of the last time if they fit."""
+    if [[(b.shape, b.dtype, b.device) for b in part] for part in live] != [
+        [(b.shape, b.dtype, b.device) for b in part] for part in into
+    ]:
+        return [[b.clone() for b in part] for part in live]
+    _load(into, live)
+    return into
+
+
+def _load(x: list[list[Tensor]], y: list[list[Tensor]]) -> None:
+    for a, b in zip(x, y, strict=True):
+        vectors.copy_(a, b)

@@ -1,0 +1,178 @@
+"""Kernels that climb: Algorithm 2 and the ascents of SAM's relatives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from tiltsam.samplers.kernel import EPS, Draw, Start, Stateless, after_ascent, evaluated
+from tiltsam.samplers.noise import Uniform
+from tiltsam.space import Evaluation, Space
+
+__all__ = ["AdaptiveAscent", "Ascent", "CenterThenAscent", "LineSearch", "RandomAscent"]
+
+
+def _ascend(space: Space, at: Evaluation) -> None:
+    """``point <- point + ρ n(gradient)``. A gradient that is not finite moves nothing: weights stay finite."""
+    space.keep_(at.gradient, at.finite)
+    space.add_scaled_(space.point, at.gradient, space.rho / (at.norm + EPS))
+
+
+@dataclass(frozen=True)
+class Ascent:
+    """Algorithm 2: a random start δ in the ball of radius R, then ρ along the normalised gradient there.
+
+    ``ε = δ + ρ n(∇L(θ+δ))``, so ``‖ε‖ ≤ R + ρ``. With R = 0 this is SAM's ascent. Two passes a sample.
+
+    Args:
+        start: Where δ comes from; :class:`Uniform` as in the paper, or ``Gaussian(clip=True)``.
+        shared: Take one ascent gradient, at θ, for all samples of a step: ``ε = δ + ρ n(∇L(θ))``, s+1 passes instead
+            of 2s, and one more vector in memory.
+
+    Note:
+        Not consistent: the draws follow neither μ nor μ·exp(δL), so no weights make the aggregate tend to the gradient
+        of the tilted loss (``docs/theory.md`` measures the bias).
+    """
+
+    start: Start = field(default_factory=Uniform)
+    shared: bool = False
+    tilted: ClassVar[bool] = True
+
+    def begin(self, space: Space) -> Evaluation | None:
+        """The shared gradient, where there is one: ρ n(∇L(θ)) goes into the vector ``ascent``."""
+        if not (self.shared and space.ascending):
+            return None
+        space.copy_(space.point, space.center)
+        at = space.evaluate()
+        space.keep_(at.gradient, at.finite)
+        space.copy_(space.vector("ascent"), at.gradient)
+        space.scale_(space.vector("ascent"), space.rho / (at.norm + EPS))
+        return at
+
+    def sample(self, space: Space, index: int, state: Evaluation | None) -> tuple[Draw, Evaluation | None]:
+        """Start, ascend, evaluate."""
+        self.start.move(space, index)
+        if not space.ascending:
+            return evaluated(space.evaluate()), None
+        if state is None:
+            first = space.evaluate()
+            _ascend(space, first)
+            return after_ascent(first, space.evaluate()), None
+        space.add_(space.point, space.vector("ascent"))
+        return after_ascent(state, space.evaluate()), state
+
+
+@dataclass(frozen=True)
+class AdaptiveAscent(Stateless):
+    """ASAM's ascent, scaled to each weight: ``ε = ρ T²g/‖Tg‖``, ``T = |w| + η`` (Kwon et al. 2021). Two passes."""
+
+    tilted: ClassVar[bool] = True
+
+    def sample(self, space: Space, index: int, state: None) -> tuple[Draw, None]:
+        """Ascend from θ in the metric of the weights, evaluate."""
+        space.copy_(space.point, space.center)
+        if not space.ascending:
+            return evaluated(space.evaluate()), None
+        first = space.evaluate()
+        space.keep_(first.gradient, first.finite)
+        eta = space.setting("eta")
+
+        def stretch(g: Tensor, w: Tensor) -> Tensor:
+            return g * (w.abs() + eta.to(w.device))
+
+        space.map_(first.gradient, space.center, stretch)
+        norm = space.norm(first.gradient)
+        space.map_(first.gradient, space.center, stretch)
+        space.add_scaled_(space.point, first.gradient, space.rho / (norm + EPS))
+        return after_ascent(first, space.evaluate()), None
+
+
+@dataclass(frozen=True)
+class LineSearch(Stateless):
+    """The paper's ESAM2: of ``ρ_k = ρ k/K`` along ``n(∇L(θ))``, k = 1..K, the one with the largest loss.
+
+    Two passes and K forward passes. Losses that are not finite are passed over.
+
+    Args:
+        num_points: K.
+    """
+
+    num_points: int = 10
+    tilted: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if self.num_points < 1:
+            raise ValueError(f"num_points must be at least 1, got {self.num_points}")
+
+    def sample(self, space: Space, index: int, state: None) -> tuple[Draw, None]:
+        """Search along the gradient, evaluate at the worst point found."""
+        space.copy_(space.point, space.center)
+        if not space.ascending:
+            return evaluated(space.evaluate()), None
+        first = space.evaluate()
+        space.keep_(first.gradient, first.finite)
+        space.scale_(first.gradient, space.rho / (self.num_points * (first.norm + EPS)))
+        losses = []
+        for _ in range(self.num_points):
+            space.add_(space.point, first.gradient)
+            losses.append(space.forward())
+        found = torch.stack(losses)
+        worst = found.masked_fill(~found.isfinite(), -torch.inf).argmax(0) + 1  # k
+        space.copy_(space.point, space.center)
+        space.add_scaled_(space.point, first.gradient, worst.to(first.norm.dtype))
+        return after_ascent(first, space.evaluate()), None
+
+
+@dataclass(frozen=True)
+class RandomAscent(Stateless):
+    """RSAM's ascent (Liu et al. 2022): noise sized to each filter, then ``ε = ρ n(Δ + λ ∇L(θ+Δ))``. Two passes.
+
+    ``Δ`` is N(0, (γ‖w_filter‖)²) on each filter, a filter being a slice along the first dimension; a tensor of one
+    dimension (a bias) is one filter.
+    """
+
+    tilted: ClassVar[bool] = True
+
+    def sample(self, space: Space, index: int, state: None) -> tuple[Draw, None]:
+        """Smooth by noise, ascend, evaluate."""
+        if not space.ascending:
+            space.copy_(space.point, space.center)
+            return evaluated(space.evaluate()), None
+        gamma = space.setting("gamma")
+        space.normal_(space.point, index)
+        space.map_(space.point, space.center, lambda z, w: z * _filter_norms(w) * gamma.to(w.device) + w)
+        first = space.evaluate()
+        space.keep_(first.gradient, first.finite)
+        space.add_(space.point, space.center, alpha=-1.0)  # the point now holds Δ
+        space.add_scaled_(space.point, first.gradient, space.setting("lam"))
+        space.scale_(space.point, space.rho / (space.norm(space.point) + EPS))
+        space.add_(space.point, space.center)
+        return after_ascent(first, space.evaluate()), None
+
+
+def _filter_norms(w: Tensor) -> Tensor:
+    rows = w.reshape(1, -1) if w.dim() <= 1 else w.flatten(1)
+    norms: Tensor = torch.linalg.vector_norm(rows, dim=1)
+    return norms.view(-1, *[1] * (w.dim() - 1)) if w.dim() > 1 else norms.squeeze(0)
+
+
+@dataclass(frozen=True)
+class CenterThenAscent:
+    """PGN's two points: sample 0 is θ, sample 1 is ``θ + ρ n(∇L(θ))``, from the same gradient. Two passes in all."""
+
+    tilted: ClassVar[bool] = True
+
+    def begin(self, space: Space) -> None:
+        """Nothing to share before θ is evaluated."""
+
+    def sample(self, space: Space, index: int, state: Evaluation | None) -> tuple[Draw, Evaluation | None]:
+        """Evaluate at θ, then at SAM's point."""
+        space.copy_(space.point, space.center)
+        if state is None or not space.ascending:
+            at = space.evaluate()
+            return evaluated(at), at
+        _ascend(space, state)
+        return after_ascent(state, space.evaluate()), state

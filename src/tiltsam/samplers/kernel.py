@@ -1,0 +1,74 @@
+"""What a kernel is, and what it returns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+from torch import Tensor
+
+from tiltsam.space import Evaluation, Space, Vector
+
+__all__ = ["EPS", "Draw", "Sampler", "Start", "Stateless", "after_ascent", "evaluated", "uniform_in_ball"]
+
+EPS = 1e-12  # n(v) = v / (‖v‖ + EPS)
+
+
+class Draw(NamedTuple):
+    """One sample: the loss and gradient at θ+ε_j."""
+
+    loss: Tensor
+    gradient: Vector
+    gradient_norm: Tensor
+    valid: Tensor
+    """False if any loss or gradient on the way was not finite."""
+    start_loss: Tensor
+    """The loss where the sample began: at θ for SAM, at θ+δ_j for TSAM; ``loss`` itself where there is no ascent."""
+    info: Mapping[str, Tensor] = {}
+    """What a kernel has to say beyond that (HMC: acceptance, energy error, divergence)."""
+
+
+class Sampler(Protocol):
+    """A kernel. ``tilted`` says what its draws are meant to follow: μ·exp(δL) if true, μ itself if not."""
+
+    tilted: ClassVar[bool]
+
+    def begin(self, space: Space) -> Any:
+        """Work that all samples of a step share; what it returns is handed to the first ``sample``."""
+        ...
+
+    def sample(self, space: Space, index: int, state: Any) -> tuple[Draw, Any]:
+        """Sample number ``index``, and the state for the next."""
+        ...
+
+
+class Start(Protocol):
+    """A kernel that only moves: ``point <- θ + δ``."""
+
+    def move(self, space: Space, index: int) -> None:
+        """Put the point somewhere near θ."""
+        ...
+
+
+def uniform_in_ball(space: Space, x: Vector, index: int) -> None:
+    """``x <-`` uniform in the ball of radius R: a random direction times ``R U^(1/d)``."""
+    space.normal_(x, index)
+    length = space.radius * space.uniform(index) ** (1 / space.dim)
+    space.scale_(x, length / (space.norm(x) + EPS))
+
+
+def evaluated(evaluation: Evaluation) -> Draw:
+    """A sample that was evaluated where it began."""
+    return Draw(evaluation.loss, evaluation.gradient, evaluation.norm, evaluation.finite, evaluation.loss)
+
+
+def after_ascent(first: Evaluation, last: Evaluation) -> Draw:
+    """A sample that began at ``first`` and ascended to ``last``."""
+    return Draw(last.loss, last.gradient, last.norm, first.finite & last.finite, first.loss)
+
+
+class Stateless:
+    """A kernel whose samples share nothing."""
+
+    def begin(self, space: Space) -> None:
+        """Nothing to share."""

@@ -1,0 +1,123 @@
+"""The space a sampler moves in: a vector θ, a point near it, and the loss and gradient at that point.
+
+Samplers are written against the :class:`Space` protocol and nothing else. ``tiltsam.parameters`` implements it for the
+weights of a network, ``tiltsam.toys`` for many chains at once on a function with known answers, so that the very
+kernels that train networks are measured against exact densities.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+from torch import Tensor
+
+__all__ = ["Evaluation", "Space", "Vector"]
+
+Vector: TypeAlias = Any
+"""A vector of a :class:`Space`, opaque to samplers: only the space's own methods work on it."""
+
+
+class Evaluation(NamedTuple):
+    """The loss at the point being visited and what came with it."""
+
+    loss: Tensor
+    gradient: Vector
+    norm: Tensor
+    """The gradient's norm; 0 where it is not finite."""
+    finite: Tensor
+    """Whether loss and gradient are."""
+
+
+class Space(Protocol):
+    """What a sampler may do. Scalars are 0-dim tensors (or one entry per chain, or per block of ``rho``)."""
+
+    dim: int
+    """Number of real coordinates d."""
+    center: Vector
+    """θ; read only."""
+    point: Vector
+    """Where the next evaluation happens; samplers write it."""
+    noisy: bool
+    """Whether ``radius`` is nonzero, known to the host: without noise none is drawn."""
+    ascending: bool
+    """Whether any ``rho`` is nonzero, known to the host: without ascent no gradient is spent on it."""
+
+    @property
+    def rho(self) -> Tensor:
+        """Length of the ascent; one entry per parameter group where they differ."""
+        ...
+
+    @property
+    def radius(self) -> Tensor:
+        """Radius R of the neighbourhood that noise is drawn from."""
+        ...
+
+    @property
+    def delta(self) -> Tensor:
+        """The tilt δ that a tilted sampler draws with."""
+        ...
+
+    def evaluate(self) -> Evaluation:
+        """Forward and backward at ``point``. The gradient lives until the next call, and is free to be overwritten."""
+        ...
+
+    def forward(self) -> Tensor:
+        """Forward at ``point``, without a gradient; the last gradient stays valid."""
+        ...
+
+    def normal_(self, x: Vector, sample: int) -> None:
+        """Fill with independent N(0, 1) draws of the given sample's stream."""
+        ...
+
+    def uniform(self, sample: int) -> Tensor:
+        """The next U(0, 1) scalar of the given sample's stream."""
+        ...
+
+    def vector(self, name: str) -> Vector:
+        """A scratch vector of that name, kept from step to step."""
+        ...
+
+    def save(self, name: str, x: Vector) -> Vector:
+        """A copy of ``x`` in the scratch vector of that name."""
+        ...
+
+    def setting(self, name: str) -> Tensor:
+        """A method's own number, such as RSAM's ``gamma``."""
+        ...
+
+    def norm(self, x: Vector) -> Tensor:
+        """Euclidean norm."""
+        ...
+
+    def dot(self, x: Vector, y: Vector) -> Tensor:
+        """Inner product."""
+        ...
+
+    def copy_(self, x: Vector, y: Vector) -> None:
+        """``x <- y``."""
+        ...
+
+    def scale_(self, x: Vector, scale: Tensor) -> None:
+        """``x <- scale x``."""
+        ...
+
+    def add_(self, x: Vector, y: Vector, alpha: float = 1.0) -> None:
+        """``x <- x + alpha y``."""
+        ...
+
+    def add_scaled_(self, x: Vector, y: Vector, scale: Tensor) -> None:
+        """``x <- x + scale y``; uses ``y`` up."""
+        ...
+
+    def keep_(self, x: Vector, mask: Tensor) -> None:
+        """``x <- x`` where ``mask``, else 0."""
+        ...
+
+    def select_(self, x: Vector, y: Vector, mask: Tensor) -> None:
+        """``x <- y`` where ``mask``."""
+        ...
+
+    def map_(self, x: Vector, y: Vector, function: Callable[[Tensor, Tensor], Tensor]) -> None:
+        """``x_i <- function(x_i, y_i)`` tensor by tensor."""
+        ...

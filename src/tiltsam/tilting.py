@@ -1,0 +1,256 @@
+"""Exponential tilting of losses: the soft maximum that TSAM descends.
+
+For losses ``x_1 .. x_s`` and a tilt ``t >= 0``
+
+    tilted loss      (1/t) log (1/s) sum_j exp(t x_j)      (Eq. 2 of the paper, its mean over mu by s draws)
+    tilted weights   w_j = exp(t x_j) / sum_k exp(t x_k)
+    tilted mean      sum_j w_j x_j
+    tilted variance  sum_j w_j (x_j - tilted mean)^2       (Definition 1: t-sharpness)
+
+At ``t = 0`` these are the plain mean, the uniform weights, the mean and the (biased) variance; as ``t`` grows the
+tilted loss climbs to the maximum. Everything goes through :class:`StreamingTilt`, a log-sum-exp that is shifted by
+the running maximum of the *losses* (not of ``t`` times the losses: the difference of two losses is exact where the
+difference of two huge products is noise), so ``t = 1e6`` with losses of 1e4 stays finite and accurate.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "Linear",
+    "StreamingTilt",
+    "constant",
+    "effective_sample_size",
+    "linear_down",
+    "linear_up",
+    "tilted_loss",
+    "tilted_mean",
+    "tilted_var",
+    "tilted_weights",
+]
+
+Tilt: TypeAlias = float | Tensor
+"""A tilt: a number, or a 0-dim tensor where the value must stay on the device."""
+
+_TINY = 1e-30  # keeps 0/0 away where nothing valid was added; any mass of a valid loss is at least 1
+
+
+class StreamingTilt:
+    """A log-sum-exp of ``t * loss`` that takes losses one at a time or in chunks, in any order.
+
+    It keeps a handful of scalars whatever the number of losses. Nothing here looks at a value on the host, so a GPU
+    never waits.
+
+    Args:
+        t: The tilt, ``>= 0``; a 0-dim tensor is taken as it is, unchecked.
+
+    Example:
+        >>> tilt = StreamingTilt(t=2.0)
+        >>> for loss in torch.tensor([0.0, 1.0, 0.5]):
+        ...     share = tilt.add(loss)
+        >>> torch.testing.assert_close(tilt.loss(), tilted_loss(torch.tensor([0.0, 1.0, 0.5]), 2.0))
+    """
+
+    def __init__(self, t: Tilt) -> None:
+        self.t = _check_tilt(t)
+        self._state: _State | None = None
+
+    def add(self, losses: Tensor, valid: Tensor | None = None) -> Tensor:
+        """Take in a loss or a chunk of losses.
+
+        Args:
+            losses: A scalar or a tensor of any shape, all of whose elements count.
+            valid: Which of them count (same shape, bool); the others get no weight, whatever their value.
+
+        Returns:
+            The share of the newcomers in the total weight, a scalar in [0, 1]. A running weighted mean of anything
+            is ``mean += share * (newcomer - mean)``.
+        """
+        losses = _working(losses)
+        ok = torch.ones_like(losses, dtype=torch.bool) if valid is None else valid
+        highest = losses.detach().masked_fill(~ok, -math.inf).amax()
+        top = highest if self._state is None else torch.maximum(self._state.top, highest)
+        shift = top.masked_fill(top == -math.inf, 0.0)  # nothing valid yet: any shift does
+        known = torch.where(ok, losses, shift)
+        arg = self.t * (known - shift)
+        mass = arg.exp().masked_fill(~ok, 0.0).sum()
+        excess = arg.expm1().masked_fill(~ok, 0.0).sum()
+        count = ok.sum().to(losses.dtype)
+        weighted = ((known - shift) * arg.exp().masked_fill(~ok, 0.0)).sum()
+        share = torch.where(mass > 0, mass / mass.clamp_min(_TINY), 0.0)
+        if self._state is not None:
+            old = self._state
+            was = torch.where(old.number > 0, old.top, shift)
+            fade = self.t * (was - shift)
+            weighted = weighted + fade.exp() * (old.weighted + (was - shift) * old.mass)
+            excess = excess + old.excess * fade.exp() + old.number * fade.expm1()
+            total = mass + old.mass * fade.exp()
+            count = count + old.number
+            share = torch.where(total > 0, mass / total.clamp_min(_TINY), 0.0)
+            mass = total
+        self._state = _State(top, mass, excess, weighted, count)
+        return share
+
+    def loss(self) -> Tensor:
+        """The tilted loss of all that was added: the mean at ``t = 0``; NaN if nothing valid was added."""
+        state = self._added()
+        # log(mass/count): by log1p of the excess where that is small (small t), directly where it is not.
+        ratio = state.excess / state.number
+        log_mean = torch.where(ratio > -0.5, ratio.clamp_min(-0.5).log1p(), (state.mass / state.number).log())
+        if isinstance(self.t, Tensor):
+            tilted = state.top + log_mean / self.t.masked_fill(self.t == 0, 1.0)
+            return torch.where(self.t == 0, self.mean(), tilted)
+        return state.top + log_mean / self.t if self.t > 0 else self.mean()
+
+    def mean(self) -> Tensor:
+        """The tilted mean of all that was added; NaN if nothing valid was added."""
+        state = self._added()
+        return state.top + state.weighted / state.mass
+
+    def weights(self, losses: Tensor, valid: Tensor | None = None) -> Tensor:
+        """The weights that ``losses`` hold in all that was added; 0 where not valid."""
+        state = self._added()
+        losses = _working(losses)
+        ok = torch.ones_like(losses, dtype=torch.bool) if valid is None else valid
+        arg = self.t * (torch.where(ok, losses, state.top) - state.top)
+        return torch.where(ok, arg.exp() / state.mass.clamp_min(_TINY), 0.0)
+
+    def _added(self) -> _State:
+        if self._state is None:
+            raise ValueError("no loss was added yet")
+        return self._state
+
+
+class _State(NamedTuple):
+    """What a StreamingTilt remembers; all scalars."""
+
+    top: Tensor  # the largest valid loss; -inf while there is none
+    mass: Tensor  # sum of exp(t (loss - top))
+    excess: Tensor  # mass - count, kept apart because at small t it is tiny beside both
+    weighted: Tensor  # sum of exp(t (loss - top)) (loss - top)
+    number: Tensor  # how many valid losses
+
+
+def tilted_loss(losses: Tensor, t: Tilt) -> Tensor:
+    """The tilted loss ``(1/t) log mean exp(t * losses)`` over all elements.
+
+    Never below the mean, never above the maximum, and at least ``max - log(s)/t``. Differentiable: its gradient
+    with respect to ``losses`` is :func:`tilted_weights`.
+
+    Args:
+        losses: Any shape, at least one element.
+        t: The tilt, ``>= 0``; at 0 the plain mean.
+
+    Raises:
+        ValueError: If ``losses`` is empty or ``t`` is negative or not finite.
+
+    Example:
+        >>> tilted_loss(torch.tensor([1.0, 3.0]), t=0.0)
+        tensor(2.)
+        >>> tilted_loss(torch.tensor([1.0, 3.0]), t=1e6)
+        tensor(3.0000)
+    """
+    tilt = StreamingTilt(t)
+    tilt.add(_nonempty(losses))
+    return tilt.loss()
+
+
+def tilted_weights(losses: Tensor, t: Tilt, valid: Tensor | None = None) -> Tensor:
+    """The weights ``exp(t * losses) / sum exp(t * losses)``, of the shape of ``losses``.
+
+    Args:
+        losses: Any shape, at least one element.
+        t: The tilt, ``>= 0``; at 0 the weights are uniform.
+        valid: Which losses take part; the others get weight 0. Where none does, all weights are 0.
+
+    Example:
+        >>> tilted_weights(torch.tensor([0.0, 0.0]), t=5.0)
+        tensor([0.5000, 0.5000])
+    """
+    tilt = StreamingTilt(t)
+    tilt.add(_nonempty(losses), valid)
+    return tilt.weights(losses, valid)
+
+
+def tilted_mean(x: Tensor, t: Tilt) -> Tensor:
+    """The tilted mean ``sum w x`` with ``w`` proportional to ``exp(t * x)`` (Definition 1)."""
+    tilt = StreamingTilt(t)
+    tilt.add(_nonempty(x))
+    return tilt.mean()
+
+
+def tilted_var(x: Tensor, t: Tilt) -> Tensor:
+    """The tilted variance ``sum w (x - tilted mean)^2``, ``w`` proportional to ``exp(t * x)`` (Definition 1).
+
+    A point is *t-sharper* than another if the tilted variance of the losses around it is larger. Computed about
+    the mean, not as ``sum w x^2 - mean^2``, which loses all digits when losses are large and close together.
+    """
+    tilt = StreamingTilt(t)
+    tilt.add(_nonempty(x))
+    return (tilt.weights(x) * (x - tilt.mean()).square()).sum()
+
+
+def effective_sample_size(weights: Tensor) -> Tensor:
+    """``(sum w)^2 / sum w^2``: of s draws, how many the weights leave standing (1: one draw decides; s: all alike)."""
+    return weights.sum().square() / weights.square().sum().clamp_min(_TINY)
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A value that moves from ``start`` to ``end`` over ``num_steps`` steps and stays there.
+
+    Callable with the step number (0 at the first step); pass it wherever a schedule is taken, ``t`` above all.
+    """
+
+    start: float
+    end: float
+    num_steps: int
+
+    def __post_init__(self) -> None:
+        if self.num_steps < 1:
+            raise ValueError(f"num_steps must be at least 1, got {self.num_steps}")
+
+    def __call__(self, step: int) -> float:
+        """The value at ``step``."""
+        fraction = min(max(step, 0) / self.num_steps, 1.0)
+        return self.start + (self.end - self.start) * fraction
+
+
+def constant(value: float) -> Linear:
+    """The same value at every step."""
+    return Linear(value, value, 1)
+
+
+def linear_up(value: float, num_steps: int) -> Linear:
+    """From 0 up to ``value`` over ``num_steps`` steps."""
+    return Linear(0.0, value, num_steps)
+
+
+def linear_down(value: float, num_steps: int) -> Linear:
+    """From ``value`` down to 0 over ``num_steps`` steps."""
+    return Linear(value, 0.0, num_steps)
+
+
+def _check_tilt(t: Tilt) -> Tilt:
+    if isinstance(t, Tensor):
+        return t
+    if not (math.isfinite(t) and t >= 0):
+        raise ValueError(f"the tilt t must be a finite number >= 0, got {t}")
+    return float(t)
+
+
+def _nonempty(losses: Tensor) -> Tensor:
+    if losses.numel() == 0:
+        raise ValueError("at least one loss is needed, got an empty tensor")
+    return _working(losses)
+
+
+def _working(losses: Tensor) -> Tensor:
+    """Losses in a dtype that can hold a log-sum-exp: float32, or float64 if they come so."""
+    return losses if losses.dtype == torch.float64 else losses.float()

@@ -1,0 +1,93 @@
+"""Lists of tensors as one vector: the few operations a step is made of.
+
+Each function works in place on lists whose tensors share a device and a dtype, and takes its scalars as 0-dim tensors
+of that device, so that nothing is read back to the host. ``foreach=True`` hands the whole list to one fused kernel
+where torch has one; ``foreach=False`` is the same arithmetic in a plain loop. Both give the same numbers.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["add_", "add_scaled_", "copy_", "dot", "keep_", "lerp_", "norm", "scale_", "select_"]
+
+# The integer that holds the bits of a float: multiplying by the integer 0 erases NaN and inf too.
+_BITS = {
+    torch.float16: torch.int16,
+    torch.bfloat16: torch.int16,
+    torch.float32: torch.int32,
+    torch.float64: torch.int64,
+}
+
+
+def copy_(x: list[Tensor], y: list[Tensor], *, foreach: bool = True) -> None:
+    """``x <- y``, bit for bit."""
+    if foreach:
+        torch._foreach_copy_(x, y)
+    else:
+        for a, b in zip(x, y, strict=True):
+            a.copy_(b)
+
+
+def add_(x: list[Tensor], y: list[Tensor], *, alpha: float = 1.0, foreach: bool = True) -> None:
+    """``x <- x + alpha y`` with ``alpha`` a number."""
+    if foreach:
+        torch._foreach_add_(x, y, alpha=alpha)
+    else:
+        for a, b in zip(x, y, strict=True):
+            a.add_(b, alpha=alpha)
+
+
+def scale_(x: list[Tensor], scale: Tensor, *, foreach: bool = True) -> None:
+    """``x <- scale x``."""
+    if foreach:
+        torch._foreach_mul_(x, scale)
+    else:
+        for a in x:
+            a.mul_(scale)
+
+
+def add_scaled_(x: list[Tensor], y: list[Tensor], scale: Tensor, *, foreach: bool = True) -> None:
+    """``y <- scale y``, then ``x <- x + y``.
+
+    ``y`` is used up: scaling it in place needs no memory, where ``x + scale * y`` would need a third vector.
+    """
+    scale_(y, scale, foreach=foreach)
+    add_(x, y, foreach=foreach)
+
+
+def lerp_(x: list[Tensor], y: list[Tensor], share: Tensor, *, foreach: bool = True) -> None:
+    """``x <- (1 - share) x + share y``; ``y`` is used up as in :func:`add_scaled_`."""
+    scale_(x, 1 - share, foreach=foreach)
+    add_scaled_(x, y, share, foreach=foreach)
+
+
+def keep_(x: list[Tensor], mask: Tensor, *, foreach: bool = True) -> None:
+    """``x <- x`` where the scalar ``mask`` is true, else exactly 0, whatever ``x`` held.
+
+    ``x * 0`` would leave NaN where ``x`` is not finite, so the product is taken on the bits: integer times 1 or 0.
+    """
+    if not x:
+        return
+    bits = _BITS[x[0].dtype]
+    views = [a.view(bits) for a in x]
+    scale_(views, mask.to(bits), foreach=foreach)
+
+
+def select_(x: list[Tensor], y: list[Tensor], mask: Tensor) -> None:
+    """``x <- y`` where the scalar ``mask`` is true."""
+    for a, b in zip(x, y, strict=True):
+        a.copy_(torch.where(mask, b, a))
+
+
+def norm(x: list[Tensor], dtype: torch.dtype, *, foreach: bool = True) -> Tensor:
+    """The Euclidean norm of each tensor, stacked, accumulated in ``dtype``."""
+    if foreach:
+        return torch.stack(torch._foreach_norm(x, 2, dtype=dtype))
+    return torch.stack([torch.linalg.vector_norm(a, 2, dtype=dtype) for a in x])
+
+
+def dot(x: list[Tensor], y: list[Tensor], dtype: torch.dtype) -> Tensor:
+    """The inner product, accumulated in ``dtype``."""
+    return torch.stack([(a * b).sum(dtype=dtype) for a, b in zip(x, y, strict=True)]).sum()

@@ -1,0 +1,424 @@
+"""The engine: any torch optimizer, made to descend a gradient gathered around θ instead of at θ.
+
+:class:`SharpnessAware` composes *where to look* (a kernel of :mod:`tiltsam.samplers`) with *how to weigh* what was seen
+(:class:`~tiltsam.tilting.StreamingTilt`, or fixed weights), and hands the aggregate to the optimizer it wraps. The
+methods in :mod:`tiltsam.optim` are such compositions and little more.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from tiltsam.parameters import Closure, ParameterSpace
+from tiltsam.passes import Passes
+from tiltsam.samplers import Draw, Sampler
+from tiltsam.tilting import StreamingTilt, effective_sample_size
+
+__all__ = ["Schedule", "SharpnessAware", "StepInfo"]
+
+Schedule: TypeAlias = Callable[[int], float]
+"""A value as a function of the step, 0 at the first; see :mod:`tiltsam.tilting` for ready ones."""
+
+_HELP = """{name}.step() needs a closure, because it evaluates the loss at several points of one step. Write:
+
+    def closure():
+        loss = criterion(model(inputs), targets)
+        loss.backward()
+        return loss
+
+    loss = optimizer.step(closure)"""
+
+
+@dataclass(frozen=True)
+class StepInfo:
+    """What the last step saw. Tensors stay on the device: reading a number out of one is what waits for the GPU."""
+
+    loss: Tensor
+    """The aggregate loss whose gradient the base optimizer was given."""
+    losses: Tensor
+    """(s,) loss at each θ+ε_j."""
+    weights: Tensor
+    """(s,) weight of each sample's gradient; 0 where the sample was not finite."""
+    effective_sample_size: Tensor
+    """``(Σw)²/Σw²``: s where the tilt does nothing, 1 where a single sample decides."""
+    start_losses: Tensor
+    """(s,) loss where each sample began, before its ascent."""
+    perturbation_norms: Tensor
+    """(s,) ‖ε_j‖."""
+    gradient_norms: Tensor
+    """(s,) ‖∇L(θ+ε_j)‖; 0 where not finite."""
+    num_nonfinite: Tensor
+    """How many samples of this step were not finite."""
+    num_forwards: int
+    """Forward passes of this step."""
+    num_backwards: int
+    """Backward passes of this step: its cost in gradient evaluations."""
+    sampler: Mapping[str, Tensor] = field(default_factory=dict)
+    """(s,) each: what the kernel reports (HMC: ``acceptance``, ``energy_error``, ``divergence``)."""
+
+
+class Weighing(Protocol):
+    """Takes the losses of a step one by one and says what share of the aggregate each newcomer gets."""
+
+    def add(self, losses: Tensor, valid: Tensor) -> Tensor:
+        """The newcomer's share of the total weight."""
+        ...
+
+    def loss(self) -> Tensor:
+        """The aggregate loss."""
+        ...
+
+    def weights(self, losses: Tensor, valid: Tensor) -> Tensor:
+        """The final weights of all samples."""
+        ...
+
+
+class FixedWeights:
+    """A plain weighted mean: sample j counts ``weights[j]``, a sample that is not finite counts nothing."""
+
+    def __init__(self, weights: Tensor) -> None:
+        self._given = weights
+        self._count = 0
+        self._mass = torch.zeros_like(weights[0])
+        self._mean = torch.zeros_like(weights[0])
+
+    def add(self, losses: Tensor, valid: Tensor) -> Tensor:
+        """See :class:`Weighing`."""
+        mine = torch.where(valid, self._given[self._count], 0.0)
+        self._count += 1
+        self._mass = self._mass + mine
+        share = torch.where(self._mass > 0, mine / self._mass.clamp_min(1e-30), 0.0)
+        self._mean = self._mean + torch.where(valid, share * (losses - self._mean), 0.0)
+        return share
+
+    def loss(self) -> Tensor:
+        """See :class:`Weighing`."""
+        return torch.where(self._mass > 0, self._mean, torch.nan)
+
+    def weights(self, losses: Tensor, valid: Tensor) -> Tensor:
+        """See :class:`Weighing`."""
+        return torch.where(valid, self._given, 0.0) / self._mass.clamp_min(1e-30)
+
+
+class SharpnessAware(Optimizer):
+    """A torch optimizer that wraps another and gives it a gradient gathered around the weights.
+
+    It shares ``param_groups`` and ``state`` with ``base``: schedulers, hooks, ``add_param_group`` and checkpoints work
+    on either. Its own settings (``settings`` of each method) are entries of the parameter groups, under the names of
+    the constructor's arguments; where the base already uses a name (Adadelta's ``rho``, RMSprop's ``alpha``) ours is
+    ``tilt_<name>``. ``rho`` may differ between groups, the others are one number for the whole step.
+
+    A step never leaves a weight perturbed: whatever the closure raises, θ is back bit for bit.
+
+    Args:
+        base: An *instance* of a torch optimizer, which does the update.
+        sampler: Where to look.
+        settings: Own settings and their initial values; a callable is a schedule, evaluated at each step.
+        model: With the model at hand, its buffers (BatchNorm's running statistics) move once a step, at its first pass,
+            and dropout draws one mask for all passes of a step.
+        seed: Seed of the noise. All noise follows from (seed, step, sample): a resumed run draws what an unbroken one
+            would have drawn, and the global random state is never touched.
+        buffers_once: Turn the first of ``model``'s effects off.
+        same_dropout: Turn the second off.
+        skip_nonfinite: If no sample of a step is finite, do not step the base at all. Costs one host synchronisation a
+            step; without it the base is stepped with a zero gradient.
+        foreach: Fused kernels on lists of tensors, or the plain loop; both give the same numbers.
+    """
+
+    per_group: ClassVar[frozenset[str]] = frozenset({"rho"})
+
+    def __init__(
+        self,
+        base: Optimizer,
+        sampler: Sampler,
+        settings: Mapping[str, Any],
+        *,
+        model: torch.nn.Module | None = None,
+        seed: int = 0,
+        buffers_once: bool = True,
+        same_dropout: bool = True,
+        skip_nonfinite: bool = False,
+        foreach: bool = True,
+    ) -> None:
+        _check_base(base, type(self).__name__)
+        if model is not None and not isinstance(model, torch.nn.Module):
+            raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+        if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+            raise ValueError(f"seed must be an integer >= 0, got {seed!r}")
+        own = {**settings, "seed": seed, "steps_taken": 0}
+        self.base = base
+        self.sampler = sampler
+        self.model = model
+        self.skip_nonfinite = skip_nonfinite
+        self._passes_options = {"buffers_once": buffers_once, "same_random": same_dropout}
+        self._foreach = foreach
+        self._schedules: dict[str, Schedule] = {name: value for name, value in own.items() if callable(value)}
+        self._own = {name: value(0) if callable(value) else value for name, value in own.items()}
+        self._keys = {name: f"tilt_{name}" if name in base.defaults else name for name in own}
+        self._space: ParameterSpace | None = None
+        self._space_key: tuple[Any, ...] = ()
+        self._info: StepInfo | None = None
+        self._nonfinite: Tensor | None = None
+        self._nonfinite_told = 0
+        # Optimizer.__init__ would build groups and state of its own; torch's unpickling path sets up the rest of what
+        # an Optimizer is (hooks, the profiled step) around ours.
+        Optimizer.__setstate__(self, {"defaults": {**base.defaults}})
+        self._zero_grad_profile_name = f"Optimizer.zero_grad#{type(self).__name__}.zero_grad"
+        self._fill_settings()
+        self._check_settings()
+
+    # ---------------------------------------------------------------- one state with the base
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The base's parameter groups."""
+        return self.base.param_groups
+
+    @param_groups.setter
+    def param_groups(self, value: list[dict[str, Any]]) -> None:
+        self.base.param_groups = value
+
+    @property
+    def state(self) -> Any:
+        """The base's state."""
+        return self.base.state
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        self.base.state = value
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group to the base, with this method's settings where it does not bring its own."""
+        self.base.add_param_group(param_group)
+        self._fill_settings()
+        self._check_settings()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear gradients. Never needed: a step clears them before each pass."""
+        self.base.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The base's state, its groups carrying this method's settings and step count."""
+        for hook in self._optimizer_state_dict_pre_hooks.values():
+            hook(self)
+        state: dict[str, Any] = self.base.state_dict()
+        for post in self._optimizer_state_dict_post_hooks.values():
+            replaced = post(self, state)
+            state = state if replaced is None else replaced
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what :meth:`state_dict` gave, or a checkpoint of the bare base (own settings then stay as they are)."""
+        state_dict = state_dict.copy()
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            replaced = hook(self, state_dict)
+            state_dict = state_dict if replaced is None else replaced
+        present = [{key: group[key] for key in self._keys.values()} for group in self.param_groups]
+        self.base.load_state_dict(state_dict)
+        for group, settings in zip(self.param_groups, present, strict=True):
+            for key, value in settings.items():
+                group.setdefault(key, value)
+        for post in self._optimizer_load_state_dict_post_hooks.values():
+            post(self)
+        self._check_settings()
+
+    def __getstate__(self) -> dict[str, Any]:
+        dropped = {"step", "_space", "_info"}  # a scheduler's patch, and what is rebuilt at the next step
+        return {**{k: v for k, v in self.__dict__.items() if k not in dropped}, "_space": None, "_info": None}
+
+    def __repr__(self) -> str:
+        own = ", ".join(
+            f"{name}={self._schedules.get(name, self._setting(name))!r}"
+            for name in self._keys
+            if name != "steps_taken" and name not in self.per_group
+        )
+        rho = sorted({g[self._keys["rho"]] for g in self.param_groups}) if "rho" in self._keys else []
+        shown = f"rho={rho[0] if len(rho) == 1 else rho}, " if rho else ""
+        return f"{type(self).__name__}({shown}{own},\n  base={self.base!r})"
+
+    # ---------------------------------------------------------------- settings
+
+    def _fill_settings(self) -> None:
+        """Groups that lack a setting get the constructor's; global ones follow group 0, which may have moved on."""
+        first = self.param_groups[0]
+        for group in self.param_groups:
+            for name, key in self._keys.items():
+                value = self._own[name] if name in self.per_group else first.get(key, self._own[name])
+                group.setdefault(key, value)
+
+    def _setting(self, name: str) -> Any:
+        """A setting that is one number for the whole step."""
+        key = self._keys[name]
+        value = self.param_groups[0].get(key, self._own[name])
+        for group in self.param_groups[1:]:
+            if group.get(key, value) != value:
+                raise ValueError(
+                    f"{key} is one number for the whole step, but parameter groups have {value} and {group[key]}"
+                )
+        return value
+
+    def _check_settings(self) -> None:
+        """Raise on a value out of bounds. Called at construction and, since groups can be edited, before each step."""
+        for group in self.param_groups:
+            if "rho" in self._keys:
+                check_nonnegative("rho", group[self._keys["rho"]])
+
+    def _write_settings(self, space: ParameterSpace) -> None:
+        """Put this method's numbers where the kernels read them."""
+        if "rho" in self._keys:
+            space.set_rho([float(group[self._keys["rho"]]) for group in self.param_groups])
+        space.set_radius(0.0)
+
+    def _num_samples(self) -> int:
+        return 1
+
+    def _weighing(self, space: ParameterSpace) -> Weighing:
+        return StreamingTilt(0.0)
+
+    # ---------------------------------------------------------------- a step
+
+    def step(self, closure: Closure | None = None) -> Tensor:  # type: ignore[override]
+        """Evaluate around θ, come back to θ, and let the base descend the aggregate gradient.
+
+        Args:
+            closure: Runs forward and backward on *one* mini-batch and returns the loss; called several times. It need
+                not clear gradients. For gradient accumulation, loop over micro-batches inside and return the total.
+
+        Returns:
+            The loss that was descended: the tilted loss of the samples for TSAM, the loss at the perturbed point for
+            SAM. Detached, on the device of the parameters; NaN if no sample was finite.
+        """
+        if closure is None:
+            raise TypeError(_HELP.format(name=type(self).__name__))
+        with torch.no_grad():
+            space = self._prepare(closure)
+            try:
+                info = self._gather(space)
+            finally:
+                space.closure = _released
+            space.hand_over()
+            self._info = info
+            if not self.skip_nonfinite or bool((info.num_nonfinite < len(info.losses)).item()):
+                self.base.step()
+        for group in self.param_groups:
+            group[self._keys["steps_taken"]] += 1
+        return info.loss
+
+    def _prepare(self, closure: Closure) -> ParameterSpace:
+        """The host's part of a step: schedules, checks, numbers, seeds."""
+        self._fill_settings()  # a group may have been added to the base behind our back
+        step = self._setting("steps_taken")
+        for name, schedule in self._schedules.items():
+            for group in self.param_groups:
+                group[self._keys[name]] = schedule(step)
+        self._check_settings()
+        space = self._current_space()
+        self._write_settings(space)
+        space.seed(self._setting("seed"), step)
+        space.closure = closure
+        return space
+
+    def _gather(self, space: ParameterSpace) -> StepInfo:
+        """The device's part: visit, evaluate, accumulate, come back. Nothing in it looks at a value."""
+        draws: list[Draw] = []
+        norms: list[Tensor] = []
+        weighing = self._weighing(space)
+        with space.visiting():
+            state = self.sampler.begin(space)
+            for j in range(self._num_samples()):
+                draw, state = self.sampler.sample(space, j, state)
+                share = weighing.add(draw.loss, draw.valid)
+                space.keep_(draw.gradient, draw.valid)
+                space.accumulate(draw.gradient, share, first=j == 0)
+                norms.append(space.displacement())
+                draws.append(draw)
+        losses = torch.stack([d.loss for d in draws])
+        valid = torch.stack([d.valid for d in draws])
+        weights = weighing.weights(losses, valid)
+        bad = (~valid).sum()
+        if self._nonfinite is None or self._nonfinite.device != bad.device:
+            self._nonfinite = torch.zeros_like(bad)
+        self._nonfinite.add_(bad)
+        return StepInfo(
+            loss=weighing.loss(),
+            losses=losses,
+            weights=weights,
+            effective_sample_size=effective_sample_size(weights),
+            start_losses=torch.stack([d.start_loss for d in draws]),
+            perturbation_norms=torch.stack(norms),
+            gradient_norms=torch.stack([d.gradient_norm for d in draws]),
+            num_nonfinite=bad,
+            num_forwards=space.num_forwards,
+            num_backwards=space.num_backwards,
+            sampler={name: torch.stack([d.info[name] for d in draws]) for name in draws[0].info},
+        )
+
+    @property
+    def info(self) -> StepInfo:
+        """What the last step saw. Reading it waits for the device once, to warn about samples that were not finite."""
+        if self._info is None or self._nonfinite is None:
+            raise RuntimeError("no step was taken yet: info describes the last one")
+        total = int(self._nonfinite.item())
+        if total > self._nonfinite_told:
+            warnings.warn(
+                f"{total - self._nonfinite_told} samples had a loss or gradient that is not finite and got weight zero "
+                f"({total} since the start): lower rho, radius or the learning rate if this goes on",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            self._nonfinite_told = total
+        return self._info
+
+    def _current_space(self) -> ParameterSpace:
+        """The space over the parameters that are trainable now; built anew only when they changed."""
+        groups = [group["params"] for group in self.param_groups]
+        key = tuple((id(p), p.requires_grad, p.dtype, p.device, p.shape, p.stride()) for group in groups for p in group)
+        if self._space is None or key != self._space_key:
+            devices = [p.device for group in groups for p in group]
+            passes = Passes(self.model, devices=devices, **self._passes_options)
+            self._space = ParameterSpace(groups, passes=passes, foreach=self._foreach)
+            self._space_key = key
+            _warn_low_precision(self._space.params)
+        return self._space
+
+
+def check_nonnegative(name: str, value: Any) -> None:
+    """Raise unless ``value`` is a finite number >= 0."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
+        raise ValueError(f"{name} must be a finite number >= 0, got {value!r}")
+
+
+def _check_base(base: Any, name: str) -> None:
+    if isinstance(base, type):
+        raise TypeError(
+            f"{name} wraps an instance, got the class {base.__name__}: write {name}({base.__name__}(params, ...), ...)"
+        )
+    if isinstance(base, SharpnessAware):
+        raise TypeError(f"{name} cannot wrap {type(base).__name__}, which is sharpness-aware itself: wrap its base")
+    if not isinstance(base, Optimizer):
+        raise TypeError(f"base must be a torch.optim.Optimizer instance, got {type(base).__name__}")
+    if isinstance(base, torch.optim.LBFGS):
+        raise TypeError(f"{name} cannot wrap LBFGS: it evaluates the closure itself, several times a step")
+
+
+def _warn_low_precision(params: list[Tensor]) -> None:
+    low = sorted({str(p.dtype).removeprefix("torch.") for p in params if p.dtype in (torch.bfloat16, torch.float16)})
+    if low:
+        warnings.warn(
+            f"weights in {' and '.join(low)}: most coordinates of a small perturbation are lost to rounding. Keep the "
+            "weights in float32 and run the model under torch.autocast",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+
+
+def _released() -> Tensor:
+    raise RuntimeError("the closure of a finished step was called")

@@ -1,0 +1,155 @@
+"""The tables that drive the tests: every method, problems to run it on, and what users get wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+import tiltsam
+from tiltsam import samplers
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way to wrap a base optimizer, and what one step of it costs."""
+
+    name: str
+    cls: type[tiltsam.SharpnessAware]
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    forwards: int = 2
+    backwards: int = 2
+
+    def __call__(self, base: torch.optim.Optimizer, **more: Any) -> tiltsam.SharpnessAware:
+        return self.cls(base, **{**self.kwargs, **more})
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+TSAM_METHODS = [
+    Method("tsam", tiltsam.TSAM, {"t": 5.0, "rho": 0.05, "radius": 0.1}, 6, 6),
+    Method("tsam-s1", tiltsam.TSAM, {"num_samples": 1, "rho": 0.05}, 2, 2),
+    Method("tsam-shared", tiltsam.TSAM, {"share_ascent": True, "rho": 0.05}, 4, 4),
+    Method("tsam-uniform", tiltsam.TSAM, {"sampler": "uniform", "radius": 0.1}, 3, 3),
+    Method("tsam-gaussian", tiltsam.TSAM, {"sampler": "gaussian", "radius": 0.1}, 3, 3),
+    Method(
+        "tsam-gaussian-start",
+        tiltsam.TSAM,
+        {"sampler": samplers.Ascent(samplers.Gaussian(clip=True)), "radius": 0.1},
+        6,
+        6,
+    ),
+    Method(
+        "tsam-hmc",
+        tiltsam.TSAM,
+        {"sampler": samplers.HMC(num_steps=2, step_size=0.02), "radius": 0.1, "num_samples": 2},
+        6,
+        6,
+    ),
+]
+METHODS = [
+    Method("erm", tiltsam.ERM, {}, 1, 1),
+    Method("sam", tiltsam.SAM, {"rho": 0.05}),
+    Method("asam", tiltsam.ASAM, {"rho": 0.5}),
+    Method("esam2", tiltsam.LineSearchSAM, {"rho": 0.05, "num_points": 4}, 6, 2),
+    Method("pgn", tiltsam.PGN, {"rho": 0.05, "alpha": 0.7}),
+    Method("rsam", tiltsam.RSAM, {"rho": 0.05, "gamma": 0.05}),
+    *TSAM_METHODS,
+]
+
+
+def sgd(params: Any, **kwargs: Any) -> torch.optim.SGD:
+    return torch.optim.SGD(params, **{"lr": 0.05, "momentum": 0.9, "weight_decay": 5e-4, **kwargs})
+
+
+class Net(nn.Module):
+    """Small, with everything a step can trip over: BatchNorm, dropout, a tied, a frozen, an unused, an empty tensor."""
+
+    def __init__(self, dropout: float = 0.2) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.tied = nn.Linear(8, 8, bias=False)
+        self.dropout = nn.Dropout(dropout)
+        self.last = nn.Linear(8, 3)
+        self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+        self.unused = nn.Parameter(torch.ones(5))
+        self.empty = nn.Parameter(torch.empty(0, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.tanh(self.norm(self.first(x)))
+        h = self.tied(self.dropout(torch.tanh(self.tied(h))))
+        return self.last(h) * self.frozen + self.empty.sum()
+
+
+class Problem:
+    """A model, a batch, and the closure a user would write."""
+
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        dtype: torch.dtype = torch.float64,
+        batch: int = 16,
+        dropout: float = 0.2,
+    ) -> None:
+        torch.manual_seed(1)
+        self.model = (Net(dropout) if model is None else model).to(dtype)
+        self.x = torch.randn(batch, 6, dtype=dtype)
+        self.y = torch.randint(3, (batch,))
+
+    def loss(self) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.model(self.x), self.y)
+
+    def closure(self) -> torch.Tensor:
+        loss = self.loss()
+        loss.backward()
+        return loss
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return {name: value.detach().clone() for name, value in self.model.state_dict().items()}
+
+
+def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+    """Bit for bit."""
+    assert a.keys() == b.keys()
+    for name in a:
+        assert torch.equal(a[name], b[name]), name
+
+
+def quadratic_problem(dtype: torch.dtype = torch.float64) -> tuple[nn.Parameter, Callable[[], torch.Tensor]]:
+    """One vector, loss ½ θᵀ diag(1..5) θ."""
+    theta = nn.Parameter(torch.linspace(-1, 1, 5, dtype=dtype))
+    curvature = torch.arange(1.0, 6.0, dtype=dtype)
+
+    def closure() -> torch.Tensor:
+        loss = 0.5 * (curvature * theta.square()).sum()
+        loss.backward()
+        return loss
+
+    return theta, closure
+
+
+BAD_ARGUMENTS: list[tuple[str, type[tiltsam.SharpnessAware], dict[str, Any], str]] = [
+    ("negative rho", tiltsam.SAM, {"rho": -0.1}, r"rho must be .*>= 0, got -0.1"),
+    ("nan rho", tiltsam.SAM, {"rho": float("nan")}, "rho must be .*>= 0, got nan"),
+    ("text rho", tiltsam.SAM, {"rho": "0.1"}, "rho must be .*got '0.1'"),
+    ("negative t", tiltsam.TSAM, {"t": -1.0}, "t must be .*>= 0, got -1.0"),
+    ("infinite t", tiltsam.TSAM, {"t": float("inf")}, "t must be a finite .*got inf"),
+    ("negative radius", tiltsam.TSAM, {"radius": -1.0}, "radius must be .*>= 0, got -1.0"),
+    ("delta above t", tiltsam.TSAM, {"t": 1.0, "delta": 2.0}, "delta must be <= t, got delta=2.0 with t=1.0"),
+    ("negative delta", tiltsam.TSAM, {"delta": -2.0}, "delta must be .*>= 0, got -2.0"),
+    ("no samples", tiltsam.TSAM, {"num_samples": 0}, "num_samples must be an integer >= 1, got 0"),
+    ("half a sample", tiltsam.TSAM, {"num_samples": 1.5}, "num_samples must be an integer >= 1, got 1.5"),
+    ("unknown sampler", tiltsam.TSAM, {"sampler": "nuts"}, "sampler must be one of ascent, .*got 'nuts'"),
+    ("shared without ascent", tiltsam.TSAM, {"sampler": "uniform", "share_ascent": True}, "share_ascent needs"),
+    ("negative seed", tiltsam.TSAM, {"seed": -1}, "seed must be an integer >= 0, got -1"),
+    ("alpha above 1", tiltsam.PGN, {"alpha": 1.5}, "alpha must be <= 1, got 1.5"),
+    ("negative gamma", tiltsam.RSAM, {"gamma": -1.0}, "gamma must be .*>= 0"),
+    ("negative lam", tiltsam.RSAM, {"lam": -1.0}, "lam must be .*>= 0"),
+    ("negative eta", tiltsam.ASAM, {"eta": -1.0}, "eta must be .*>= 0"),
+    ("no points", tiltsam.LineSearchSAM, {"num_points": 0}, "num_points must be an integer >= 1, got 0"),
+]

@@ -1,0 +1,392 @@
+"""The contract that every method keeps with torch: one table of tests, run for all of them."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import tiltsam
+from cases import BAD_ARGUMENTS, METHODS, Problem, assert_same, sgd
+from tiltsam.tilting import linear_up
+
+every_method = pytest.mark.parametrize("method", METHODS, ids=repr)
+
+
+def train(problem, optimizer, steps, scheduler=None):
+    for _ in range(steps):
+        optimizer.step(problem.closure)
+        if scheduler is not None:
+            scheduler.step()
+
+
+@every_method
+def test_a_step_returns_a_detached_finite_loss_and_fills_info(method):
+    problem = Problem()
+    optimizer = method(sgd(problem.model.parameters()), model=problem.model)
+    loss = optimizer.step(problem.closure)
+    info = optimizer.info
+    samples = len(info.losses)
+    assert loss.shape == ()
+    assert not loss.requires_grad
+    assert loss.isfinite()
+    assert torch.equal(loss, info.loss)
+    for value in (info.weights, info.start_losses, info.perturbation_norms, info.gradient_norms):
+        assert value.shape == (samples,)
+        assert value.isfinite().all()
+    torch.testing.assert_close(info.weights.sum(), torch.ones((), dtype=torch.float64))
+    assert 1 - 1e-9 <= info.effective_sample_size <= samples + 1e-9
+    assert info.num_nonfinite == 0
+    assert (info.num_forwards, info.num_backwards) == (method.forwards, method.backwards)
+
+
+@every_method
+def test_cost_in_passes_is_what_the_closure_sees(method):
+    problem, calls = Problem(), [0]
+    problem.model.register_forward_hook(lambda *_: calls.__setitem__(0, calls[0] + 1))
+    optimizer = method(sgd(problem.model.parameters()))
+    optimizer.step(problem.closure)
+    assert calls[0] == method.forwards
+
+
+@every_method
+def test_training_lowers_the_loss(method):
+    problem = Problem(nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3)))
+    before = problem.loss().item()
+    train(problem, method(sgd(problem.model.parameters())), 60)
+    assert problem.loss().item() < 0.7 * before
+
+
+@every_method
+def test_resumed_is_bitwise_unbroken(method):
+    """Through a file, with a scheduler, momentum, dropout and BatchNorm, into fresh objects."""
+
+    def fresh():
+        problem = Problem()
+        optimizer = method(sgd(problem.model.parameters()), model=problem.model, seed=9)
+        return problem, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.5)
+
+    unbroken, optimizer, scheduler = fresh()
+    train(unbroken, optimizer, 5, scheduler)
+    file = io.BytesIO()
+    torch.save(
+        {
+            "model": unbroken.model.state_dict(),
+            "optimizer": optimizer.state_dict(),
+            "scheduler": scheduler.state_dict(),
+            "rng": torch.get_rng_state(),
+        },
+        file,
+    )
+    train(unbroken, optimizer, 5, scheduler)
+
+    resumed, optimizer, scheduler = fresh()
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    resumed.model.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+    scheduler.load_state_dict(saved["scheduler"])
+    torch.set_rng_state(saved["rng"])
+    train(resumed, optimizer, 5, scheduler)
+    assert_same(unbroken.weights(), resumed.weights())
+
+
+@every_method
+def test_the_noise_is_the_seeds_alone(method):
+    """Other random numbers drawn in between change nothing; another seed does."""
+    runs = []
+    for seed, disturb in ((1, False), (1, True), (2, False)):
+        problem = Problem(dropout=0.0)
+        optimizer = method(sgd(problem.model.parameters()), seed=seed)
+        for _ in range(3):
+            if disturb:
+                torch.randn(7)
+            optimizer.step(problem.closure)
+        runs.append(problem.weights())
+    assert_same(runs[0], runs[1])
+    if method.name.startswith(("tsam", "rsam")):
+        assert any(not torch.equal(runs[0][k], runs[2][k]) for k in runs[0])
+
+
+def test_every_step_and_every_sample_draws_other_noise():
+    theta = nn.Parameter(torch.zeros(50, dtype=torch.float64))
+    seen = []
+
+    def closure():
+        seen.append(theta.detach().clone())
+        return _backward((theta * 0).sum())
+
+    optimizer = tiltsam.TSAM(sgd([theta], lr=0.0), rho=0.0, radius=1.0, num_samples=3)
+    for _ in range(3):
+        optimizer.step(closure)
+    cosines = torch.corrcoef(torch.stack(seen)).triu(1)
+    assert len(seen) == 9
+    assert cosines.abs().max() < 0.6
+
+
+def _backward(loss):
+    loss.backward()
+    return loss
+
+
+class NoSync(TorchDispatchMode):
+    """Raises when a value is read back to the host."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default):
+            raise AssertionError(f"{func} reads a value back to the host")
+        return func(*args, **(kwargs or {}))
+
+
+@every_method
+def test_no_host_synchronisation_in_a_step(method):
+    problem = Problem()
+    optimizer = method(sgd(problem.model.parameters()), model=problem.model)
+    optimizer.step(problem.closure)
+    with NoSync():
+        optimizer.step(problem.closure)
+        with pytest.raises(AssertionError, match="reads a value"):  # the mode works: reading info is what waits
+            _ = optimizer.info
+
+
+@every_method
+def test_buffers_stay_in_place_from_step_to_step(method):
+    problem = Problem()
+    optimizer = method(sgd(problem.model.parameters()), model=problem.model)
+    addresses = []
+    for _ in range(3):
+        optimizer.step(problem.closure)
+        space = optimizer._space
+        addresses.append(
+            [p.grad.data_ptr() for p in space.params if p.grad is not None] + [c.data_ptr() for c in space.center]
+        )
+    assert addresses[0] == addresses[1] == addresses[2]
+
+
+@every_method
+def test_schedulers_hooks_and_isinstance(method):
+    problem = Problem()
+    base = sgd(problem.model.parameters(), lr=1.0)
+    optimizer = method(base)
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    calls = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("pre"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("post"))
+    base.register_step_pre_hook(lambda *_: calls.append("base"))
+    on_wrapper = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    optimizer.step(problem.closure)
+    on_wrapper.step()  # a warning would be an error here
+    assert calls == ["pre", "base", "post"]
+    assert optimizer.param_groups is base.param_groups
+    assert optimizer.state is base.state
+    assert base.param_groups[0]["lr"] == 0.5
+    on_base = torch.optim.lr_scheduler.LambdaLR(base, lambda k: 0.1)
+    optimizer.step(problem.closure)
+    on_base.step()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1)
+
+
+@every_method
+def test_one_cycle_and_clipping_through_a_hook(method):
+    problem = Problem()
+    base = sgd(problem.model.parameters())
+    optimizer = method(base)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=5)
+    norms = []
+    base.register_step_pre_hook(lambda *_: norms.append(nn.utils.clip_grad_norm_(problem.model.parameters(), 1e-3)))
+    for _ in range(3):
+        optimizer.step(problem.closure)
+        scheduler.step()
+    total = nn.utils.get_total_norm([p.grad for p in problem.model.parameters() if p.grad is not None])
+    assert total == pytest.approx(1e-3, rel=1e-3)
+    assert len(norms) == 3
+
+
+@every_method
+def test_add_param_group_and_groups_added_behind_our_back(method):
+    first, second, third = (nn.Linear(2, 2) for _ in range(3))
+    optimizer = method(sgd(first.parameters()))
+    optimizer.add_param_group({"params": second.parameters(), "lr": 0.5})
+    optimizer.base.add_param_group({"params": third.parameters()})
+    before = [p.detach().clone() for m in (first, second, third) for p in m.parameters()]
+    x = torch.randn(4, 2)
+    optimizer.step(lambda: _backward(third(second(first(x))).square().mean()))
+    after = [p for m in (first, second, third) for p in m.parameters()]
+    assert len(optimizer.param_groups) == 3
+    assert all(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+@every_method
+def test_step_without_closure_shows_what_to_write(method):
+    optimizer = method(sgd(Problem().model.parameters()))
+    with pytest.raises(TypeError, match=r"(?s)needs a closure.*def closure\(\):.*optimizer.step\(closure\)"):
+        optimizer.step()
+
+
+@every_method
+def test_closures_may_clear_gradients(method):
+    a, b = Problem(dropout=0.0), Problem(dropout=0.0)
+    one, two = method(sgd(a.model.parameters()), model=a.model), method(sgd(b.model.parameters()), model=b.model)
+
+    def clearing(set_to_none):
+        def closure():
+            two.zero_grad(set_to_none)
+            return b.closure()
+
+        return closure
+
+    for k in range(4):
+        one.step(a.closure)
+        two.step(clearing(set_to_none=k % 2 == 0))
+    assert_same(a.weights(), b.weights())
+
+
+@every_method
+def test_copies_and_pickles(method):
+    problem = Problem()
+    optimizer = method(sgd(problem.model.parameters()), model=problem.model)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)  # patches optimizer.step
+    optimizer.step(problem.closure)
+    for other in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        assert type(other) is type(optimizer)
+        assert other.param_groups is other.base.param_groups
+        assert other.param_groups[0]["steps_taken"] == 1
+        p, q = (next(p for p in o.param_groups[0]["params"] if p.requires_grad) for o in (other, optimizer))
+        assert p is not q
+        assert torch.equal(p, q)
+        other.step(lambda p=p: _backward(p.square().sum()))
+    assert type(optimizer).__name__ in repr(optimizer)
+
+
+@every_method
+def test_state_dict_hooks_and_bare_checkpoints(method):
+    problem = Problem()
+    optimizer = method(sgd(problem.model.parameters()))
+    optimizer.step(problem.closure)
+    seen = []
+    optimizer.register_state_dict_post_hook(lambda _, state: seen.append("saved"))
+    optimizer.register_load_state_dict_pre_hook(lambda _, state: seen.append("loading"))
+    optimizer.register_load_state_dict_post_hook(lambda _: seen.append("loaded"))
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert seen == ["saved", "loading", "loaded"]
+    bare = sgd(Problem().model.parameters(), lr=0.123)
+    optimizer.load_state_dict(bare.state_dict())  # a run that began without us goes on with us
+    assert optimizer.param_groups[0]["lr"] == 0.123
+    assert optimizer.param_groups[0]["steps_taken"] == 1
+    optimizer.step(problem.closure)
+
+
+def test_settings_live_in_the_groups():
+    problem = Problem()
+    optimizer = tiltsam.TSAM(sgd(problem.model.parameters()), t=3.0, rho=0.2, radius=0.1, num_samples=2, delta=1.0)
+    group = optimizer.param_groups[0]
+    assert {k: group[k] for k in ("t", "rho", "radius", "num_samples", "delta")} == {
+        "t": 3.0, "rho": 0.2, "radius": 0.1, "num_samples": 2, "delta": 1.0,
+    }  # fmt: skip
+    group["num_samples"] = 4
+    group["rho"] = 0.0
+    optimizer.step(problem.closure)
+    assert optimizer.info.num_backwards == 4
+    group["t"] = -1.0
+    with pytest.raises(ValueError, match=r"t must be .*>= 0, got -1.0"):
+        optimizer.step(problem.closure)
+
+
+def test_rho_per_group():
+    theta = [nn.Parameter(torch.tensor([3.0], dtype=torch.float64)) for _ in range(2)]
+    base = sgd([{"params": [theta[0]], "rho": 0.0}, {"params": [theta[1]]}], lr=0.0)
+    optimizer = tiltsam.SAM(base, rho=0.5)
+    seen = []
+
+    def closure():
+        seen.append([t.item() for t in theta])
+        return _backward(sum(t.square().sum() for t in theta))
+
+    optimizer.step(closure)
+    # The direction is the global one: each coordinate of n(g) is 1/√2.
+    assert seen[1] == pytest.approx([3.0, 3.0 + 0.5 / 2**0.5])
+
+
+def test_one_t_for_the_whole_step():
+    a, b = nn.Linear(2, 2), nn.Linear(2, 2)
+    optimizer = tiltsam.TSAM(sgd([{"params": a.parameters()}, {"params": b.parameters()}]), t=1.0)
+    optimizer.param_groups[1]["t"] = 2.0
+    with pytest.raises(ValueError, match=r"t is one number for the whole step.*1.0 and 2.0"):
+        optimizer.step(lambda: _backward(b(a(torch.ones(1, 2))).sum()))
+
+
+def test_schedules_follow_the_step_and_survive_a_resume():
+    problem = Problem()
+    optimizer = tiltsam.TSAM(sgd(problem.model.parameters()), t=linear_up(10.0, 5), rho=lambda k: 0.01 * k)
+    seen = []
+    for _ in range(3):
+        optimizer.step(problem.closure)
+        seen.append((optimizer.param_groups[0]["t"], optimizer.param_groups[0]["rho"]))
+    assert seen == [(0.0, 0.0), (2.0, 0.01), (4.0, 0.02)]
+    other = Problem()
+    again = tiltsam.TSAM(sgd(other.model.parameters()), t=linear_up(10.0, 5), rho=lambda k: 0.01 * k)
+    again.load_state_dict(optimizer.state_dict())
+    again.step(other.closure)
+    assert (again.param_groups[0]["t"], again.param_groups[0]["rho"]) == (6.0, 0.03)
+
+
+def test_names_the_base_already_uses():
+    """Adadelta has a rho and RMSprop an alpha of their own; ours must not overwrite them."""
+    problem = Problem()
+    base = torch.optim.Adadelta(problem.model.parameters(), rho=0.9)
+    optimizer = tiltsam.SAM(base, rho=0.05)
+    assert base.param_groups[0]["rho"] == 0.9
+    assert base.param_groups[0]["tilt_rho"] == 0.05
+    optimizer.step(problem.closure)
+    assert optimizer.info.perturbation_norms.item() == pytest.approx(0.05)
+    base = torch.optim.RMSprop(problem.model.parameters(), alpha=0.99)
+    optimizer = tiltsam.PGN(base, rho=0.05, alpha=0.3)
+    optimizer.step(problem.closure)
+    assert base.param_groups[0]["alpha"] == 0.99
+    assert optimizer.info.weights.tolist() == pytest.approx([0.7, 0.3])
+
+
+@pytest.mark.parametrize(
+    ("cls", "kwargs", "message"), [c[1:] for c in BAD_ARGUMENTS], ids=[c[0] for c in BAD_ARGUMENTS]
+)
+def test_bad_arguments_name_the_value_and_the_bound(cls, kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        cls(sgd(Problem().model.parameters()), **kwargs)
+
+
+def test_bad_bases_and_models():
+    params = list(Problem().model.parameters())
+    with pytest.raises(TypeError, match=r"wraps an instance, got the class SGD: write SAM\(SGD\(params"):
+        tiltsam.SAM(torch.optim.SGD)
+    with pytest.raises(TypeError, match=r"must be a torch.optim.Optimizer instance, got list"):
+        tiltsam.SAM(params)
+    with pytest.raises(TypeError, match="cannot wrap SAM, which is sharpness-aware itself"):
+        tiltsam.TSAM(tiltsam.SAM(sgd(params)))
+    with pytest.raises(TypeError, match="cannot wrap LBFGS"):
+        tiltsam.SAM(torch.optim.LBFGS(params))
+    with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, got list"):
+        tiltsam.SAM(sgd(params), model=params)
+    with pytest.raises(TypeError, match="sampler must be a name or an instance"):
+        tiltsam.TSAM(sgd(params), sampler=tiltsam.samplers.HMC)
+    with pytest.raises(RuntimeError, match="no step was taken yet"):
+        _ = tiltsam.SAM(sgd(params)).info
+
+
+def test_bad_closures():
+    problem = Problem()
+    optimizer = tiltsam.SAM(sgd(problem.model.parameters()))
+    with pytest.raises(RuntimeError, match="left no gradient on any trainable parameter"):
+        optimizer.step(problem.loss)
+    with pytest.raises(TypeError, match=r"must return the loss, .*got NoneType"):
+        optimizer.step(lambda: problem.closure() and None)
+    with pytest.raises(ValueError, match="must return one loss, got a tensor of shape"):
+        optimizer.step(lambda: problem.closure().expand(2))
+
+
+def test_the_methods_by_the_papers_names():
+    assert list(tiltsam.METHODS) == ["erm", "sam", "asam", "esam2", "pgn", "rsam", "tsam"]
+    for cls in tiltsam.METHODS.values():
+        assert issubclass(cls, tiltsam.SharpnessAware)

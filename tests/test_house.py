@@ -1,0 +1,110 @@
+"""The house keeps its rooms in order: imports run one way, names are documented, examples run."""
+
+import ast
+import doctest
+import importlib
+import inspect
+import pkgutil
+from pathlib import Path
+
+import pytest
+
+import tiltsam
+
+ROOT = Path(tiltsam.__file__).parent
+REPOSITORY = ROOT.parent.parent
+MODULES = sorted(m.name for m in pkgutil.walk_packages([str(ROOT)], "tiltsam.") if not m.name.endswith("__main__"))
+
+# Each room, and the rooms it may look into. The lab may look everywhere; nobody looks into the lab.
+CORE = {
+    "tilting": set(),
+    "vectors": set(),
+    "space": set(),
+    "passes": {"vectors"},
+    "parameters": {"vectors", "passes", "space"},
+    "samplers": {"space"},
+    "chains": {"samplers", "space", "tilting"},
+    "wrapper": {"parameters", "passes", "samplers", "tilting"},
+    "optim": {"parameters", "samplers", "tilting", "wrapper"},
+}
+
+
+def imports(path: Path) -> set[str]:
+    """The rooms of tiltsam that a file imports when it is loaded or run."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module == "tiltsam":
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tiltsam."):
+            found.add(node.module.split(".")[1])
+        elif isinstance(node, ast.Import):
+            found |= {a.name.split(".")[1] for a in node.names if a.name.startswith("tiltsam.")}
+    return found
+
+
+def files(room: str) -> list[Path]:
+    return sorted((ROOT / room).rglob("*.py")) if (ROOT / room).is_dir() else [ROOT / f"{room}.py"]
+
+
+@pytest.mark.parametrize("room", CORE)
+def test_imports_run_one_way(room):
+    for path in files(room):
+        assert imports(path) - {room} <= CORE[room], path
+
+
+def test_nobody_imports_the_lab():
+    for path in ROOT.rglob("*.py"):
+        if "lab" not in path.relative_to(ROOT).parts and path.name not in ("cli.py", "__main__.py"):
+            assert "lab" not in imports(path), path
+
+
+def test_the_library_needs_torch_alone():
+    """Importing the core pulls in nothing that is not torch or the standard library."""
+    import subprocess
+    import sys
+
+    code = (
+        "import sys, torch; before = set(sys.modules); import tiltsam; "
+        "print(sorted({m.split('.')[0] for m in set(sys.modules) - before} - set(sys.stdlib_module_names)))"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert set(ast.literal_eval(run.stdout)) <= {"tiltsam", "torch"}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_public_names_are_documented(name):
+    module = importlib.import_module(name)
+    assert module.__doc__, name
+    for public in getattr(module, "__all__", []):
+        thing = getattr(module, public)
+        if not (inspect.isclass(thing) or inspect.isfunction(thing)) or thing.__module__ != name:
+            continue
+        assert inspect.getdoc(thing), f"{name}.{public}"
+        if inspect.isclass(thing):
+            for attribute, member in vars(thing).items():
+                if inspect.isfunction(member) and not attribute.startswith("_"):
+                    assert inspect.getdoc(member), f"{name}.{public}.{attribute}"
+
+
+@pytest.mark.parametrize("name", ["tiltsam", *MODULES])
+def test_documented_examples_run(name):
+    module = importlib.import_module(name)
+    results = doctest.testmod(module, extraglobs={"torch": __import__("torch"), "tiltsam": tiltsam})
+    assert results.failed == 0
+
+
+@pytest.mark.parametrize("path", sorted(REPOSITORY.glob("*.md")) + sorted((REPOSITORY / "docs").rglob("*.md")), ids=str)
+def test_python_in_the_pages_runs(path, tmp_path, monkeypatch):
+    """Every ```python block of a page, in order, in one namespace."""
+    monkeypatch.chdir(tmp_path)
+    namespace: dict[str, object] = {}
+    for number, block in enumerate(path.read_text().split("```python\n")[1:]):
+        code = block.split("```")[0]
+        exec(compile(code, f"{path.name} block {number}", "exec"), namespace)
+
+
+def test_the_readme_shows_both_commands():
+    text = (REPOSITORY / "README.md").read_text()
+    assert "make demo" in text
+    assert "make test" in text
+    assert tiltsam.__version__ in (REPOSITORY / "CHANGELOG.md").read_text()

@@ -1,0 +1,150 @@
+"""Losses and gradients that are not finite: weight zero, counted on the device, told when info is read."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import tiltsam
+from cases import METHODS, Problem, sgd
+
+every_method = pytest.mark.parametrize("method", METHODS, ids=repr)
+
+
+class Planted:
+    """Makes chosen passes go wrong: in the loss alone, or in the gradients."""
+
+    def __init__(self, problem, bad_passes, value=math.nan, where="loss"):
+        self.problem, self.bad, self.value, self.where, self.calls = problem, bad_passes, value, where, 0
+
+    def __call__(self):
+        loss = self.problem.closure()
+        bad = self.calls in self.bad
+        self.calls += 1
+        if bad and self.where == "loss":
+            return loss.detach() * self.value
+        if bad:
+            for p in self.problem.model.parameters():
+                if p.grad is not None and p.numel():
+                    p.grad.view(-1)[0] = self.value
+                    break
+        return loss
+
+
+@pytest.mark.parametrize("where", ["loss", "gradient"])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("bad", [{0}, {1}, {2}, {3}, {5}, {0, 3}, {1, 2, 4}], ids=str)
+def test_bad_samples_are_left_out_of_tsam(bad, value, where):
+    """What remains is the aggregate of the finite samples, whichever pass of a sample went wrong."""
+    problem = Problem(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)))
+    grads = {}
+
+    class Recording(Planted):
+        def __call__(self):
+            loss = super().__call__()
+            if self.calls % 2 == 0:
+                grads[self.calls // 2 - 1] = (
+                    loss.detach().clone(),
+                    [p.grad.clone() for p in problem.model.parameters()],
+                )
+            return loss
+
+    optimizer = tiltsam.TSAM(sgd(problem.model.parameters()), t=4.0, radius=0.1)
+    loss = optimizer.step(Recording(problem, bad, value, where))
+    good = [j for j in range(3) if not {2 * j, 2 * j + 1} & bad]
+    with pytest.warns(RuntimeWarning, match=f"{3 - len(good)} samples had a loss or gradient that is not finite"):
+        info = optimizer.info
+    assert info.num_nonfinite == 3 - len(good)
+    assert [j for j in range(3) if info.weights[j] > 0] == good
+    assert all(p.isfinite().all() for p in problem.model.parameters())
+    if good:
+        weights = torch.softmax(2.0 * torch.stack([grads[j][0] for j in good]), 0)
+        for i, p in enumerate(problem.model.parameters()):
+            expected = sum(w * grads[j][1][i] for w, j in zip(weights, good, strict=True))
+            torch.testing.assert_close(p.grad, expected, rtol=0, atol=1e-12)
+        assert loss.isfinite()
+    else:
+        assert loss.isnan()
+        assert all(p.grad.eq(0).all() for p in problem.model.parameters())
+
+
+@every_method
+@pytest.mark.parametrize("skip", [False, True], ids=["zero-gradient", "skip"])
+def test_no_finite_sample_at_all(method, skip):
+    problem = Problem()
+    optimizer = method(sgd(problem.model.parameters()), model=problem.model, skip_nonfinite=skip)
+    optimizer.step(problem.closure)
+    before = problem.weights()
+    loss = optimizer.step(lambda: problem.closure() * math.nan)
+    after = problem.weights()
+    with pytest.warns(RuntimeWarning, match="not finite"):
+        _ = optimizer.info
+    assert loss.isnan()
+    assert all(value.isfinite().all() for value in after.values())
+    moved = any(not torch.equal(before[k], after[k]) for k, _ in problem.model.named_parameters())
+    assert moved is not skip  # momentum carries the base on, unless it is not stepped
+    optimizer.step(problem.closure)
+    assert all(value.isfinite().all() for value in problem.weights().values())
+
+
+@every_method
+def test_gradients_all_infinite_never_reach_the_weights(method):
+    problem = Problem()
+    optimizer = method(sgd(problem.model.parameters()), model=problem.model)
+
+    def closure():
+        loss = problem.closure()
+        for p in problem.model.parameters():
+            if p.grad is not None:
+                p.grad.fill_(math.inf)
+        return loss
+
+    for _ in range(3):
+        optimizer.step(closure)
+    assert all(value.isfinite().all() for value in problem.weights().values())
+
+
+def test_the_weights_seen_by_the_model_are_always_finite():
+    """An ascent gradient of NaN moves nothing, so that no pass runs at NaN weights."""
+    problem = Problem(dropout=0.0)
+    seen = []
+    problem.model.register_forward_pre_hook(
+        lambda model, _: seen.append(all(p.isfinite().all() for p in model.parameters()))
+    )
+    optimizer = tiltsam.TSAM(sgd(problem.model.parameters()))
+    optimizer.step(Planted(problem, {0, 2, 4}, where="gradient"))
+    assert len(seen) == 6
+    assert all(seen)
+
+
+def test_told_once():
+    problem = Problem()
+    optimizer = tiltsam.SAM(sgd(problem.model.parameters()))
+    optimizer.step(Planted(problem, {1}))
+    with pytest.warns(RuntimeWarning, match="1 samples"):
+        _ = optimizer.info
+    _ = optimizer.info  # nothing new to tell: a warning would be an error
+    optimizer.step(Planted(problem, {0}))
+    optimizer.step(Planted(problem, {1}))
+    with pytest.warns(RuntimeWarning, match=r"2 samples .*3 since the start"):
+        _ = optimizer.info
+
+
+@pytest.mark.parametrize("t", [0.0, 1.0, 1e3, 1e6])
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_extreme_tilts_and_losses(t, scale, dtype):
+    problem = Problem(dtype=dtype)
+
+    def closure():
+        loss = problem.loss() * scale
+        loss.backward()
+        return loss
+
+    optimizer = tiltsam.TSAM(sgd(problem.model.parameters(), lr=1e-6), t=t, radius=0.5, num_samples=5)
+    for _ in range(3):
+        assert optimizer.step(closure).isfinite()
+    assert optimizer.info.num_nonfinite == 0
+    assert optimizer.info.weights.sum() == pytest.approx(1.0, abs=1e-5)
+    assert all(value.isfinite().all() for value in problem.weights().values())

@@ -1,0 +1,237 @@
+"""Parameters of every kind: frozen, unused, tied, empty, complex, mixed in dtype or device, coming and going."""
+
+import pytest
+import torch
+from torch import nn
+
+import reference
+import tiltsam
+from cases import METHODS, Problem, quadratic_problem, sgd
+from tiltsam.parameters import ParameterSpace, _stream_seed
+
+every_method = pytest.mark.parametrize("method", METHODS, ids=repr)
+cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def backward(loss):
+    loss.backward()
+    return loss
+
+
+@every_method
+def test_frozen_unused_and_empty_parameters(method):
+    """Frozen ones are never touched; unused ones get no gradient, hence no weight decay; nothing is left behind."""
+    problem = Problem()
+    optimizer = method(sgd(problem.model.parameters(), weight_decay=0.1), model=problem.model)
+    watched = []
+    problem.model.register_forward_pre_hook(lambda m, _: watched.append(m.frozen.detach().clone()))
+    for _ in range(50):
+        optimizer.step(problem.closure)
+    model = problem.model
+    assert torch.equal(model.frozen, torch.ones(3, dtype=torch.float64))
+    assert all(torch.equal(w, model.frozen) for w in watched)
+    assert torch.equal(model.unused, torch.ones(5, dtype=torch.float64))
+    assert model.unused.grad is None
+    assert model.frozen.grad is None
+
+
+def test_thawing_and_freezing_between_steps():
+    problem = Problem()
+    optimizer = tiltsam.TSAM(sgd(problem.model.parameters()), model=problem.model)
+    optimizer.step(problem.closure)
+    problem.model.frozen.requires_grad_(True)
+    problem.model.first.weight.requires_grad_(False)
+    problem.model.first.weight.grad = None
+    kept, moved = problem.model.first.weight.clone(), problem.model.frozen.detach().clone()
+    optimizer.step(problem.closure)
+    assert torch.equal(kept, problem.model.first.weight)
+    assert not torch.equal(moved, problem.model.frozen)
+
+
+@every_method
+def test_a_gradient_in_one_pass_and_none_in_the_next(method):
+    """The missing gradient counts as zero, and the parameter comes back to where it was."""
+    a, b = (nn.Parameter(torch.tensor([1.0, 2.0], dtype=torch.float64)) for _ in range(2))
+    calls = [0]
+
+    def closure():
+        calls[0] += 1
+        loss = a.square().sum()
+        if calls[0] % 2:
+            loss = loss + b.square().sum()
+        return backward(loss)
+
+    optimizer = method(sgd([a, b], lr=0.0))
+    for _ in range(4):
+        optimizer.step(closure)
+        assert a.tolist() == [1.0, 2.0]
+        assert b.tolist() == [1.0, 2.0]
+
+
+def test_missing_gradients_count_as_zero_in_the_mean():
+    theta = [nn.Parameter(torch.ones(1, dtype=torch.float64)) for _ in range(3)]
+    calls = [0]
+
+    def closure():  # three samples without ascent: b joins in the second, c leaves after the first
+        j = calls[0]
+        calls[0] += 1
+        used = [theta[0]] + ([theta[1]] if j == 1 else []) + ([theta[2]] if j == 0 else [])
+        for p in used:
+            p.grad = torch.full_like(p, 3.0)
+        return torch.ones(())
+
+    optimizer = tiltsam.TSAM(sgd(theta, lr=0.0), t=0.0, rho=0.0, num_samples=3)
+    optimizer.step(closure)
+    assert [p.grad.item() for p in theta] == pytest.approx([3.0, 1.0, 1.0])
+
+
+def test_tied_weights_are_one_and_aliased_ones_are_refused():
+    tied = nn.Linear(4, 4, bias=False)
+    model = nn.Sequential(tied, nn.Tanh(), tied)
+    optimizer = tiltsam.SAM(sgd(model.parameters(), lr=0.0), rho=0.3)
+    seen = []
+    x = torch.randn(3, 4)
+
+    def closure():
+        seen.append(tied.weight.detach().clone())
+        return backward(model(x).square().mean())
+
+    optimizer.step(closure)
+    assert (seen[1] - seen[0]).norm() == pytest.approx(0.3, rel=1e-5)
+    alias = nn.Parameter(tied.weight.data)
+    optimizer = tiltsam.SAM(sgd([tied.weight, alias]))
+    with pytest.raises(ValueError, match=r"two parameters of shape \(4, 4\) share memory"):
+        optimizer.step(closure)
+
+
+@every_method
+def test_complex_parameters_are_pairs_of_reals(method):
+    """A complex vector and its real twin follow the same path."""
+    torch.manual_seed(4)
+    z = nn.Parameter(torch.randn(6, 1, dtype=torch.complex128))
+    r = nn.Parameter(torch.view_as_real(z.detach()).clone())
+    target = torch.randn(6, 1, 2, dtype=torch.float64)
+    one, two = method(sgd([z])), method(sgd([r]))
+    for _ in range(5):
+        one.step(lambda: backward((torch.view_as_real(z) - target).pow(4).sum()))
+        two.step(lambda: backward((r - target).pow(4).sum()))
+    torch.testing.assert_close(torch.view_as_real(z.detach()), r.detach(), rtol=0, atol=1e-12)
+    assert one._space.dim == 12
+
+
+@pytest.mark.filterwarnings("ignore:weights in")
+def test_mixed_precision_parameters_share_one_norm():
+    a = nn.Parameter(torch.full((3,), 2.0, dtype=torch.bfloat16))
+    b = nn.Parameter(torch.full((4,), 2.0, dtype=torch.float64))
+    seen = []
+
+    def closure():
+        seen.append((a.detach().double(), b.detach().clone()))
+        return backward(a.square().sum().double() + b.square().sum())
+
+    optimizer = tiltsam.SAM(sgd([a, b], lr=0.0), rho=1.0)
+    optimizer.step(closure)
+    step = 1 / 7**0.5
+    torch.testing.assert_close(seen[1][1], b.detach() + step)
+    torch.testing.assert_close(seen[1][0], torch.full((3,), 2 + step, dtype=torch.float64), rtol=0, atol=2**-7)
+    assert a.tolist() == [2.0] * 3
+
+
+@cuda
+@every_method
+def test_groups_on_several_devices(method):
+    a = nn.Parameter(torch.linspace(1, 2, 5, dtype=torch.float64))
+    b = nn.Parameter(torch.linspace(1, 2, 7, dtype=torch.float64, device="cuda"))
+    both = nn.Parameter(torch.cat([a.detach(), b.detach().cpu()]))
+    split = method(sgd([{"params": [a]}, {"params": [b]}]))
+    split.step(lambda: backward(a.pow(4).sum() + b.pow(4).sum().cpu()))
+    assert a.isfinite().all()
+    assert b.isfinite().all()
+    if method.name in ("erm", "sam", "asam", "esam2", "pgn"):  # no noise: must equal one device
+        whole = method(sgd([both]))
+        whole.step(lambda: backward(both.pow(4).sum()))
+        torch.testing.assert_close(torch.cat([a, b.cpu()]), both, rtol=0, atol=1e-12)
+
+
+@cuda
+@every_method
+def test_no_synchronisation_on_a_gpu(method):
+    problem = Problem(dtype=torch.float32)
+    problem.model.cuda()
+    problem.x, problem.y = problem.x.cuda(), problem.y.cuda()
+    optimizer = method(sgd(problem.model.parameters()), model=problem.model)
+    optimizer.step(problem.closure)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        optimizer.step(problem.closure)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(p.isfinite().all() for p in problem.model.parameters())
+
+
+def test_several_blocks_equal_one():
+    """What several devices come down to: the vector cut into blocks gives the numbers of the whole."""
+    whole = [torch.randn(n, dtype=torch.float64) for n in (3, 4, 5)]
+    params = [nn.Parameter(w.clone()) for w in whole]
+    one = ParameterSpace([params])
+    many = ParameterSpace([params])
+    many._blocks = many._group_blocks = [type(b)(b.device, (i,), 0) for b in one._blocks for i in b.indices]
+    torch.testing.assert_close(one.norm(whole), many.norm(whole))
+    torch.testing.assert_close(one.dot(whole, params), many.dot(whole, params))
+    assert many.norm(whole) == pytest.approx(reference.norm(whole).item())
+
+
+def test_sparse_gradients_are_refused():
+    table = nn.Embedding(10, 3, sparse=True)
+    optimizer = tiltsam.SAM(sgd(table.parameters(), momentum=0.0, weight_decay=0.0))
+    with pytest.raises(TypeError, match=r"gradients must be dense.*sparse=False"):
+        optimizer.step(lambda: backward(table(torch.tensor([1, 2])).sum()))
+
+
+def test_nothing_trainable():
+    theta = nn.Parameter(torch.ones(2), requires_grad=False)
+    optimizer = tiltsam.SAM(sgd([theta]))
+    with pytest.raises(ValueError, match="no trainable parameters"):
+        optimizer.step(lambda: torch.ones(()))
+
+
+def test_moving_the_model_and_changing_its_layout_between_steps():
+    model = nn.Conv2d(4, 8, 3)
+    optimizer = tiltsam.TSAM(sgd(model.parameters()))
+    x = torch.randn(2, 4, 8, 8)
+    optimizer.step(lambda: backward(model(x).square().mean()))
+    model.to(memory_format=torch.channels_last)
+    optimizer.step(lambda: backward(model(x).square().mean()))
+    model.weight.data = model.weight.data.clone()  # swapped behind our back, same shape
+    before = model.weight.detach().clone()
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    optimizer.step(lambda: backward(model(x).square().mean()))
+    assert torch.equal(model.weight, before)
+
+
+def test_streams_of_noise_differ():
+    cpu = torch.device("cpu")
+    seeds = {
+        _stream_seed(seed, step, sample, device)
+        for seed in range(4)
+        for step in range(20)
+        for sample in range(5)
+        for device in (cpu, torch.device("cuda", 1))
+    }
+    assert len(seeds) == 4 * 20 * 5 * 2
+    assert all(0 <= s < 2**63 for s in seeds)
+
+
+def test_a_quadratic_by_hand():
+    """SAM on ½θᵀΛθ: the gradient at θ + ρ n(Λθ) is Λ(θ + ρ Λθ/‖Λθ‖)."""
+    theta, closure = quadratic_problem()
+    curvature = torch.arange(1.0, 6.0, dtype=torch.float64)
+    start = theta.detach().clone()
+    optimizer = tiltsam.SAM(torch.optim.SGD([theta], lr=0.1), rho=0.3)
+    loss = optimizer.step(closure)
+    g = curvature * start
+    moved = start + 0.3 * g / g.norm()
+    torch.testing.assert_close(theta.detach(), start - 0.1 * curvature * moved)
+    torch.testing.assert_close(loss, 0.5 * (curvature * moved**2).sum())

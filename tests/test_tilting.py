@@ -1,0 +1,148 @@
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tiltsam.tilting import (
+    Linear,
+    StreamingTilt,
+    constant,
+    effective_sample_size,
+    linear_down,
+    linear_up,
+    tilted_loss,
+    tilted_mean,
+    tilted_var,
+    tilted_weights,
+)
+
+LOSSES = st.lists(st.floats(-1e4, 1e4), min_size=1, max_size=12).map(lambda x: torch.tensor(x, dtype=torch.float64))
+TILTS = st.one_of(st.just(0.0), st.floats(1e-9, 1e6))
+
+
+def close(a, b, scale=1.0):
+    return torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9 * max(1.0, scale))
+
+
+@settings(deadline=None)
+@given(LOSSES, TILTS)
+def test_between_mean_and_max(x, t):
+    value = tilted_loss(x, t)
+    slack = 1e-9 * (1 + x.abs().max())
+    assert value.isfinite()
+    assert x.mean() - slack <= value <= x.max() + slack
+    if t > 0:
+        assert value >= x.max() - math.log(len(x)) / t - slack  # SPEC 9.3
+
+
+@settings(deadline=None)
+@given(LOSSES, TILTS, st.floats(-1e3, 1e3))
+def test_shift_adds_and_leaves_weights_alone(x, t, c):
+    close(tilted_loss(x + c, t), tilted_loss(x, t) + c, 1e4)
+    # Rounding of x + c moves t·(difference) by up to t·1e-12.
+    torch.testing.assert_close(tilted_weights(x + c, t), tilted_weights(x, t), rtol=1e-9, atol=1e-9 + t * 1e-11)
+
+
+@settings(deadline=None)
+@given(LOSSES, TILTS, st.randoms(use_true_random=False))
+def test_order_and_chunks_do_not_matter(x, t, random):
+    order = list(range(len(x)))
+    random.shuffle(order)
+    cut = random.randint(0, len(x))
+    tilt = StreamingTilt(t)
+    for part in (x[order[:cut]], x[order[cut:]]):
+        if len(part):
+            tilt.add(part)
+    close(tilt.loss(), tilted_loss(x, t), 1e4)
+    close(tilt.mean(), tilted_mean(x, t), 1e4)
+
+
+@settings(deadline=None)
+@given(LOSSES, TILTS)
+def test_shares_rebuild_the_weighted_mean(x, t):
+    tilt, running = StreamingTilt(t), torch.zeros((), dtype=torch.float64)
+    payload = torch.arange(len(x), dtype=torch.float64)
+    for loss, value in zip(x, payload, strict=True):
+        running += tilt.add(loss) * (value - running)
+    close(running, (tilted_weights(x, t) * payload).sum(), 10.0)
+
+
+def test_against_torch_logsumexp_and_softmax():
+    x = torch.randn(20, dtype=torch.float64)
+    for t in (0.1, 1.0, 30.0):
+        close(tilted_loss(x, t), (torch.logsumexp(t * x, 0) - math.log(20)) / t)
+        close(tilted_weights(x, t), torch.softmax(t * x, 0))
+        w = torch.softmax(t * x, 0)
+        close(tilted_mean(x, t), (w * x).sum())
+        close(tilted_var(x, t), (w * x**2).sum() - (w * x).sum() ** 2)
+
+
+def test_limits():
+    x = torch.tensor([1.0, 2.0, 6.0], dtype=torch.float64)
+    assert tilted_loss(x, 0.0) == x.mean()
+    close(tilted_loss(x, 1e-9), x.mean() + 0.5e-9 * x.var(correction=0))  # the small-t expansion, to its last digit
+    close(tilted_loss(x, 1e9), x.max(), 10)
+    assert torch.equal(tilted_weights(x, 0.0), torch.full((3,), 1 / 3, dtype=torch.float64))
+    close(tilted_var(x, 0.0), x.var(correction=0))
+
+
+def test_extremes_in_float32():
+    x = torch.tensor([1e4, 1e4 + 1e-2, 9e3])
+    for t in (0.0, 1.0, 1e6):
+        assert tilted_loss(x, t).isfinite()
+        assert torch.testing.assert_close(tilted_weights(x, t).sum(), torch.tensor(1.0)) is None
+    assert tilted_weights(x, 1e6).tolist() == [0.0, 1.0, 0.0]
+
+
+def test_gradient_is_the_weights():
+    x = torch.randn(6, dtype=torch.float64, requires_grad=True)
+    for t in (0.0, 1e-6, 2.0, 500.0):
+        (g,) = torch.autograd.grad(tilted_loss(x, t), x)
+        close(g, tilted_weights(x.detach(), t))
+
+
+def test_tensor_tilt_equals_number():
+    x = torch.randn(5)
+    for t in (0.0, 0.5, 40.0):
+        assert torch.equal(tilted_loss(x, torch.tensor(t)), tilted_loss(x, t))
+        assert torch.equal(tilted_weights(x, torch.tensor(t)), tilted_weights(x, t))
+
+
+@pytest.mark.parametrize("t", [0.0, 3.0])
+def test_invalid_losses_get_no_weight(t):
+    x = torch.tensor([1.0, math.nan, 2.0, math.inf])
+    ok = x.isfinite()
+    weights = tilted_weights(x, t, ok)
+    assert weights[~ok].tolist() == [0.0, 0.0]
+    torch.testing.assert_close(weights[ok], tilted_weights(x[ok], t))
+    tilt = StreamingTilt(t)
+    shares = [tilt.add(loss, valid) for loss, valid in zip(x.flip(0), ok.flip(0), strict=True)]
+    assert shares[0] == 0
+    assert shares[1] == 1
+    torch.testing.assert_close(tilt.loss(), tilted_loss(x[ok], t))
+    assert tilted_weights(x, t, torch.zeros(4, dtype=torch.bool)).tolist() == [0.0] * 4
+
+
+def test_effective_sample_size():
+    assert effective_sample_size(torch.tensor([0.25] * 4)) == 4
+    assert effective_sample_size(torch.tensor([0.0, 1.0, 0.0])) == 1
+
+
+def test_schedules():
+    assert [constant(3.0)(k) for k in (0, 7)] == [3.0, 3.0]
+    assert [linear_up(8.0, 4)(k) for k in (0, 1, 4, 9)] == [0.0, 2.0, 8.0, 8.0]
+    assert [linear_down(8.0, 4)(k) for k in (0, 1, 4, 9)] == [8.0, 6.0, 0.0, 0.0]
+    assert Linear(1.0, 3.0, 2)(1) == 2.0
+    with pytest.raises(ValueError, match="num_steps must be at least 1, got 0"):
+        linear_up(1.0, 0)
+
+
+def test_bad_arguments():
+    with pytest.raises(ValueError, match="finite number >= 0, got -1"):
+        tilted_loss(torch.ones(2), -1.0)
+    with pytest.raises(ValueError, match="empty"):
+        tilted_loss(torch.ones(0), 1.0)
+    with pytest.raises(ValueError, match="no loss was added"):
+        StreamingTilt(1.0).loss()

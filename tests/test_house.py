@@ -3,6 +3,7 @@
 import ast
 import doctest
 import importlib
+import importlib.util
 import inspect
 import pkgutil
 from pathlib import Path
@@ -13,19 +14,29 @@ import tiltsam
 
 ROOT = Path(tiltsam.__file__).parent
 REPOSITORY = ROOT.parent.parent
-MODULES = sorted(m.name for m in pkgutil.walk_packages([str(ROOT)], "tiltsam.") if not m.name.endswith("__main__"))
+NEED_TRITON = {"tiltsam.kernels"} if importlib.util.find_spec("triton") is None else set()
+MODULES = sorted(
+    m.name
+    for m in pkgutil.walk_packages([str(ROOT)], "tiltsam.")
+    if not m.name.endswith("__main__") and m.name not in NEED_TRITON
+)
 
 # Each room, and the rooms it may look into. The lab may look everywhere; nobody looks into the lab.
 CORE = {
     "tilting": set(),
     "vectors": set(),
     "space": set(),
+    "kernels": set(),
+    "fused": {"kernels"},
     "passes": {"vectors"},
-    "parameters": {"vectors", "passes", "space"},
+    "parameters": {"fused", "vectors", "passes", "space"},
     "samplers": {"space"},
     "chains": {"samplers", "space", "tilting"},
     "wrapper": {"parameters", "passes", "samplers", "tilting"},
     "optim": {"parameters", "samplers", "tilting", "wrapper"},
+    "capture": {"parameters", "passes", "wrapper"},
+    "palette": set(),
+    "toys": {"chains", "palette", "samplers", "tilting"},
 }
 
 

@@ -2,10 +2,12 @@
 
 - The methods: :class:`TSAM`, and :class:`ERM`, :class:`SAM`, :class:`ASAM`, :class:`LineSearchSAM`, :class:`PGN`,
   :class:`RSAM` that it is compared with; :data:`METHODS` maps the paper's names to them.
+- The fast step: :func:`capture` runs a whole step as one CUDA graph.
 - The mathematics: :mod:`tiltsam.tilting`, :mod:`tiltsam.samplers`.
 """
 
 from tiltsam import samplers, tilting
+from tiltsam.capture import capture
 from tiltsam.optim import ASAM, ERM, METHODS, PGN, RSAM, SAM, TSAM, LineSearchSAM
 from tiltsam.tilting import tilted_loss, tilted_mean, tilted_var, tilted_weights
 from tiltsam.wrapper import SharpnessAware, StepInfo
@@ -24,6 +26,7 @@ __all__ = [
     "SharpnessAware",
     "StepInfo",
     "__version__",
+    "capture",
     "samplers",
     "tilted_loss",
     "tilted_mean",

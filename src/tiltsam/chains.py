@@ -90,6 +90,17 @@ class ChainSpace:
         """See :class:`~tiltsam.space.Space`."""
         return self.loss(self.point)
 
+    def scatter(self, sample: int, scale: Callable[[Tensor], Tensor]) -> None:
+        """See :class:`~tiltsam.space.Space`."""
+        self.normal_(self.point, sample)
+        self.scale_(self.point, scale(self.norm(self.point)))
+        self.point.add_(self.center)
+
+    def climb(self, at: Evaluation, scale: Tensor) -> None:
+        """See :class:`~tiltsam.space.Space`."""
+        self.keep_(at.gradient, at.finite)
+        self.add_scaled_(self.point, at.gradient, scale)
+
     def normal_(self, x: Tensor, sample: int) -> None:
         """See :class:`~tiltsam.space.Space`."""
         x.normal_(generator=self._generator)

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from tiltsam import vectors
-from tiltsam.passes import Passes, WithoutBackward
+from tiltsam import fused, vectors
+from tiltsam.passes import CapturedRandom, Passes, WithoutBackward
 from tiltsam.space import Evaluation
 
 __all__ = ["Closure", "ParameterSpace"]
@@ -63,10 +63,14 @@ class ParameterSpace:
         self.point = [_real(p) for p in self.params]
         self.center = [torch.empty_like(x) for x in self.point]
         self._gradient: list[Tensor | None] = []  # of the last evaluation
-        self._total: list[Tensor | None] = [None] * len(self.params)
+        self._mean: list[Tensor | None] = [None] * len(self.params)
+        self._fused = fused.FusedVectors(self.point) if foreach and fused.supported(self.point) else None
+        self._table: Tensor | None = None  # addresses of the last gradient, where the fused kernels can take it
+        self._moved: Tensor | None = None  # ‖point − θ‖, where a fused kernel found it on its way
         self._scratch: dict[str, list[Tensor]] = {}
         self._scalars: dict[str, tuple[float, Tensor]] = {}
         self._streams: dict[tuple[torch.device, int], torch.Generator] = {}
+        self._seeds: dict[int, Tensor] = {}
         self._stream_key = (0, 0)
         self._rho = torch.zeros(len(groups), dtype=self.dtype, device=self.device)
         self._rho_values: list[float] = [0.0] * len(groups)
@@ -125,11 +129,24 @@ class ParameterSpace:
         """See :class:`Space`."""
         return self.setting("delta")
 
+    def shape_of_settings(self) -> tuple[bool, bool, bool]:
+        """What the host knows of the numbers, and decides by: is there noise, is there ascent, does rho differ."""
+        return self.noisy, self.ascending, len(set(self._rho_values)) > 1
+
     def seed(self, seed: int, step: int) -> None:
         """Begin the streams of random numbers of a step: all of them follow from (seed, step, sample)."""
         self._stream_key = (seed, step)
         for (device, sample), generator in self._streams.items():
             generator.manual_seed(_stream_seed(seed, step, sample, device))
+        for sample, number in self._seeds.items():
+            number.fill_(_stream_seed(seed, step, sample, self.device))
+
+    def _seed(self, sample: int) -> Tensor:
+        """The seed of a sample's stream, on the device, for the fused kernels."""
+        if sample not in self._seeds:
+            value = _stream_seed(*self._stream_key, sample, self.device)
+            self._seeds[sample] = torch.full((), value, dtype=torch.int64, device=self.device)
+        return self._seeds[sample]
 
     def _stream(self, sample: int, device: torch.device) -> torch.Generator:
         generator = self._streams.get((device, sample))
@@ -140,6 +157,20 @@ class ParameterSpace:
         return generator
 
     # ---------------------------------------------------------------- visiting and coming back
+
+    @contextmanager
+    def capturing(self, graph: torch.cuda.CUDAGraph, num_passes: int) -> Iterator[CapturedRandom]:
+        """Around the capture of a step into ``graph``, which gets random states and address tables of its own."""
+        for stream in self._streams.values():
+            graph.register_generator_state(stream)
+        with self.passes.capturing(graph, self.device, num_passes) as random:
+            if self._fused is not None:
+                self._fused.reserve(num_passes)
+            try:
+                yield random
+            finally:
+                if self._fused is not None:
+                    random.keep.extend(self._fused.release())
 
     @contextmanager
     def visiting(self) -> Iterator[None]:
@@ -166,8 +197,8 @@ class ParameterSpace:
         """Give every parameter the gradient it had; where that was our accumulator, half a sum becomes zero."""
         for p, grad in zip(self.params + self._empty, before, strict=True):
             p.grad = grad
-        for p, total, seen in zip(self.params, self._total, self._seen, strict=True):
-            if seen and p.grad is not None and total is not None and p.grad.data_ptr() == total.data_ptr():
+        for p, mean, seen in zip(self.params, self._mean, self._seen, strict=True):
+            if seen and p.grad is not None and mean is not None and p.grad.data_ptr() == mean.data_ptr():
                 p.grad.zero_()
 
     def _restore(self) -> None:
@@ -199,7 +230,10 @@ class ParameterSpace:
                 "the closure left no gradient on any trainable parameter: it has to call loss.backward(), and must "
                 "not clear the gradients afterwards"
             )
-        self._gradient = gradient
+        self._gradient, self._table = gradient, None
+        if self._fused is not None and self._fused.fits(gradient):
+            self._table = self._fused.table(gradient)
+            return Evaluation(loss, gradient, *self._fused.evaluate(self._table, loss))
         norm = self.norm(gradient)
         finite = torch.isfinite(loss) & torch.isfinite(norm)
         return Evaluation(loss, gradient, norm.masked_fill(~finite, 0.0), finite)
@@ -221,34 +255,46 @@ class ParameterSpace:
 
     # ---------------------------------------------------------------- the gradient handed to the base optimizer
 
-    def accumulate(self, gradient: list[Tensor | None], share: Tensor, *, first: bool) -> None:
-        """Mix a gradient into the running weighted mean: ``total += share (gradient - total)``; uses it up.
+    def accumulate(self, gradient: list[Tensor | None], share: Tensor, valid: Tensor, *, first: bool) -> None:
+        """Mix a gradient into the running weighted mean: ``mean += share (gradient − mean)``; uses it up.
 
-        A parameter without gradient in this pass counts as zero; one without any in the whole step keeps ``None``.
+        A gradient that is not ``valid`` counts as zero (its share is zero too). So does a parameter without gradient in
+        this pass; one without any in the whole step keeps ``None``.
         """
+        for i, g in enumerate(gradient):
+            if g is not None and self._mean[i] is None:
+                self._mean[i] = torch.empty_like(self.point[i])
+        table = self._table_of(gradient)
+        if self._fused is not None and table is not None and (first or all(self._seen)):
+            mean = self._fused.named("mean", [m for m in self._mean if m is not None])
+            self._fused.mix(mean, table, share, valid, first=first)
+            self._seen = [True] * len(self.params)
+            return
+        self.keep_(gradient, valid)
         for block in self._blocks:
             part = share.to(block.device)
             new = [i for i in block.indices if gradient[i] is not None and not self._seen[i]]
             old = [i for i in block.indices if gradient[i] is not None and self._seen[i]]
             gone = [i for i in block.indices if gradient[i] is None and self._seen[i]]
-            for i in new:
-                self._seen[i] = True
-                if self._total[i] is None:
-                    self._total[i] = torch.empty_like(self.point[i])
             if new:
                 fresh = _pick(gradient, new)
                 if not first:
                     vectors.scale_(fresh, part, foreach=self.foreach)
-                vectors.copy_(_pick(self._total, new), fresh, foreach=self.foreach)
+                vectors.copy_(_pick(self._mean, new), fresh, foreach=self.foreach)
             if old:
-                vectors.lerp_(_pick(self._total, old), _pick(gradient, old), part, foreach=self.foreach)
+                vectors.lerp_(_pick(self._mean, old), _pick(gradient, old), part, foreach=self.foreach)
             if gone:
-                vectors.scale_(_pick(self._total, gone), 1 - part, foreach=self.foreach)
+                vectors.scale_(_pick(self._mean, gone), 1 - part, foreach=self.foreach)
+        self._seen = [seen or g is not None for seen, g in zip(self._seen, gradient, strict=True)]
+
+    def _table_of(self, gradient: list[Tensor | None]) -> Tensor | None:
+        """The addresses of the last evaluation's gradient, where the fused kernels can take it."""
+        return self._table if gradient is self._gradient else None
 
     def hand_over(self) -> None:
         """Make the accumulated mean the gradient of every parameter that had one in any pass."""
-        for p, total, seen in zip(self.params, self._total, self._seen, strict=True):
-            p.grad = None if not seen or total is None else _like(total, p)
+        for p, mean, seen in zip(self.params, self._mean, self._seen, strict=True):
+            p.grad = None if not seen or mean is None else _like(mean, p)
 
     # ---------------------------------------------------------------- vectors
 
@@ -264,8 +310,33 @@ class ParameterSpace:
         self.copy_(kept, x)
         return [None if a is None else k for a, k in zip(x, kept, strict=True)]
 
+    def scatter(self, sample: int, scale: Callable[[Tensor], Tensor]) -> None:
+        """See :class:`Space`. The noise is made in the point itself, or not stored at all: no vector holds it."""
+        if self._fused is None:
+            self.normal_(self.point, sample)
+            self.scale_(self.point, scale(self.norm(self.point)))
+            self.add_(self.point, self.center)
+            return
+        seed = self._seed(sample)
+        norm = self._fused.noise_norm(seed)
+        factor = scale(norm)
+        point, center = self._fused.named("point", self.point), self._fused.named("center", self.center)
+        self._fused.noise_move(point, center, seed, factor)
+        self._moved = factor * norm
+
+    def climb(self, at: Evaluation, scale: Tensor) -> None:
+        """See :class:`Space`."""
+        table = self._table_of(at.gradient)
+        if self._fused is not None and table is not None and scale.dim() == 0:
+            point, center = self._fused.named("point", self.point), self._fused.named("center", self.center)
+            self._moved = self._fused.climb(point, center, table, scale, at.finite)
+            return
+        self.keep_(at.gradient, at.finite)
+        self.add_scaled_(self.point, at.gradient, scale)
+
     def normal_(self, x: Sequence[Tensor], sample: int) -> None:
         """See :class:`Space`. Drawn tensor by tensor in parameter order, whatever the grouping."""
+        self._writes(x)
         for a in x:
             a.normal_(generator=self._stream(sample, a.device))
 
@@ -290,6 +361,7 @@ class ParameterSpace:
 
     def copy_(self, x: Sequence[Tensor], y: Sequence[Tensor | None]) -> None:
         """See :class:`Space`. Where ``y`` is missing, ``x`` becomes zero."""
+        self._writes(x)
         for _, a, b in self._pairs(x, y):
             vectors.copy_(a, b, foreach=self.foreach)
         for at, source in zip(x, y, strict=True):
@@ -298,16 +370,19 @@ class ParameterSpace:
 
     def scale_(self, x: Sequence[Tensor | None], scale: Tensor) -> None:
         """See :class:`Space`."""
+        self._writes(x)
         for block, a, _ in self._pairs(x, x, by_group=scale.dim() > 0):
             vectors.scale_(a, self._scale_for(scale, block), foreach=self.foreach)
 
     def add_(self, x: Sequence[Tensor], y: Sequence[Tensor | None], alpha: float = 1.0) -> None:
         """See :class:`Space`."""
+        self._writes(x)
         for _, a, b in self._pairs(x, y):
             vectors.add_(a, b, alpha=alpha, foreach=self.foreach)
 
     def add_scaled_(self, x: Sequence[Tensor], y: Sequence[Tensor | None], scale: Tensor) -> None:
         """See :class:`Space`."""
+        self._writes(x)
         for block, a, b in self._pairs(x, y, by_group=scale.dim() > 0):
             vectors.add_scaled_(a, b, self._scale_for(scale, block), foreach=self.foreach)
 
@@ -331,14 +406,21 @@ class ParameterSpace:
         self, x: Sequence[Tensor], y: Sequence[Tensor | None], function: Callable[[Tensor, Tensor], Tensor]
     ) -> None:
         """See :class:`Space`."""
+        self._writes(x)
         for _, xs, ys in self._pairs(x, y):
             for a, b in zip(xs, ys, strict=True):
                 a.copy_(function(a, b))
 
     def displacement(self) -> Tensor:
         """``‖point − θ‖``. Uses the point up: it is left at some place that is not to be evaluated."""
+        if self._moved is not None:
+            return self._moved
         self.add_(self.point, self.center, alpha=-1.0)
         return self.norm(self.point)
+
+    def _writes(self, x: object) -> None:
+        if x is self.point:
+            self._moved = None
 
     def _copy(self, x: list[Tensor], y: list[Tensor]) -> None:
         for _, a, b in self._pairs(x, y):

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from tiltsam import vectors
 
-__all__ = ["Passes", "WithoutBackward"]
+__all__ = ["CapturedRandom", "Passes", "WithoutBackward"]
 
 
 class Passes:
@@ -48,6 +48,7 @@ class Passes:
         self._start: list[list[Tensor]] = []  # their values before the step
         self._first: list[list[Tensor]] = []  # and after its first pass
         self._count = 0
+        self._captured: CapturedRandom | None = None
 
     @contextmanager
     def of_one_step(self) -> Iterator[None]:
@@ -66,7 +67,9 @@ class Passes:
     @contextmanager
     def one(self) -> Iterator[None]:
         """Around one pass."""
-        if self.same_random:
+        if self._captured is not None:
+            self._captured.begin_pass(self._count)
+        elif self.same_random:
             if self._random is None:
                 self._random = (torch.get_rng_state(), [torch.cuda.get_rng_state(i) for i in self.gpus])
             else:
@@ -80,6 +83,53 @@ class Passes:
                 self._first = _save(self._live, self._first)
             else:
                 _load(self._live, self._first)
+
+    @contextmanager
+    def capturing(self, graph: torch.cuda.CUDAGraph, device: torch.device, num_passes: int) -> Iterator[CapturedRandom]:
+        """Around the capture of a step: its passes draw from states that can be set before each replay."""
+        self._captured = CapturedRandom(graph, device, num_passes if self.same_random else 0)
+        try:
+            yield self._captured
+        finally:
+            self._captured.end()
+            self._captured = None
+
+
+class CapturedRandom:
+    """The random states of a captured step: one for each pass that is to draw the same numbers.
+
+    A graph advances every generator it was captured with at each replay. Giving each pass a generator of its own, all
+    set to the same place before a replay, makes them draw alike.
+    """
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, device: torch.device, num_passes: int) -> None:
+        index = device.index if device.index is not None else torch.cuda.current_device()
+        self._device = torch.cuda.default_generators[index]
+        self._own = self._device.graphsafe_get_state()
+        self._passes = [self._device.clone_state() for _ in range(num_passes)]
+        for generator in self._passes:
+            graph.register_generator_state(generator)
+        self.keep: list[Any] = []
+        """Memory that the graph reads and nobody else holds."""
+
+    def begin_pass(self, number: int) -> None:
+        """During the capture: the device's generator stands in the state of that pass."""
+        if self._passes:
+            self._device.graphsafe_set_state(self._passes[number])
+
+    def end(self) -> None:
+        """After the capture: the device's generator is itself again."""
+        self._device.graphsafe_set_state(self._own)
+
+    @contextmanager
+    def replaying(self) -> Iterator[None]:
+        """Around a replay: all passes draw what the device's generator would draw next, and it moves on by one pass."""
+        for generator in self._passes:
+            generator.manual_seed(self._device.initial_seed())
+            generator.set_offset(self._device.get_offset())
+        yield
+        if self._passes:
+            self._device.set_offset(self._passes[0].get_offset())
 
 
 class WithoutBackward(TorchFunctionMode):

@@ -1,7 +1,7 @@
 """The space a sampler moves in: a vector θ, a point near it, and the loss and gradient at that point.
 
 Samplers are written against the :class:`Space` protocol and nothing else. ``tiltsam.parameters`` implements it for the
-weights of a network, ``tiltsam.toys`` for many chains at once on a function with known answers, so that the very
+weights of a network, ``tiltsam.chains`` for many chains at once on a function with known answers, so that the very
 kernels that train networks are measured against exact densities.
 """
 
@@ -64,6 +64,14 @@ class Space(Protocol):
 
     def forward(self) -> Tensor:
         """Forward at ``point``, without a gradient; the last gradient stays valid."""
+        ...
+
+    def scatter(self, sample: int, scale: Callable[[Tensor], Tensor]) -> None:
+        """``point <- θ + scale(‖z‖) z`` with ``z`` N(0, I) of the given sample's stream."""
+        ...
+
+    def climb(self, at: Evaluation, scale: Tensor) -> None:
+        """``point <- point + scale gradient``, or nothing where ``at`` is not finite; uses the gradient up."""
         ...
 
     def normal_(self, x: Vector, sample: int) -> None:

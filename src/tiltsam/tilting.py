@@ -2,10 +2,10 @@
 
 For losses ``x_1 .. x_s`` and a tilt ``t >= 0``
 
-    tilted loss      (1/t) log (1/s) sum_j exp(t x_j)      (Eq. 2 of the paper, its mean over mu by s draws)
+    tilted loss      (1/t) log (1/s) sum_j exp(t x_j)      (Eq. 3 of the paper, its mean over μ by s draws)
     tilted weights   w_j = exp(t x_j) / sum_k exp(t x_k)
     tilted mean      sum_j w_j x_j
-    tilted variance  sum_j w_j (x_j - tilted mean)^2       (Definition 1: t-sharpness)
+    tilted variance  sum_j w_j (x_j - tilted mean)^2       (Definition 3.4: t-sharpness)
 
 At ``t = 0`` these are the plain mean, the uniform weights, the mean and the (biased) variance; as ``t`` grows the
 tilted loss climbs to the maximum. Everything goes through :class:`StreamingTilt`, a log-sum-exp that is shifted by
@@ -179,14 +179,14 @@ def tilted_weights(losses: Tensor, t: Tilt, valid: Tensor | None = None) -> Tens
 
 
 def tilted_mean(x: Tensor, t: Tilt) -> Tensor:
-    """The tilted mean ``sum w x`` with ``w`` proportional to ``exp(t * x)`` (Definition 1)."""
+    """The tilted mean ``sum w x`` with ``w`` proportional to ``exp(t * x)`` (Definition 3.4)."""
     tilt = StreamingTilt(t)
     tilt.add(_nonempty(x))
     return tilt.mean()
 
 
 def tilted_var(x: Tensor, t: Tilt) -> Tensor:
-    """The tilted variance ``sum w (x - tilted mean)^2``, ``w`` proportional to ``exp(t * x)`` (Definition 1).
+    """The tilted variance ``sum w (x - tilted mean)^2``, ``w`` proportional to ``exp(t * x)`` (Definition 3.4).
 
     A point is *t-sharper* than another if the tilted variance of the losses around it is larger. Computed about
     the mean, not as ``sum w x^2 - mean^2``, which loses all digits when losses are large and close together.

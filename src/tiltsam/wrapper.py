@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol, TypeAlias
 
@@ -168,6 +169,7 @@ class SharpnessAware(Optimizer):
         self._info: StepInfo | None = None
         self._nonfinite: Tensor | None = None
         self._nonfinite_told = 0
+        self._run: Callable[[ParameterSpace], StepInfo] | None = None  # in place of execute
         # Optimizer.__init__ would build groups and state of its own; torch's unpickling path sets up the rest of what
         # an Optimizer is (hooks, the profiled step) around ours.
         Optimizer.__setstate__(self, {"defaults": {**base.defaults}})
@@ -231,8 +233,9 @@ class SharpnessAware(Optimizer):
         self._check_settings()
 
     def __getstate__(self) -> dict[str, Any]:
-        dropped = {"step", "_space", "_info"}  # a scheduler's patch, and what is rebuilt at the next step
-        return {**{k: v for k, v in self.__dict__.items() if k not in dropped}, "_space": None, "_info": None}
+        # Left out: a scheduler's patch of step, and what is rebuilt at the next step.
+        state = {k: v for k, v in self.__dict__.items() if k != "step"}
+        return {**state, "_space": None, "_info": None}
 
     def __repr__(self) -> str:
         own = ", ".join(
@@ -299,35 +302,65 @@ class SharpnessAware(Optimizer):
         if closure is None:
             raise TypeError(_HELP.format(name=type(self).__name__))
         with torch.no_grad():
-            space = self._prepare(closure)
+            space = self.prepare(closure)
             try:
-                info = self._gather(space)
+                self._info = (self._run or self.execute)(space)
             finally:
                 space.closure = _released
-            space.hand_over()
-            self._info = info
-            if not self.skip_nonfinite or bool((info.num_nonfinite < len(info.losses)).item()):
-                self.base.step()
         for group in self.param_groups:
             group[self._keys["steps_taken"]] += 1
-        return info.loss
+        return self._info.loss
 
-    def _prepare(self, closure: Closure) -> ParameterSpace:
-        """The host's part of a step: schedules, checks, numbers, seeds."""
+    def prepare(self, closure: Closure) -> ParameterSpace:
+        """The host's part of a step: schedules, checks, numbers and seeds, put where the device reads them."""
         self._fill_settings()  # a group may have been added to the base behind our back
         step = self._setting("steps_taken")
         for name, schedule in self._schedules.items():
             for group in self.param_groups:
                 group[self._keys[name]] = schedule(step)
         self._check_settings()
-        space = self._current_space()
+        space = self.current_space()
         self._write_settings(space)
         space.seed(self._setting("seed"), step)
         space.closure = closure
         return space
 
+    def execute(self, space: ParameterSpace) -> StepInfo:
+        """The device's part of a step. Nothing in it looks at a value (but for ``skip_nonfinite``)."""
+        info = self._gather(space)
+        space.hand_over()
+        if not self.skip_nonfinite or bool((info.num_nonfinite < len(info.losses)).item()):
+            self.base.step()
+        return info
+
+    @contextmanager
+    def executing(self, run: Callable[[ParameterSpace], StepInfo]) -> Iterator[None]:
+        """Inside, ``step`` runs the device's part by ``run``: the replay of a graph, say."""
+        self._run = run
+        try:
+            yield
+        finally:
+            self._run = None
+
+    def frozen(self, changeable: frozenset[str] = frozenset()) -> Hashable:
+        """All that decides which kernels a step launches and what constants they carry.
+
+        Two steps with equal answers differ at most in numbers that are read from the device: this method's own, and
+        those of the base named in ``changeable``.
+        """
+        space = self.current_space()
+        own = frozenset(self._keys.values())
+        base = tuple(
+            (name, value)
+            for group in self.param_groups
+            for name, value in group.items()
+            if name not in own | changeable and (value is None or isinstance(value, bool | int | float | str | tuple))
+        )
+        training = self.model is not None and self.model.training
+        return self._space_key, self._num_samples(), self.sampler, space.shape_of_settings(), training, base
+
     def _gather(self, space: ParameterSpace) -> StepInfo:
-        """The device's part: visit, evaluate, accumulate, come back. Nothing in it looks at a value."""
+        """Visit, evaluate, accumulate, come back."""
         draws: list[Draw] = []
         norms: list[Tensor] = []
         weighing = self._weighing(space)
@@ -336,8 +369,7 @@ class SharpnessAware(Optimizer):
             for j in range(self._num_samples()):
                 draw, state = self.sampler.sample(space, j, state)
                 share = weighing.add(draw.loss, draw.valid)
-                space.keep_(draw.gradient, draw.valid)
-                space.accumulate(draw.gradient, share, first=j == 0)
+                space.accumulate(draw.gradient, share, draw.valid, first=j == 0)
                 norms.append(space.displacement())
                 draws.append(draw)
         losses = torch.stack([d.loss for d in draws])
@@ -362,10 +394,18 @@ class SharpnessAware(Optimizer):
         )
 
     @property
+    def last(self) -> StepInfo:
+        """What the last step saw, without waiting for the device and without warnings."""
+        if self._info is None:
+            raise RuntimeError("no step was taken yet: info describes the last one")
+        return self._info
+
+    @property
     def info(self) -> StepInfo:
         """What the last step saw. Reading it waits for the device once, to warn about samples that were not finite."""
-        if self._info is None or self._nonfinite is None:
-            raise RuntimeError("no step was taken yet: info describes the last one")
+        last = self.last
+        if self._nonfinite is None:
+            return last
         total = int(self._nonfinite.item())
         if total > self._nonfinite_told:
             warnings.warn(
@@ -375,9 +415,9 @@ class SharpnessAware(Optimizer):
                 stacklevel=2,
             )
             self._nonfinite_told = total
-        return self._info
+        return last
 
-    def _current_space(self) -> ParameterSpace:
+    def current_space(self) -> ParameterSpace:
         """The space over the parameters that are trainable now; built anew only when they changed."""
         groups = [group["params"] for group in self.param_groups]
         key = tuple((id(p), p.requires_grad, p.dtype, p.device, p.shape, p.stride()) for group in groups for p in group)

@@ -17,8 +17,7 @@ __all__ = ["AdaptiveAscent", "Ascent", "CenterThenAscent", "LineSearch", "Random
 
 def _ascend(space: Space, at: Evaluation) -> None:
     """``point <- point + ρ n(gradient)``. A gradient that is not finite moves nothing: weights stay finite."""
-    space.keep_(at.gradient, at.finite)
-    space.add_scaled_(space.point, at.gradient, space.rho / (at.norm + EPS))
+    space.climb(at, space.rho / (at.norm + EPS))
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from tiltsam.samplers.kernel import Draw, uniform_in_ball
+from tiltsam.samplers.kernel import Draw, length_in_ball
 from tiltsam.space import Evaluation, Space, Vector
 
 __all__ = ["HMC"]
@@ -74,7 +74,9 @@ class HMC:
 
     def sample(self, space: Space, index: int, state: None) -> tuple[Draw, None]:
         """Start in the ball, propose, accept or go back."""
-        uniform_in_ball(space, space.vector("position"), index)
+        position = space.vector("position")
+        space.normal_(position, index)
+        space.scale_(position, length_in_ball(space, index, space.norm(position)))
         here = _visit(space)
         start_loss, valid = here.loss, here.finite
         infos = []

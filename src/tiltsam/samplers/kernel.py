@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tiltsam.space import Evaluation, Space, Vector
 
-__all__ = ["EPS", "Draw", "Sampler", "Start", "Stateless", "after_ascent", "evaluated", "uniform_in_ball"]
+__all__ = ["EPS", "Draw", "Sampler", "Start", "Stateless", "after_ascent", "evaluated", "length_in_ball"]
 
 EPS = 1e-12  # n(v) = v / (‖v‖ + EPS)
 
@@ -50,11 +50,9 @@ class Start(Protocol):
         ...
 
 
-def uniform_in_ball(space: Space, x: Vector, index: int) -> None:
-    """``x <-`` uniform in the ball of radius R: a random direction times ``R U^(1/d)``."""
-    space.normal_(x, index)
-    length = space.radius * space.uniform(index) ** (1 / space.dim)
-    space.scale_(x, length / (space.norm(x) + EPS))
+def length_in_ball(space: Space, index: int, norm: Tensor) -> Tensor:
+    """What a Gaussian vector of that norm is multiplied by to be uniform in the ball: ``R U^(1/d) / norm``."""
+    return space.radius * space.uniform(index) ** (1 / space.dim) / (norm + EPS)
 
 
 def evaluated(evaluation: Evaluation) -> Draw:

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import torch
 
-from tiltsam.samplers.kernel import EPS, Draw, Stateless, evaluated, uniform_in_ball
+from tiltsam.samplers.kernel import EPS, Draw, Stateless, evaluated, length_in_ball
 from tiltsam.space import Space
 
 __all__ = ["Center", "Gaussian", "Uniform"]
@@ -40,12 +40,11 @@ class Uniform(Stateless):
     tilted: ClassVar[bool] = False
 
     def move(self, space: Space, index: int) -> None:
-        """``point <- θ + δ``, the noise drawn in the point itself: no vector is needed to hold it."""
+        """``point <- θ + δ``."""
         if not space.noisy:
             space.copy_(space.point, space.center)
             return
-        uniform_in_ball(space, space.point, index)
-        space.add_(space.point, space.center)
+        space.scatter(index, lambda norm: length_in_ball(space, index, norm))
 
     def sample(self, space: Space, index: int, state: None) -> tuple[Draw, None]:
         """Evaluate at a random point."""
@@ -75,12 +74,9 @@ class Gaussian(Stateless):
         if self.std == 0 or not space.noisy:
             space.copy_(space.point, space.center)
             return
-        space.normal_(space.point, index)
-        scale = space.radius / space.dim**0.5 if self.std is None else torch.full_like(space.radius, self.std)
-        if self.clip:
-            scale = torch.minimum(scale, space.radius / (space.norm(space.point) + EPS))
-        space.scale_(space.point, scale)
-        space.add_(space.point, space.center)
+        std = space.radius / space.dim**0.5 if self.std is None else torch.full_like(space.radius, self.std)
+        longest = space.radius if self.clip else torch.full_like(space.radius, torch.inf)
+        space.scatter(index, lambda norm: torch.minimum(std, longest / (norm + EPS)))
 
     def sample(self, space: Space, index: int, state: None) -> tuple[Draw, None]:
         """Evaluate at a random point."""

@@ -1,0 +1,266 @@
+"""A whole step as one CUDA graph: every pass, the noise, the norms, the tilt and the base's update in one launch.
+
+A step of TSAM with three samples on a ResNet-18 is some 2,500 kernels, and the host needs longer to launch them than
+the GPU to run them. Captured once and replayed, the host does one launch a step.
+
+    step = tiltsam.capture(optimizer, loss_fn, (inputs, targets))
+    for inputs, targets in loader:
+        loss = step(inputs, targets)
+
+What may change between replays: the learning rate, ``rho``, ``t``, ``delta``, ``radius``, the seed, all through
+``param_groups`` or schedules as ever; the noise is new at every step, and the very noise the eager step would draw.
+What cannot live in a graph (another batch shape, another ``num_samples``, a frozen layer, a changed weight decay) is
+noticed, and a new graph is captured.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from tiltsam.parameters import ParameterSpace
+from tiltsam.passes import CapturedRandom
+from tiltsam.wrapper import SharpnessAware, StepInfo
+
+__all__ = ["CapturedStep", "capture"]
+
+WARM_UP = 3  # eager steps before a capture: cuDNN chooses its kernels, Triton compiles, the base creates its state
+
+
+class _Graph(NamedTuple):
+    """A captured step, and the memory that it reads and writes."""
+
+    graph: torch.cuda.CUDAGraph
+    info: StepInfo
+    batch: tuple[Any, ...]
+    random: CapturedRandom
+
+
+def capture(
+    optimizer: SharpnessAware, loss_fn: Callable[..., Tensor], example_batch: Sequence[Any], *, warm_up: int = WARM_UP
+) -> CapturedStep:
+    """A callable that runs one whole step of ``optimizer`` on a batch, as one CUDA graph.
+
+    The first ``warm_up`` calls for a batch shape are ordinary eager steps (real ones: nothing is trained twice or
+    thrown away), then the step is captured. On a CPU, or where capturing fails, it says why in ``step.reason`` and a
+    warning, and goes on eagerly with the same results.
+
+    Args:
+        optimizer: Any method of :data:`tiltsam.METHODS`.
+        loss_fn: From the tensors of a batch to the loss; open ``torch.autocast`` inside it, and put a compiled model
+            in it, as you like. It must not read values back to the host.
+        example_batch: A batch, for its shapes and device.
+        warm_up: Eager steps before the capture.
+
+    Example:
+        >>> model = torch.nn.Linear(4, 1)
+        >>> optimizer = tiltsam.SAM(torch.optim.SGD(model.parameters(), lr=0.1))
+        >>> batch = torch.randn(8, 4), torch.randn(8, 1)
+        >>> step = capture(optimizer, lambda x, y: torch.nn.functional.mse_loss(model(x), y), batch)
+        >>> loss = step(*batch)
+        >>> step.reason
+        'the parameters are on the cpu'
+    """
+    return CapturedStep(optimizer, loss_fn, example_batch, warm_up=warm_up)
+
+
+class CapturedStep:
+    """See :func:`capture`."""
+
+    def __init__(
+        self,
+        optimizer: SharpnessAware,
+        loss_fn: Callable[..., Tensor],
+        example_batch: Sequence[Any],
+        *,
+        warm_up: int = WARM_UP,
+    ) -> None:
+        if not isinstance(optimizer, SharpnessAware):
+            raise TypeError(
+                f"optimizer must be one of tiltsam's, got {type(optimizer).__name__}; for plain training wrap it in "
+                "tiltsam.ERM"
+            )
+        if warm_up < 1:
+            raise ValueError(f"warm_up must be at least 1, got {warm_up}")
+        self.optimizer = optimizer
+        self.loss_fn = loss_fn
+        self.reason: str | None = _obstacle(optimizer)
+        """Why steps run eagerly, or ``None``."""
+        self._warm_up = warm_up
+        self._seen: dict[Any, int] = {}
+        self._graphs: dict[Any, _Graph] = {}
+        self._pool: Any = None
+        self._rates: list[Tensor] = []  # the learning rates, where graphs read them
+        self._rate_values: list[float] = []
+        self._stream: torch.cuda.Stream | None = None
+        self._check(tuple(example_batch))
+
+    def _check(self, batch: tuple[Any, ...]) -> None:
+        if not any(isinstance(x, Tensor) for x in batch):
+            raise TypeError("a batch must hold at least one tensor; pass its parts separately: step(inputs, targets)")
+
+    def __call__(self, *batch: Any) -> Tensor:
+        """One step; returns the loss that was descended, as ``optimizer.step`` does."""
+        self._check(batch)
+        if self.reason is None:
+            key = self._key(batch)
+            if key not in self._graphs and self._seen.get(key, 0) >= self._warm_up:
+                self._try_capture(key, batch)
+            if (graph := self._graphs.get(key)) is not None:
+                return self._replay(graph, batch)
+            self._seen[key] = self._seen.get(key, 0) + 1
+        return self._eager(batch)
+
+    def _eager(self, batch: tuple[Any, ...]) -> Tensor:
+        def closure() -> Tensor:
+            loss = self.loss_fn(*batch)
+            loss.backward()
+            return loss
+
+        if self.reason is not None:
+            return self.optimizer.step(closure)
+        with self._side_stream():  # autograd remembers the stream it first ran on: make it the one of the capture
+            return self.optimizer.step(closure)
+
+    # ---------------------------------------------------------------- replaying
+
+    def _replay(self, captured: _Graph, batch: tuple[Any, ...]) -> Tensor:
+        for mine, given in zip(captured.batch, batch, strict=True):
+            if isinstance(mine, Tensor):
+                mine.copy_(given, non_blocking=True)
+
+        def run(space: ParameterSpace) -> StepInfo:
+            self._write_rates()
+            with captured.random.replaying():
+                captured.graph.replay()
+            space.hand_over()
+            return _copied(captured.info)  # the graph's own tensors are overwritten at the next replay
+
+        with self.optimizer.executing(run):
+            return self.optimizer.step(_never_called)
+
+    def _write_rates(self) -> None:
+        for i, group in enumerate(self.optimizer.param_groups if self._rates else ()):
+            value = float(group["lr"])
+            if value != self._rate_values[i]:
+                self._rates[i].fill_(value)
+                self._rate_values[i] = value
+
+    # ---------------------------------------------------------------- capturing
+
+    def _key(self, batch: tuple[Any, ...]) -> Any:
+        """All that a graph has frozen into it."""
+        shapes = tuple((x.shape, x.dtype, x.device, x.stride()) if isinstance(x, Tensor) else x for x in batch)
+        changeable = {"lr", "initial_lr"} if _reads_rate_from_device(self.optimizer.base) else {"initial_lr"}
+        return shapes, self.optimizer.frozen(frozenset(changeable))
+
+    def _try_capture(self, key: Any, batch: tuple[Any, ...]) -> None:
+        try:
+            self._graphs[key] = self._capture(batch)
+        except Exception as error:  # whatever the model does that a graph cannot hold
+            self.reason = f"capturing failed: {type(error).__name__}: {error}".splitlines()[0]
+            warnings.warn(f"steps run eagerly, because {self.reason}", RuntimeWarning, stacklevel=4)
+
+    def _capture(self, batch: tuple[Any, ...]) -> _Graph:
+        optimizer = self.optimizer
+        mine = tuple(x.clone() if isinstance(x, Tensor) else x for x in batch)
+
+        def closure() -> Tensor:
+            loss = self.loss_fn(*mine)
+            loss.backward()
+            return loss
+
+        space = optimizer.prepare(closure)
+        graph = torch.cuda.CUDAGraph()
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        passes = self.optimizer.last.num_forwards
+        with (
+            self._device_rates(),
+            space.capturing(graph, passes) as random,
+            torch.no_grad(),
+            torch.cuda.graph(graph, pool=self._pool, stream=self._own_stream()),
+        ):
+            info = optimizer.execute(space)
+        return _Graph(graph, info, mine, random)
+
+    @contextmanager
+    def _device_rates(self) -> Iterator[None]:
+        """While a graph is captured, the base reads its learning rates from the device, and uses kernels that can."""
+        base = self.optimizer.base
+        if not _reads_rate_from_device(base):
+            yield
+            return
+        groups = base.param_groups
+        if not self._rates:
+            device = groups[0]["params"][0].device
+            self._rate_values = [float(group["lr"]) for group in groups]
+            self._rates = [torch.full((), v, device=device) for v in self._rate_values]
+        self._write_rates()
+        before = [dict(group) for group in groups]
+        for group, rate in zip(groups, self._rates, strict=True):
+            group["lr"] = rate
+            if type(base) in _FUSABLE:
+                group["fused"], group["foreach"] = True, False
+            if "capturable" in group:
+                group["capturable"] = True
+        for state in base.state.values():
+            if isinstance(count := state.get("step"), Tensor) and not count.is_cuda:
+                state["step"] = count.to(groups[0]["params"][0].device)
+        try:
+            yield
+        finally:
+            for group, old in zip(groups, before, strict=True):
+                for name in ("lr", "fused", "foreach", "capturable"):
+                    if name in old:
+                        group[name] = old[name]
+
+    def _own_stream(self) -> torch.cuda.Stream:
+        if self._stream is None:
+            self._stream = torch.cuda.Stream()
+        return self._stream
+
+    @contextmanager
+    def _side_stream(self) -> Iterator[None]:
+        stream = self._own_stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            yield
+        torch.cuda.current_stream().wait_stream(stream)
+
+
+_FUSABLE = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)  # fused kernels that take the rate from the device
+
+
+def _reads_rate_from_device(base: Optimizer) -> bool:
+    """Whether the base can read its learning rate from the device; if not, a new rate means a new graph."""
+    return type(base) in _FUSABLE or "capturable" in base.defaults
+
+
+def _obstacle(optimizer: SharpnessAware) -> str | None:
+    devices = {p.device.type for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
+    if devices != {"cuda"}:
+        return f"the parameters are on the {' and the '.join(sorted(devices - {'cuda'}))}"
+    if optimizer.skip_nonfinite:
+        return "skip_nonfinite reads a value back to the host at every step"
+    return None
+
+
+def _never_called() -> Tensor:
+    raise RuntimeError("a replayed step has no closure")
+
+
+def _copied(info: StepInfo) -> StepInfo:
+    """One copy of all numbers."""
+    tensors = {k: v for k, v in vars(info).items() if isinstance(v, Tensor)}
+    extra = dict(info.sampler)
+    flat = torch.cat([v.reshape(-1).to(info.losses.dtype) for v in (*tensors.values(), *extra.values())])
+    pieces = iter(flat.split([v.numel() for v in (*tensors.values(), *extra.values())]))
+    copies = {k: next(pieces).view(v.shape) for k, v in tensors.items()}
+    return replace(info, **copies, sampler={k: next(pieces).view(v.shape) for k, v in extra.items()})

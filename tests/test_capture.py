@@ -1,0 +1,219 @@
+"""The captured step: the eager one, replayed. The GPU part is skipped where there is none."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import tiltsam
+from cases import METHODS, Net, Problem, sgd
+from tiltsam.capture import capture
+
+every_method = pytest.mark.parametrize("method", METHODS, ids=repr)
+cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+class Pair:
+    """The same problem twice, one to step eagerly and one captured, on batches that change from step to step."""
+
+    def __init__(self, method, device="cuda", model=None, base=sgd, autocast=False, **options):
+        self.models, self.optimizers = [], []
+        torch.manual_seed(1)
+        first = (Net(dropout=0.3) if model is None else model).to(device)
+        if isinstance(first, Net):
+            del first.empty, first.unused
+            first.register_buffer("empty", torch.zeros(1, device=device))
+        for m in (first, copy.deepcopy(first)):
+            self.models.append(m)
+            self.optimizers.append(method(base(m.parameters()), model=m, **options))
+        self.autocast = autocast
+        self.step = capture(self.optimizers[1], lambda x, y: self.loss(1, x, y), self.batch(0))
+        self.device = device
+
+    def batch(self, k):
+        generator = torch.Generator().manual_seed(100 + k)
+        x = torch.randn(16, 6, generator=generator)
+        return x.cuda(), torch.randint(3, (16,), generator=generator).cuda()
+
+    def loss(self, i, x, y):
+        with torch.autocast("cuda", torch.bfloat16, enabled=self.autocast):
+            return nn.functional.cross_entropy(self.models[i](x).float(), y)
+
+    def run(self, steps, between=lambda k, optimizer: None):
+        losses = []
+        for k in range(steps):
+            row = []
+            for i in (0, 1):
+                torch.cuda.manual_seed(k)
+                between(k, self.optimizers[i])
+                x, y = self.batch(k)
+
+                def closure(i=i, x=x, y=y):
+                    loss = self.loss(i, x, y)
+                    loss.backward()
+                    return loss
+
+                row.append(self.optimizers[0].step(closure) if i == 0 else self.step(x, y))
+            losses.append(torch.stack(row))
+        return torch.stack(losses)
+
+    def distance(self):
+        both = [torch.cat([v.flatten().float() for v in m.state_dict().values()]) for m in self.models]
+        return ((both[0] - both[1]).norm() / both[0].norm()).item()
+
+
+# Eager and captured launch the same kernels on the same numbers, except the base's update: eager SGD is a multiply and
+# an add, the captured one a fused kernel with one rounding less. That is an ulp (6e-8) a step and weight, which twenty
+# steps of training at this rate amplify to a few 1e-6.
+TOLERANCE = 2e-5
+
+
+@cuda
+@every_method
+def test_captured_equals_eager(method):
+    pair = Pair(method)
+    losses = pair.run(20)
+    assert pair.step.reason is None
+    assert len(pair.step._graphs) == 1
+    torch.testing.assert_close(losses[:, 0], losses[:, 1], rtol=0, atol=1e-4)
+    assert pair.distance() < TOLERANCE
+    for a, b in zip(vars(pair.optimizers[0].info).values(), vars(pair.optimizers[1].info).values(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4, check_dtype=False)
+
+
+@cuda
+def test_rates_t_and_rho_change_between_replays():
+    def between(k, optimizer):
+        for group in optimizer.param_groups:
+            group["lr"] = 0.05 / (1 + k)
+            group["t"] = 2.0 * k
+            group["rho"] = 0.01 * (1 + k)
+            group["radius"] = 0.1 + 0.01 * k
+
+    pair = Pair(METHODS[6], radius=0.1)
+    pair.run(15, between)
+    assert len(pair.step._graphs) == 1
+    assert pair.distance() < TOLERANCE
+
+
+@cuda
+def test_schedulers_hooks_and_step_counts_work_through_the_graph():
+    pair = Pair(METHODS[6])
+    seen = []
+    optimizer = pair.optimizers[1]
+    optimizer.register_step_post_hook(lambda *_: seen.append("post"))
+    schedulers = [torch.optim.lr_scheduler.StepLR(o, 2, gamma=0.5) for o in pair.optimizers]
+    for _ in range(8):
+        pair.run(1)
+        for scheduler in schedulers:
+            scheduler.step()
+    assert len(seen) == 8
+    assert optimizer.param_groups[0]["steps_taken"] == 8
+    assert pair.distance() < TOLERANCE
+
+
+@cuda
+def test_what_a_graph_cannot_hold_is_captured_anew():
+    def between(k, optimizer):
+        for group in optimizer.param_groups:
+            group["num_samples"] = 3 if k < 8 else 2
+            group["weight_decay"] = 0.0 if k < 16 else 0.1
+
+    pair = Pair(METHODS[6])
+    pair.run(24, between)
+    assert len(pair.step._graphs) == 3
+    assert pair.distance() < TOLERANCE
+
+
+@cuda
+def test_noise_differs_at_every_replay():
+    theta = nn.Parameter(torch.zeros(50, device="cuda"))
+    optimizer = tiltsam.TSAM(sgd([theta], lr=0.0, weight_decay=0.0), rho=0.0, radius=1.0, num_samples=2)
+    direction = torch.linspace(-1, 1, 50, device="cuda")
+    step = capture(optimizer, lambda x: (theta * x).sum(), (direction,))
+    seen = []
+    for _ in range(10):
+        step(direction)
+        seen.extend(optimizer.info.losses.tolist())
+    assert step.reason is None
+    assert len(set(seen)) == 20
+
+
+@cuda
+@pytest.mark.parametrize("base", [torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam], ids=lambda b: b.__name__)
+def test_other_bases(base):
+    pair = Pair(METHODS[6], base=lambda params: base(params, lr=0.01))
+    pair.run(15, lambda k, o: o.param_groups[0].__setitem__("lr", 0.01 / (1 + k)))
+    assert pair.step.reason is None
+    assert len(pair.step._graphs) == 1
+    assert pair.distance() < 10 * TOLERANCE  # Adam divides by small second moments: an ulp grows faster
+
+
+@cuda
+def test_eager_resumes_captured_and_captured_resumes_eager():
+    """One format of state: a run may change from one to the other and back."""
+    pair = Pair(METHODS[6])
+    pair.run(8)
+    states = [copy.deepcopy(o.state_dict()) for o in pair.optimizers]
+    assert states[0].keys() == states[1].keys()
+    assert states[0]["param_groups"] == states[1]["param_groups"]
+    assert states[0]["state"].keys() == states[1]["state"].keys()
+    pair.optimizers[0].load_state_dict(states[1])
+    pair.optimizers[1].load_state_dict(states[0])
+    pair.run(8)
+    assert pair.distance() < 2 * TOLERANCE
+
+
+@cuda
+def test_autocast_and_a_compiled_model():
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(6, 32), nn.ReLU(), nn.Linear(32, 3))
+        pair = Pair(METHODS[6], model=net, autocast=True)
+        if compiled:
+            pair.models = [torch.compile(m) for m in pair.models]
+        losses = pair.run(10)
+        assert pair.step.reason is None
+        torch.testing.assert_close(losses[:, 0], losses[:, 1], rtol=0, atol=2e-2)
+
+
+@cuda
+def test_where_capture_is_impossible_it_says_why_and_goes_on():
+    theta = nn.Parameter(torch.ones(4, device="cuda"))
+    optimizer = tiltsam.SAM(sgd([theta]))
+
+    def loss_fn(x):
+        loss = (theta * x).square().sum()
+        return loss * (1.0 if loss.item() > 0 else 2.0)  # reads a value
+
+    step = capture(optimizer, loss_fn, (torch.ones(4, device="cuda"),))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(6):
+            assert step(torch.ones(4, device="cuda")).isfinite()
+    assert step.reason.startswith("capturing failed")
+    assert sum("steps run eagerly" in str(w.message) for w in caught) == 1
+    assert optimizer.param_groups[0]["steps_taken"] == 6
+
+
+@every_method
+def test_on_a_cpu_it_is_the_eager_step(method):
+    a, b = Problem(dropout=0.0), Problem(dropout=0.0)
+    one, two = method(sgd(a.model.parameters()), model=a.model), method(sgd(b.model.parameters()), model=b.model)
+    step = capture(two, lambda x, y: nn.functional.cross_entropy(b.model(x), y), (b.x, b.y))
+    assert step.reason == "the parameters are on the cpu"
+    for _ in range(3):
+        assert torch.equal(one.step(a.closure), step(b.x, b.y))
+
+
+def test_bad_arguments():
+    problem = Problem()
+    base = sgd(problem.model.parameters())
+    with pytest.raises(TypeError, match=r"must be one of tiltsam's, got SGD.*tiltsam.ERM"):
+        capture(base, problem.loss, (problem.x,))
+    with pytest.raises(ValueError, match="warm_up must be at least 1, got 0"):
+        capture(tiltsam.SAM(base), problem.loss, (problem.x,), warm_up=0)
+    with pytest.raises(TypeError, match="at least one tensor"):
+        capture(tiltsam.SAM(base), problem.loss, ({"x": problem.x},))

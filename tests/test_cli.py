@@ -1,0 +1,48 @@
+"""The command line as a user meets it."""
+
+import subprocess
+import sys
+
+import pytest
+
+import tiltsam
+from tiltsam.cli import main
+
+
+def run(*arguments, **options):
+    return subprocess.run([sys.executable, "-m", "tiltsam", *arguments], capture_output=True, text=True, **options)
+
+
+def test_version_help_and_methods(capsys):
+    assert run("--version").stdout.strip() == f"tiltsam {tiltsam.__version__}"
+    assert "toys" in run("--help").stdout
+    assert main(["methods"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == list(tiltsam.METHODS)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"), [((), "COMMAND"), (("train-faster",), "invalid choice"), (("toys", "--in"), "--in")]
+)
+def test_mistakes_are_one_line_and_exit_2(arguments, says):
+    done = run(*arguments)
+    assert done.returncode == 2
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_folder_that_cannot_be_written(tmp_path, capsys):
+    (tmp_path / "file").write_text("in the way")
+    assert main(["toys", "--out", str(tmp_path / "file" / "figures")]) == 2
+    assert "cannot write to" in capsys.readouterr().err
+
+
+def test_toys_prints_tables_and_draws(tmp_path, capsys, monkeypatch):
+    from tiltsam.toys import estimators
+
+    small = estimators.study
+    monkeypatch.setattr(estimators, "study", lambda: small(num_samples=(1, 3), tilts=(1.0,), num_draws=256))
+    assert main(["toys", "--no-figures"]) == 0
+    out = capsys.readouterr().out
+    assert "1.4450" in out
+    assert "uniform" in out

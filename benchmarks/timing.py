@@ -17,25 +17,32 @@ import torch
 import tiltsam
 
 
-def best_of(candidates: Mapping[str, Callable[[], object]], repeats: int, device: torch.device) -> dict[str, float]:
-    """Milliseconds of the fastest of ``repeats`` turns, the candidates taking turns so that drift hits all alike."""
+def best_of(
+    candidates: Mapping[str, Callable[[], object]], repeats: int, device: torch.device, inner: int = 1
+) -> dict[str, float]:
+    """Milliseconds of a step in the fastest of ``repeats`` turns of ``inner`` steps.
+
+    The candidates take turns, so that drift of the machine hits all alike.
+    """
     best = dict.fromkeys(candidates, float("inf"))
     for candidate in candidates.values():
-        candidate()  # warm up: kernels, caches, buffers
+        for _ in range(1 if device.type == "cpu" else 3):  # warm up: kernels, caches, buffers
+            candidate()
     for _ in range(repeats):
         for name, candidate in candidates.items():
-            best[name] = min(best[name], _milliseconds(candidate, device))
+            best[name] = min(best[name], _milliseconds(candidate, device, inner))
     return best
 
 
-def _milliseconds(candidate: Callable[[], object], device: torch.device) -> float:
+def _milliseconds(candidate: Callable[[], object], device: torch.device, inner: int) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     start = time.perf_counter()
-    candidate()
+    for _ in range(inner):
+        candidate()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return 1e3 * (time.perf_counter() - start)
+    return 1e3 * (time.perf_counter() - start) / inner
 
 
 def peak_memory(device: torch.device) -> float:
@@ -87,3 +94,33 @@ def print_table(headings: list[str], rows: list[list[str]]) -> None:
     print("|" + "|".join("-" * (w + 2) for w in widths) + "|")
     for row in rows:
         print(line(row), flush=True)
+
+
+def draw_ratios(rows: list[dict[str, Any]], path: Path) -> None:
+    """Milliseconds a step, eager beside captured, for each network; nothing where matplotlib is missing."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        print("matplotlib is not installed: no figure")
+        return
+    from tiltsam.palette import OKABE_ITO
+
+    kinds = list(dict.fromkeys((row["network"], row["precision"]) for row in rows))
+    figure = Figure(figsize=(6.4 * len(kinds), 6.2), layout="constrained")
+    for axis, kind in zip(figure.subplots(1, len(kinds), squeeze=False)[0], kinds, strict=True):
+        mine = [row for row in rows if (row["network"], row["precision"]) == kind]
+        names = list(dict.fromkeys(row["step"] for row in mine))
+        for mode, color, shift in (("eager", OKABE_ITO[1], -0.2), ("captured", OKABE_ITO[0], 0.2)):
+            bars = [(names.index(row["step"]) + shift, row["ms"]) for row in mine if row["mode"] == mode]
+            if bars:
+                axis.barh([y for y, _ in bars], [ms for _, ms in bars], height=0.38, color=color, label=mode)
+            for y, ms in bars:
+                axis.text(ms, y, f" {ms:.1f}", va="center", fontsize=8)
+        axis.set_yticks(range(len(names)), names)
+        axis.invert_yaxis()
+        axis.margins(x=0.12)
+        axis.set_xlabel("milliseconds a step")
+        axis.set_title(f"{kind[0]}, {kind[1]}")
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)
+    figure.savefig(path, dpi=150)

@@ -15,17 +15,19 @@ noticed, and a new graph is captured.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from tiltsam.parameters import ParameterSpace
+from tiltsam.parameters import Closure, ParameterSpace
 from tiltsam.passes import CapturedRandom
 from tiltsam.wrapper import SharpnessAware, StepInfo
 
@@ -44,7 +46,12 @@ class _Graph(NamedTuple):
 
 
 def capture(
-    optimizer: SharpnessAware, loss_fn: Callable[..., Tensor], example_batch: Sequence[Any], *, warm_up: int = WARM_UP
+    optimizer: SharpnessAware,
+    loss_fn: Callable[..., Tensor],
+    example_batch: Sequence[Any],
+    *,
+    ascent_fraction: float = 1.0,
+    warm_up: int = WARM_UP,
 ) -> CapturedStep:
     """A callable that runs one whole step of ``optimizer`` on a batch, as one CUDA graph.
 
@@ -57,6 +64,7 @@ def capture(
         loss_fn: From the tensors of a batch to the loss; open ``torch.autocast`` inside it, and put a compiled model
             in it, as you like. It must not read values back to the host.
         example_batch: A batch, for its shapes and device.
+        ascent_fraction: Passes that only point the way up see this share of the batch, its first rows.
         warm_up: Eager steps before the capture.
 
     Example:
@@ -68,7 +76,7 @@ def capture(
         >>> step.reason
         'the parameters are on the cpu'
     """
-    return CapturedStep(optimizer, loss_fn, example_batch, warm_up=warm_up)
+    return CapturedStep(optimizer, loss_fn, example_batch, ascent_fraction=ascent_fraction, warm_up=warm_up)
 
 
 class CapturedStep:
@@ -80,6 +88,7 @@ class CapturedStep:
         loss_fn: Callable[..., Tensor],
         example_batch: Sequence[Any],
         *,
+        ascent_fraction: float = 1.0,
         warm_up: int = WARM_UP,
     ) -> None:
         if not isinstance(optimizer, SharpnessAware):
@@ -87,14 +96,17 @@ class CapturedStep:
                 f"optimizer must be one of tiltsam's, got {type(optimizer).__name__}; for plain training wrap it in "
                 "tiltsam.ERM"
             )
+        if not 0 < ascent_fraction <= 1:
+            raise ValueError(f"ascent_fraction must be in (0, 1], got {ascent_fraction}")
         if warm_up < 1:
             raise ValueError(f"warm_up must be at least 1, got {warm_up}")
         self.optimizer = optimizer
         self.loss_fn = loss_fn
         self.reason: str | None = _obstacle(optimizer)
         """Why steps run eagerly, or ``None``."""
+        self._ascent_fraction = ascent_fraction
         self._warm_up = warm_up
-        self._seen: dict[Any, int] = {}
+        self._seen: dict[Any, tuple[int, int]] = {}  # eager steps so far, and passes of one
         self._graphs: dict[Any, _Graph] = {}
         self._pool: Any = None
         self._rates: list[Tensor] = []  # the learning rates, where graphs read them
@@ -109,25 +121,31 @@ class CapturedStep:
     def __call__(self, *batch: Any) -> Tensor:
         """One step; returns the loss that was descended, as ``optimizer.step`` does."""
         self._check(batch)
-        if self.reason is None:
-            key = self._key(batch)
-            if key not in self._graphs and self._seen.get(key, 0) >= self._warm_up:
-                self._try_capture(key, batch)
-            if (graph := self._graphs.get(key)) is not None:
-                return self._replay(graph, batch)
-            self._seen[key] = self._seen.get(key, 0) + 1
-        return self._eager(batch)
+        if self.reason is not None:
+            return self.optimizer.step(*self._closures(batch))
+        key = self._key(batch)
+        steps, passes = self._seen.get(key, (0, 0))
+        if key not in self._graphs and steps >= self._warm_up:
+            self._try_capture(key, batch, passes)
+        if (graph := self._graphs.get(key)) is not None:
+            return self._replay(graph, batch)
+        with self._side_stream():  # autograd remembers the stream it first ran on: make it the one of the capture
+            loss = self.optimizer.step(*self._closures(batch))
+        self._seen[key] = steps + 1, self.optimizer.last.num_forwards
+        return loss
 
-    def _eager(self, batch: tuple[Any, ...]) -> Tensor:
-        def closure() -> Tensor:
+    def _closures(self, batch: tuple[Any, ...]) -> tuple[Closure, Closure | None]:
+        """Forward and backward on the batch, and on the part of it that ascents see."""
+
+        def closure(batch: tuple[Any, ...] = batch) -> Tensor:
             loss = self.loss_fn(*batch)
             loss.backward()
             return loss
 
-        if self.reason is not None:
-            return self.optimizer.step(closure)
-        with self._side_stream():  # autograd remembers the stream it first ran on: make it the one of the capture
-            return self.optimizer.step(closure)
+        if self._ascent_fraction == 1:
+            return closure, None
+        part = tuple(x[: math.ceil(self._ascent_fraction * len(x))] if isinstance(x, Tensor) else x for x in batch)
+        return closure, partial(closure, part)
 
     # ---------------------------------------------------------------- replaying
 
@@ -161,26 +179,19 @@ class CapturedStep:
         changeable = {"lr", "initial_lr"} if _reads_rate_from_device(self.optimizer.base) else {"initial_lr"}
         return shapes, self.optimizer.frozen(frozenset(changeable))
 
-    def _try_capture(self, key: Any, batch: tuple[Any, ...]) -> None:
+    def _try_capture(self, key: Any, batch: tuple[Any, ...], passes: int) -> None:
         try:
-            self._graphs[key] = self._capture(batch)
+            self._graphs[key] = self._capture(batch, passes)
         except Exception as error:  # whatever the model does that a graph cannot hold
             self.reason = f"capturing failed: {type(error).__name__}: {error}".splitlines()[0]
             warnings.warn(f"steps run eagerly, because {self.reason}", RuntimeWarning, stacklevel=4)
 
-    def _capture(self, batch: tuple[Any, ...]) -> _Graph:
+    def _capture(self, batch: tuple[Any, ...], passes: int) -> _Graph:
         optimizer = self.optimizer
         mine = tuple(x.clone() if isinstance(x, Tensor) else x for x in batch)
-
-        def closure() -> Tensor:
-            loss = self.loss_fn(*mine)
-            loss.backward()
-            return loss
-
-        space = optimizer.prepare(closure)
+        space = optimizer.prepare(*self._closures(mine))
         graph = torch.cuda.CUDAGraph()
         self._pool = self._pool or torch.cuda.graph_pool_handle()
-        passes = self.optimizer.last.num_forwards
         with (
             self._device_rates(),
             space.capturing(graph, passes) as random,

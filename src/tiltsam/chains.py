@@ -76,7 +76,7 @@ class ChainSpace:
         """See :class:`~tiltsam.space.Space`; one entry per chain."""
         return self.center.new_full((len(self.center),), self._numbers[name])
 
-    def evaluate(self) -> Evaluation:
+    def evaluate(self, *, ascent: bool = False) -> Evaluation:
         """See :class:`~tiltsam.space.Space`."""
         with torch.enable_grad():
             point = self.point.detach().requires_grad_()

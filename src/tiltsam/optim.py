@@ -38,7 +38,7 @@ from tiltsam.samplers import (
     Uniform,
 )
 from tiltsam.tilting import StreamingTilt
-from tiltsam.wrapper import FixedWeights, Schedule, SharpnessAware, Weighing, check_nonnegative
+from tiltsam.wrapper import FixedWeights, Schedule, SharpnessAware, Weighing, check_count, check_nonnegative
 
 __all__ = ["ASAM", "ERM", "METHODS", "PGN", "RSAM", "SAM", "TSAM", "LineSearchSAM"]
 
@@ -73,7 +73,8 @@ class TSAM(SharpnessAware):
         model: Keeps BatchNorm's statistics and dropout's masks the same in all passes; see :class:`SharpnessAware`.
         seed: Seed of the noise.
         share_ascent: One ascent gradient, at θ, for all samples: s+1 passes in place of 2s.
-        **options: ``buffers_once``, ``same_dropout``, ``skip_nonfinite``, ``foreach``: see :class:`SharpnessAware`.
+        **options: ``every``, ``buffers_once``, ``same_dropout``, ``skip_nonfinite``, ``foreach``: see
+            :class:`SharpnessAware`.
 
     Cost: 2s forward+backward passes a step; s with ``rho=0`` or naive sampling. Memory: one copy of the weights and one
     gradient, whatever s.
@@ -289,12 +290,6 @@ METHODS: dict[str, Callable[..., SharpnessAware]] = {
     "tsam": TSAM,
 }
 """The paper's names, each with its constructor."""
-
-
-def check_count(name: str, value: Any) -> None:
-    """Raise unless ``value`` is an integer >= 1."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} must be an integer >= 1, got {value!r}")
 
 
 def _sampler(sampler: str | Sampler) -> Sampler:

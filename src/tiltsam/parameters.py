@@ -77,6 +77,7 @@ class ParameterSpace:
         self._seen = [False] * len(self.params)  # which parameters had a gradient in this step
         self.noisy = self.ascending = False
         self.closure: Closure = _no_closure
+        self.ascent_closure: Closure | None = None
         self.passes = passes if passes is not None else Passes()
         self.num_forwards = self.num_backwards = 0
 
@@ -213,13 +214,13 @@ class ParameterSpace:
         if interrupt is not None:
             raise interrupt
 
-    def evaluate(self) -> Evaluation:
+    def evaluate(self, *, ascent: bool = False) -> Evaluation:
         """See :class:`Space`."""
         self._gradient.clear()  # whoever still holds the last one holds an empty list: its memory is free
         for p in self.params:
             p.grad = None  # autograd then hands its own buffer over instead of adding to ours
         with self.passes.one(), torch.enable_grad():
-            loss = self._loss(self.closure())
+            loss = self._loss((self.ascent_closure if ascent and self.ascent_closure else self.closure)())
         self.num_forwards += 1
         self.num_backwards += 1
         gradient = [None if p.grad is None else _real(_strided(p.grad)) for p in self.params]

@@ -58,8 +58,11 @@ class Space(Protocol):
         """The tilt δ that a tilted sampler draws with."""
         ...
 
-    def evaluate(self) -> Evaluation:
-        """Forward and backward at ``point``. The gradient lives until the next call, and is free to be overwritten."""
+    def evaluate(self, *, ascent: bool = False) -> Evaluation:
+        """Forward and backward at ``point``. The gradient lives until the next call, and is free to be overwritten.
+
+        ``ascent`` says that it will only point the way up, for which part of the batch may do.
+        """
         ...
 
     def forward(self) -> Tensor:

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from tiltsam.parameters import Closure, ParameterSpace
 from tiltsam.passes import Passes
-from tiltsam.samplers import Draw, Sampler
+from tiltsam.samplers import Center, Draw, Sampler
 from tiltsam.tilting import StreamingTilt, effective_sample_size
 
 __all__ = ["Schedule", "SharpnessAware", "StepInfo"]
@@ -129,6 +129,7 @@ class SharpnessAware(Optimizer):
             would have drawn, and the global random state is never touched.
         buffers_once: Turn the first of ``model``'s effects off.
         same_dropout: Turn the second off.
+        every: Look around at every k-th step only, and take plain steps (one pass at θ) between.
         skip_nonfinite: If no sample of a step is finite, do not step the base at all. Costs one host synchronisation a
             step; without it the base is stepped with a zero gradient.
         foreach: Fused kernels on lists of tensors, or the plain loop; both give the same numbers.
@@ -146,6 +147,7 @@ class SharpnessAware(Optimizer):
         seed: int = 0,
         buffers_once: bool = True,
         same_dropout: bool = True,
+        every: int = 1,
         skip_nonfinite: bool = False,
         foreach: bool = True,
     ) -> None:
@@ -154,7 +156,7 @@ class SharpnessAware(Optimizer):
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
         if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
             raise ValueError(f"seed must be an integer >= 0, got {seed!r}")
-        own = {**settings, "seed": seed, "steps_taken": 0}
+        own = {**settings, "every": every, "seed": seed, "steps_taken": 0}
         self.base = base
         self.sampler = sampler
         self.model = model
@@ -273,6 +275,7 @@ class SharpnessAware(Optimizer):
         for group in self.param_groups:
             if "rho" in self._keys:
                 check_nonnegative("rho", group[self._keys["rho"]])
+        check_count("every", self._setting("every"))
 
     def _write_settings(self, space: ParameterSpace) -> None:
         """Put this method's numbers where the kernels read them."""
@@ -286,14 +289,22 @@ class SharpnessAware(Optimizer):
     def _weighing(self, space: ParameterSpace) -> Weighing:
         return StreamingTilt(0.0)
 
+    def _plan(self) -> tuple[Sampler, int]:
+        """Where to look at this step, and how often."""
+        if self._setting("steps_taken") % self._setting("every"):
+            return Center(), 1
+        return self.sampler, self._num_samples()
+
     # ---------------------------------------------------------------- a step
 
-    def step(self, closure: Closure | None = None) -> Tensor:  # type: ignore[override]
+    def step(self, closure: Closure | None = None, ascent_closure: Closure | None = None) -> Tensor:  # type: ignore[override]
         """Evaluate around θ, come back to θ, and let the base descend the aggregate gradient.
 
         Args:
             closure: Runs forward and backward on *one* mini-batch and returns the loss; called several times. It need
                 not clear gradients. For gradient accumulation, loop over micro-batches inside and return the total.
+            ascent_closure: Used in its place where a gradient only points the way up (the first pass of SAM, the first
+                of each sample of TSAM): the same on part of the mini-batch makes those passes cheaper.
 
         Returns:
             The loss that was descended: the tilted loss of the samples for TSAM, the loss at the perturbed point for
@@ -302,17 +313,24 @@ class SharpnessAware(Optimizer):
         if closure is None:
             raise TypeError(_HELP.format(name=type(self).__name__))
         with torch.no_grad():
-            space = self.prepare(closure)
+            space = self.prepare(closure, ascent_closure)
             try:
                 self._info = (self._run or self.execute)(space)
             finally:
-                space.closure = _released
+                space.closure, space.ascent_closure = _released, None
         for group in self.param_groups:
             group[self._keys["steps_taken"]] += 1
         return self._info.loss
 
-    def prepare(self, closure: Closure) -> ParameterSpace:
+    def prepare(self, closure: Closure, ascent_closure: Closure | None = None) -> ParameterSpace:
         """The host's part of a step: schedules, checks, numbers and seeds, put where the device reads them."""
+        space = self._settle()
+        space.seed(self._setting("seed"), self._setting("steps_taken"))
+        space.closure, space.ascent_closure = closure, ascent_closure
+        return space
+
+    def _settle(self) -> ParameterSpace:
+        """Make the settings what they are to be at the coming step."""
         self._fill_settings()  # a group may have been added to the base behind our back
         step = self._setting("steps_taken")
         for name, schedule in self._schedules.items():
@@ -321,8 +339,6 @@ class SharpnessAware(Optimizer):
         self._check_settings()
         space = self.current_space()
         self._write_settings(space)
-        space.seed(self._setting("seed"), step)
-        space.closure = closure
         return space
 
     def execute(self, space: ParameterSpace) -> StepInfo:
@@ -343,12 +359,12 @@ class SharpnessAware(Optimizer):
             self._run = None
 
     def frozen(self, changeable: frozenset[str] = frozenset()) -> Hashable:
-        """All that decides which kernels a step launches and what constants they carry.
+        """All that decides which kernels the coming step launches and what constants they carry.
 
         Two steps with equal answers differ at most in numbers that are read from the device: this method's own, and
         those of the base named in ``changeable``.
         """
-        space = self.current_space()
+        space = self._settle()
         own = frozenset(self._keys.values())
         base = tuple(
             (name, value)
@@ -357,17 +373,18 @@ class SharpnessAware(Optimizer):
             if name not in own | changeable and (value is None or isinstance(value, bool | int | float | str | tuple))
         )
         training = self.model is not None and self.model.training
-        return self._space_key, self._num_samples(), self.sampler, space.shape_of_settings(), training, base
+        return self._space_key, self._plan(), space.shape_of_settings(), training, base
 
     def _gather(self, space: ParameterSpace) -> StepInfo:
         """Visit, evaluate, accumulate, come back."""
         draws: list[Draw] = []
         norms: list[Tensor] = []
-        weighing = self._weighing(space)
+        sampler, num_samples = self._plan()
+        weighing = self._weighing(space) if num_samples > 1 else StreamingTilt(0.0)
         with space.visiting():
-            state = self.sampler.begin(space)
-            for j in range(self._num_samples()):
-                draw, state = self.sampler.sample(space, j, state)
+            state = sampler.begin(space)
+            for j in range(num_samples):
+                draw, state = sampler.sample(space, j, state)
                 share = weighing.add(draw.loss, draw.valid)
                 space.accumulate(draw.gradient, share, draw.valid, first=j == 0)
                 norms.append(space.displacement())
@@ -434,6 +451,12 @@ def check_nonnegative(name: str, value: Any) -> None:
     """Raise unless ``value`` is a finite number >= 0."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
         raise ValueError(f"{name} must be a finite number >= 0, got {value!r}")
+
+
+def check_count(name: str, value: Any) -> None:
+    """Raise unless ``value`` is an integer >= 1."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} must be an integer >= 1, got {value!r}")
 
 
 def _check_base(base: Any, name: str) -> None:

@@ -45,7 +45,7 @@ class Ascent:
         if not (self.shared and space.ascending):
             return None
         space.copy_(space.point, space.center)
-        at = space.evaluate()
+        at = space.evaluate(ascent=True)
         space.keep_(at.gradient, at.finite)
         space.copy_(space.vector("ascent"), at.gradient)
         space.scale_(space.vector("ascent"), space.rho / (at.norm + EPS))
@@ -57,7 +57,7 @@ class Ascent:
         if not space.ascending:
             return evaluated(space.evaluate()), None
         if state is None:
-            first = space.evaluate()
+            first = space.evaluate(ascent=True)
             _ascend(space, first)
             return after_ascent(first, space.evaluate()), None
         space.add_(space.point, space.vector("ascent"))
@@ -75,7 +75,7 @@ class AdaptiveAscent(Stateless):
         space.copy_(space.point, space.center)
         if not space.ascending:
             return evaluated(space.evaluate()), None
-        first = space.evaluate()
+        first = space.evaluate(ascent=True)
         space.keep_(first.gradient, first.finite)
         eta = space.setting("eta")
 
@@ -111,7 +111,7 @@ class LineSearch(Stateless):
         space.copy_(space.point, space.center)
         if not space.ascending:
             return evaluated(space.evaluate()), None
-        first = space.evaluate()
+        first = space.evaluate(ascent=True)
         space.keep_(first.gradient, first.finite)
         space.scale_(first.gradient, space.rho / (self.num_points * (first.norm + EPS)))
         losses = []
@@ -143,7 +143,7 @@ class RandomAscent(Stateless):
         gamma = space.setting("gamma")
         space.normal_(space.point, index)
         space.map_(space.point, space.center, lambda z, w: z * _filter_norms(w) * gamma.to(w.device) + w)
-        first = space.evaluate()
+        first = space.evaluate(ascent=True)
         space.keep_(first.gradient, first.finite)
         space.add_(space.point, space.center, alpha=-1.0)  # the point now holds Δ
         space.add_scaled_(space.point, first.gradient, space.setting("lam"))

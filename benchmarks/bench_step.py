@@ -13,6 +13,7 @@ import argparse
 import gc
 import json
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -165,7 +166,12 @@ def compare_memory(args: argparse.Namespace, device: torch.device) -> dict[str, 
     network, precision = args.networks[0], args.precisions[0]
     common = ["--device", args.device, "--networks", network, "--precisions", precision]
     common += ["--memory-batch", str(args.memory_batch)]
-    peaks = {n: float(in_fresh_process("bench_step.py", *common, "--memory", n)["peak_mib"]) for n in names}
+
+    def peak(name: str) -> float:
+        return float(in_fresh_process("bench_step.py", *common, "--memory", name)["peak_mib"])
+
+    with ThreadPoolExecutor(1 if device.type == "cpu" else 4) as pool:  # a GPU counts each process by itself
+        peaks = dict(zip(names, pool.map(peak, names), strict=True))
     weights = sum(p.numel() * p.element_size() for p in NETWORKS[network]().parameters()) / 2**20
     print(f"\n### Peak memory, {network}, {precision}, batch {args.memory_batch} ({weights:.0f} MiB of weights)\n")
     rows = [[n, f"{v:.0f}", f"{(v - peaks['sgd']) / weights:.2f}"] for n, v in peaks.items()]

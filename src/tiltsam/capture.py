@@ -41,6 +41,7 @@ class _Graph(NamedTuple):
 
     graph: torch.cuda.CUDAGraph
     info: StepInfo
+    numbers: Tensor  # all of info's, in one row
     batch: tuple[Any, ...]
     random: CapturedRandom
 
@@ -159,7 +160,9 @@ class CapturedStep:
             with captured.random.replaying():
                 captured.graph.replay()
             space.hand_over()
-            return _copied(captured.info)  # the graph's own tensors are overwritten at the next replay
+            return _with_numbers(
+                captured.info, captured.numbers.clone()
+            )  # the graph's are overwritten at the next replay
 
         with self.optimizer.executing(run):
             return self.optimizer.step(_never_called)
@@ -199,7 +202,8 @@ class CapturedStep:
             torch.cuda.graph(graph, pool=self._pool, stream=self._own_stream()),
         ):
             info = optimizer.execute(space)
-        return _Graph(graph, info, mine, random)
+            numbers = torch.cat([x.reshape(-1).to(info.losses.dtype) for x in _tensors(info)])
+        return _Graph(graph, info, numbers, mine, random)
 
     @contextmanager
     def _device_rates(self) -> Iterator[None]:
@@ -222,8 +226,9 @@ class CapturedStep:
             if "capturable" in group:
                 group["capturable"] = True
         for state in base.state.values():
-            if isinstance(count := state.get("step"), Tensor) and not count.is_cuda:
-                state["step"] = count.to(groups[0]["params"][0].device)
+            for name, value in state.items():  # counters that the base keeps on the host
+                if isinstance(value, Tensor) and value.dim() == 0 and not value.is_cuda:
+                    state[name] = value.to(groups[0]["params"][0].device)
         try:
             yield
         finally:
@@ -267,11 +272,12 @@ def _never_called() -> Tensor:
     raise RuntimeError("a replayed step has no closure")
 
 
-def _copied(info: StepInfo) -> StepInfo:
-    """One copy of all numbers."""
-    tensors = {k: v for k, v in vars(info).items() if isinstance(v, Tensor)}
-    extra = dict(info.sampler)
-    flat = torch.cat([v.reshape(-1).to(info.losses.dtype) for v in (*tensors.values(), *extra.values())])
-    pieces = iter(flat.split([v.numel() for v in (*tensors.values(), *extra.values())]))
-    copies = {k: next(pieces).view(v.shape) for k, v in tensors.items()}
-    return replace(info, **copies, sampler={k: next(pieces).view(v.shape) for k, v in extra.items()})
+def _tensors(info: StepInfo) -> list[Tensor]:
+    return [x for x in vars(info).values() if isinstance(x, Tensor)] + list(info.sampler.values())
+
+
+def _with_numbers(info: StepInfo, row: Tensor) -> StepInfo:
+    """The same fields, with the numbers of ``row``."""
+    pieces = iter(row.split([x.numel() for x in _tensors(info)]))
+    fields = {k: next(pieces).view(x.shape) for k, x in vars(info).items() if isinstance(x, Tensor)}
+    return replace(info, **fields, sampler={k: next(pieces).view(x.shape) for k, x in info.sampler.items()})

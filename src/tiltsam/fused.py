@@ -28,12 +28,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tiltsam.tilting import StreamingTilt
+
 try:
     from tiltsam import kernels
 except ImportError:  # torch comes without Triton on some platforms; the foreach kernels then do all the work
     kernels = None  # type: ignore[assignment]
 
-__all__ = ["FusedVectors", "supported"]
+__all__ = ["FusedTilt", "FusedVectors", "supported"]
 
 CHUNK = 4096  # elements a program handles: four normals from each of 1024 Philox counters
 LANES = CHUNK // 4
@@ -129,8 +131,9 @@ class FusedVectors:
 
     def noise_norm(self, seed: Tensor) -> Tensor:
         """``‖z‖`` of the noise that ``seed`` stands for."""
-        _launch(kernels.noise_squares, self, seed, self._partial)
-        return self._partial.sum().sqrt()
+        partial = torch.empty_like(self._partial)  # its own: this may run beside the other stages
+        _launch(kernels.noise_squares, self, seed, partial)
+        return partial.sum().sqrt()
 
     def noise_move(self, point: Tensor, center: Tensor, seed: Tensor, scale: Tensor) -> None:
         """``point <- center + scale z``."""
@@ -149,9 +152,44 @@ class FusedVectors:
         _launch(kernels.climb, self, point, center, gradient, scale, finite, self._partial)
         return self._partial.sum().sqrt()
 
+    def tilt(self, t: Tensor) -> FusedTilt:
+        """A streaming tilt whose shares are one kernel each."""
+        return FusedTilt(t)
+
     def mix(self, mean: Tensor, gradient: Tensor, share: Tensor, valid: Tensor, *, first: bool) -> None:
         """``mean <- mean + share (gradient − mean)`` where ``valid``; the first gradient just replaces the mean."""
         _launch(kernels.mix, self, mean, gradient, share, valid, FIRST=first)
+
+
+class FusedTilt:
+    """What :class:`~tiltsam.tilting.StreamingTilt` does, in one launch a loss; the aggregate loss comes at the end."""
+
+    def __init__(self, t: Tensor) -> None:
+        self._t = t
+        self._state = torch.empty(2, device=t.device)
+        self._losses: list[Tensor] = []
+        self._valid: list[Tensor] = []
+
+    def add(self, losses: Tensor, valid: Tensor) -> Tensor:
+        """The share of one more loss in the total weight."""
+        share = torch.empty_like(self._t)
+        kernels.weigh[(1,)](losses, valid, self._t, self._state, share, FIRST=not self._losses, num_warps=1)
+        self._losses.append(losses)
+        self._valid.append(valid)
+        return share
+
+    def loss(self) -> Tensor:
+        """The tilted loss of all that was added."""
+        return self._all().loss()
+
+    def weights(self, losses: Tensor, valid: Tensor) -> Tensor:
+        """The weights that ``losses`` hold in all that was added."""
+        return self._all().weights(losses, valid)
+
+    def _all(self) -> StreamingTilt:
+        tilt = StreamingTilt(self._t)
+        tilt.add(torch.stack(self._losses), torch.stack(self._valid))
+        return tilt
 
 
 def _launch(kernel: Any, on: FusedVectors, *args: Any, **options: Any) -> None:

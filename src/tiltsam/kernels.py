@@ -16,12 +16,37 @@ def row(table, owner, start, lanes):
 
 
 @triton.jit
+def normals(seed, counters):
+    """Four independent N(0, 1) numbers for each counter.
+
+    Philox with 7 rounds, the fewest its authors found to pass all of TestU01 (Salmon et al. 2011), and Box–Muller with
+    the hardware's sine and cosine, whose error of 2⁻²⁰ is far below what noise needs: libm's would cost more than all
+    the rest.
+    """
+    i0, i1, i2, i3 = tl.randint4x(seed, counters, n_rounds=7)
+    r0, c0, s0 = _polar(i0, i1)
+    r1, c1, s1 = _polar(i2, i3)
+    return r0 * c0, r0 * s0, r1 * c1, r1 * s1
+
+
+@triton.jit
+def _polar(i, j):
+    radius = tl.sqrt(-2.0 * tl.log(tl.maximum(tl.uint_to_uniform_float(i), 1.0e-7)))
+    angle = 6.283185307179586 * (tl.uint_to_uniform_float(j) - 0.5)
+    cosine = tl.inline_asm_elementwise(
+        "cos.approx.f32 $0, $1;", "=f,f", [angle], dtype=tl.float32, is_pure=True, pack=1
+    )
+    sine = tl.inline_asm_elementwise("sin.approx.f32 $0, $1;", "=f,f", [angle], dtype=tl.float32, is_pure=True, pack=1)
+    return radius, cosine, sine
+
+
+@triton.jit
 def noise_squares(owners, starts, lengths, seed, partial, LANES: tl.constexpr):
     """Partial sums of z²."""
     chunk = tl.program_id(0)
     length = tl.load(lengths + chunk)
     lanes = tl.arange(0, LANES)
-    z0, z1, z2, z3 = tl.randn4x(tl.load(seed), chunk * LANES + lanes)
+    z0, z1, z2, z3 = normals(tl.load(seed), chunk * LANES + lanes)
     total = tl.where(lanes < length, z0 * z0, 0.0)
     total += tl.where(lanes + LANES < length, z1 * z1, 0.0)
     total += tl.where(lanes + 2 * LANES < length, z2 * z2, 0.0)
@@ -35,7 +60,7 @@ def noise_move(owners, starts, lengths, point, center, seed, scale, LANES: tl.co
     chunk = tl.program_id(0)
     owner, start, length = tl.load(owners + chunk), tl.load(starts + chunk), tl.load(lengths + chunk)
     lanes = tl.arange(0, LANES)
-    z0, z1, z2, z3 = tl.randn4x(tl.load(seed), chunk * LANES + lanes)
+    z0, z1, z2, z3 = normals(tl.load(seed), chunk * LANES + lanes)
     s = tl.load(scale)
     x, c = row(point, owner, start, lanes), row(center, owner, start, lanes)
     tl.store(x, tl.load(c, lanes < length) + s * z0, lanes < length)
@@ -98,3 +123,18 @@ def mix(owners, starts, lengths, mean, gradient, share, valid, LANES: tl.constex
     else:
         w = tl.load(share)
         tl.store(m, tl.load(m, here, other=0.0) * (1 - w) + g * w, here)
+
+
+@triton.jit
+def weigh(loss, valid, tilt, state, share, FIRST: tl.constexpr):
+    """One program: a loss joins a running log-sum-exp, kept in ``state`` as (largest loss, weight relative to it)."""
+    value, ok, t = tl.load(loss), tl.load(valid) != 0, tl.load(tilt)
+    top, mass = float("-inf"), 0.0
+    if not FIRST:
+        top, mass = tl.load(state), tl.load(state + 1)
+    new_top = tl.where(ok, tl.maximum(top, value), top)
+    mine = tl.where(ok, tl.exp(t * (value - new_top)), 0.0)
+    total = mine + tl.where(mass > 0, mass * tl.exp(t * (top - new_top)), 0.0)
+    tl.store(share, tl.where(total > 0, mine / total, 0.0))
+    tl.store(state, new_top)
+    tl.store(state + 1, total)

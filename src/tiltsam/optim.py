@@ -37,7 +37,6 @@ from tiltsam.samplers import (
     Sampler,
     Uniform,
 )
-from tiltsam.tilting import StreamingTilt
 from tiltsam.wrapper import FixedWeights, Schedule, SharpnessAware, Weighing, check_count, check_nonnegative
 
 __all__ = ["ASAM", "ERM", "METHODS", "PGN", "RSAM", "SAM", "TSAM", "LineSearchSAM"]
@@ -145,7 +144,7 @@ class TSAM(SharpnessAware):
         return self._setting("num_samples")  # type: ignore[no-any-return]
 
     def _weighing(self, space: ParameterSpace) -> Weighing:
-        return StreamingTilt(space.setting("tilt"))
+        return space.tilt("tilt")
 
 
 class ERM(SharpnessAware):

@@ -16,6 +16,7 @@ from torch import Tensor
 from tiltsam import fused, vectors
 from tiltsam.passes import CapturedRandom, Passes, WithoutBackward
 from tiltsam.space import Evaluation
+from tiltsam.tilting import StreamingTilt
 
 __all__ = ["Closure", "ParameterSpace"]
 
@@ -71,6 +72,8 @@ class ParameterSpace:
         self._scalars: dict[str, tuple[float, Tensor]] = {}
         self._streams: dict[tuple[torch.device, int], torch.Generator] = {}
         self._seeds: dict[int, Tensor] = {}
+        self._noise_norms: dict[int, Tensor] = {}  # found ahead of time
+        self._side: torch.cuda.Stream | None = None
         self._stream_key = (0, 0)
         self._rho = torch.zeros(len(groups), dtype=self.dtype, device=self.device)
         self._rho_values: list[float] = [0.0] * len(groups)
@@ -159,6 +162,29 @@ class ParameterSpace:
 
     # ---------------------------------------------------------------- visiting and coming back
 
+    def tilt(self, name: str) -> StreamingTilt | fused.FusedTilt:
+        """A streaming log-sum-exp with the tilt of that name."""
+        t = self.setting(name)
+        return StreamingTilt(t) if self._fused is None else self._fused.tilt(t)
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Inside a capture, a branch of the graph: what stands in it may run beside what follows, until :meth:`rejoin`.
+
+        What the branch reads must stay alive and unchanged until then. Outside a capture this does nothing.
+        """
+        if self._side is None:
+            yield
+            return
+        self._side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._side):
+            yield
+
+    def rejoin(self) -> None:
+        """Wait for the branches of :meth:`aside`."""
+        if self._side is not None:
+            torch.cuda.current_stream().wait_stream(self._side)
+
     @contextmanager
     def capturing(self, graph: torch.cuda.CUDAGraph, num_passes: int) -> Iterator[CapturedRandom]:
         """Around the capture of a step into ``graph``, which gets random states and address tables of its own."""
@@ -167,14 +193,19 @@ class ParameterSpace:
         with self.passes.capturing(graph, self.device, num_passes) as random:
             if self._fused is not None:
                 self._fused.reserve(num_passes)
+            self._side = torch.cuda.Stream(self.device)
             try:
                 yield random
+            except BaseException:
+                self._streams.clear()  # a broken capture leaves them unusable; they are made again from their seeds
+                raise
             finally:
+                self._side = None
                 if self._fused is not None:
                     random.keep.extend(self._fused.release())
 
     @contextmanager
-    def visiting(self) -> Iterator[None]:
+    def visiting(self, num_samples: int = 1) -> Iterator[None]:
         """Back θ up; inside, ``point`` may be moved at will; on the way out every weight is bitwise θ again.
 
         If the body raises, gradients are present where they were before and absent where they were not, and the
@@ -185,6 +216,9 @@ class ParameterSpace:
         before = [p.grad for p in self.params + self._empty]
         self._seen = [False] * len(self.params)
         self.num_forwards = self.num_backwards = 0
+        if self._fused is not None and self._side is not None and self.noisy:
+            with self.aside():  # the norms of the noise follow from the seeds: they can be found while a pass runs
+                self._noise_norms = {j: self._fused.noise_norm(self._seed(j)) for j in range(num_samples)}
         try:
             with self.passes.of_one_step():
                 yield
@@ -192,6 +226,7 @@ class ParameterSpace:
             self._put_back(before)
             raise
         finally:
+            self._noise_norms = {}
             self._restore()
 
     def _put_back(self, before: list[Tensor | None]) -> None:
@@ -319,7 +354,11 @@ class ParameterSpace:
             self.add_(self.point, self.center)
             return
         seed = self._seed(sample)
-        norm = self._fused.noise_norm(seed)
+        if sample in self._noise_norms:
+            self.rejoin()
+        else:
+            self._noise_norms[sample] = self._fused.noise_norm(seed)
+        norm = self._noise_norms[sample]
         factor = scale(norm)
         point, center = self._fused.named("point", self.point), self._fused.named("center", self.center)
         self._fused.noise_move(point, center, seed, factor)

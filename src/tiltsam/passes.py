@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
 from tiltsam import vectors
@@ -46,7 +47,9 @@ class Passes:
         self._random: tuple[Tensor, list[Tensor]] | None = None
         self._live: list[list[Tensor]] = []  # the model's buffers, by device and dtype
         self._start: list[list[Tensor]] = []  # their values before the step
-        self._first: list[list[Tensor]] = []  # and after its first pass
+        self._tracking: list[_BatchNorm] = []  # layers whose statistics the first pass moved
+        self._others: list[list[Tensor]] = []  # the buffers that are not theirs
+        self._first: list[list[Tensor]] = []  # and the values of those after the first pass
         self._count = 0
         self._captured: CapturedRandom | None = None
 
@@ -76,13 +79,25 @@ class Passes:
                 torch.set_rng_state(self._random[0])
                 for i, state in zip(self.gpus, self._random[1], strict=True):
                     torch.cuda.set_rng_state(state, i)
-        yield
+        first = self._count == 0
         self._count += 1
-        if self.buffers_once:
-            if self._count == 1:
-                self._first = _save(self._live, self._first)
-            else:
-                _load(self._live, self._first)
+        if not self.buffers_once:
+            yield
+        elif first:
+            yield
+            self._tracking = _tracking(self.model)
+            self._others = _buffers(self.model, besides=self._tracking)
+            self._first = _save(self._others, self._first)
+        else:
+            # BatchNorm can be told not to touch its statistics, which is cheaper than putting them back.
+            for module in self._tracking:
+                module.track_running_stats = False
+            try:
+                yield
+            finally:
+                for module in self._tracking:
+                    module.track_running_stats = True
+            _load(self._others, self._first)
 
     @contextmanager
     def capturing(self, graph: torch.cuda.CUDAGraph, device: torch.device, num_passes: int) -> Iterator[CapturedRandom]:
@@ -106,9 +121,13 @@ class CapturedRandom:
         index = device.index if device.index is not None else torch.cuda.current_device()
         self._device = torch.cuda.default_generators[index]
         self._own = self._device.graphsafe_get_state()
+        # A capture takes hold of the state that the device's generator stands in: let that be one of ours, so that a
+        # capture that fails does not leave the generator of everybody else unusable.
+        self._whole = self._device.clone_state()
         self._passes = [self._device.clone_state() for _ in range(num_passes)]
         for generator in self._passes:
             graph.register_generator_state(generator)
+        self._device.graphsafe_set_state(self._whole)
         self.keep: list[Any] = []
         """Memory that the graph reads and nobody else holds."""
 
@@ -123,13 +142,13 @@ class CapturedRandom:
 
     @contextmanager
     def replaying(self) -> Iterator[None]:
-        """Around a replay: all passes draw what the device's generator would draw next, and it moves on by one pass."""
-        for generator in self._passes:
+        """Around a replay: all passes draw what the device's generator would draw next, and it moves on as it would."""
+        states = self._passes or [self._whole]
+        for generator in states:
             generator.manual_seed(self._device.initial_seed())
             generator.set_offset(self._device.get_offset())
         yield
-        if self._passes:
-            self._device.set_offset(self._passes[0].get_offset())
+        self._device.set_offset(states[0].get_offset())
 
 
 class WithoutBackward(TorchFunctionMode):
@@ -144,15 +163,23 @@ class WithoutBackward(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _buffers(model: torch.nn.Module | None) -> list[list[Tensor]]:
-    """The model's buffers in lists that one kernel can copy.
+def _tracking(model: torch.nn.Module | None) -> list[_BatchNorm]:
+    """The layers of BatchNorm that move their statistics in a forward pass."""
+    layers = model.modules() if model is not None else ()
+    return [m for m in layers if isinstance(m, _BatchNorm) and m.training and m.track_running_stats]
+
+
+def _buffers(model: torch.nn.Module | None, besides: Sequence[_BatchNorm] = ()) -> list[list[Tensor]]:
+    """The model's buffers, in lists that one kernel can copy.
 
     Whether a pass changed a buffer cannot be seen from outside (BatchNorm's kernels do not raise the version counter),
     so all are kept, but for expanded ones, which cannot be written at all.
     """
+    left_out = {id(b) for module in besides for b in module.buffers(recurse=False)}
     lists: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for b in model.buffers() if model is not None else ():
-        if b.numel() and not any(n > 1 and stride == 0 for n, stride in zip(b.shape, b.stride(), strict=True)):
+        writable = not any(n > 1 and stride == 0 for n, stride in zip(b.shape, b.stride(), strict=True))
+        if b.numel() and writable and id(b) not in left_out:
             lists.setdefault((b.device, b.dtype), []).append(b.detach())
     return list(lists.values())
 

@@ -1,7 +1,7 @@
 """The engine: any torch optimizer, made to descend a gradient gathered around θ instead of at θ.
 
 :class:`SharpnessAware` composes *where to look* (a kernel of :mod:`tiltsam.samplers`) with *how to weigh* what was seen
-(:class:`~tiltsam.tilting.StreamingTilt`, or fixed weights), and hands the aggregate to the optimizer it wraps. The
+(a tilt, or fixed weights), and hands the aggregate to the optimizer it wraps. The
 methods in :mod:`tiltsam.optim` are such compositions and little more.
 """
 
@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from tiltsam.parameters import Closure, ParameterSpace
 from tiltsam.passes import Passes
 from tiltsam.samplers import Center, Draw, Sampler
-from tiltsam.tilting import StreamingTilt, effective_sample_size
+from tiltsam.tilting import effective_sample_size
 
 __all__ = ["Schedule", "SharpnessAware", "StepInfo"]
 
@@ -80,6 +80,23 @@ class Weighing(Protocol):
     def weights(self, losses: Tensor, valid: Tensor) -> Tensor:
         """The final weights of all samples."""
         ...
+
+
+class OneSample:
+    """A single sample has all the weight, unless it is not finite."""
+
+    def add(self, losses: Tensor, valid: Tensor) -> Tensor:
+        """See :class:`Weighing`."""
+        self._loss = losses.masked_fill(~valid, torch.nan)
+        return valid.to(losses.dtype)
+
+    def loss(self) -> Tensor:
+        """See :class:`Weighing`."""
+        return self._loss
+
+    def weights(self, losses: Tensor, valid: Tensor) -> Tensor:
+        """See :class:`Weighing`."""
+        return valid.to(losses.dtype)
 
 
 class FixedWeights:
@@ -287,7 +304,7 @@ class SharpnessAware(Optimizer):
         return 1
 
     def _weighing(self, space: ParameterSpace) -> Weighing:
-        return StreamingTilt(0.0)
+        return OneSample()
 
     def _plan(self) -> tuple[Sampler, int]:
         """Where to look at this step, and how often."""
@@ -343,10 +360,13 @@ class SharpnessAware(Optimizer):
 
     def execute(self, space: ParameterSpace) -> StepInfo:
         """The device's part of a step. Nothing in it looks at a value (but for ``skip_nonfinite``)."""
-        info = self._gather(space)
+        draws, norms, weighing = self._gather(space)
+        with space.aside():
+            info = self._report(space, draws, norms, weighing)
         space.hand_over()
         if not self.skip_nonfinite or bool((info.num_nonfinite < len(info.losses)).item()):
             self.base.step()
+        space.rejoin()
         return info
 
     @contextmanager
@@ -375,13 +395,13 @@ class SharpnessAware(Optimizer):
         training = self.model is not None and self.model.training
         return self._space_key, self._plan(), space.shape_of_settings(), training, base
 
-    def _gather(self, space: ParameterSpace) -> StepInfo:
+    def _gather(self, space: ParameterSpace) -> tuple[list[Draw], list[Tensor], Weighing]:
         """Visit, evaluate, accumulate, come back."""
         draws: list[Draw] = []
         norms: list[Tensor] = []
         sampler, num_samples = self._plan()
-        weighing = self._weighing(space) if num_samples > 1 else StreamingTilt(0.0)
-        with space.visiting():
+        weighing = self._weighing(space) if num_samples > 1 else OneSample()
+        with space.visiting(num_samples):
             state = sampler.begin(space)
             for j in range(num_samples):
                 draw, state = sampler.sample(space, j, state)
@@ -389,6 +409,9 @@ class SharpnessAware(Optimizer):
                 space.accumulate(draw.gradient, share, draw.valid, first=j == 0)
                 norms.append(space.displacement())
                 draws.append(draw)
+        return draws, norms, weighing
+
+    def _report(self, space: ParameterSpace, draws: list[Draw], norms: list[Tensor], weighing: Weighing) -> StepInfo:
         losses = torch.stack([d.loss for d in draws])
         valid = torch.stack([d.valid for d in draws])
         weights = weighing.weights(losses, valid)

@@ -20,7 +20,7 @@ def sam_loop(base: torch.optim.Optimizer, rho: float) -> Callable[[Closure], Ten
         with torch.no_grad():
             grads = [p.grad for p in params if p.grad is not None]
             scale = rho / (torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads))) + 1e-12)
-            kept = torch._foreach_clone(params)
+            kept = [p.clone() for p in params]
             torch._foreach_mul_(grads, scale)
             torch._foreach_add_(params, grads)
         base.zero_grad()

@@ -155,6 +155,7 @@ def test_groups_on_several_devices(method):
 
 @cuda
 @every_method
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_no_synchronisation_on_a_gpu(method):
     problem = Problem(dtype=torch.float32)
     problem.model.cuda()

@@ -36,6 +36,10 @@ CORE = {
     "optim": {"parameters", "samplers", "tilting", "wrapper"},
     "capture": {"parameters", "passes", "wrapper"},
     "palette": set(),
+    "sharpness": {"flatness", "tilting"},
+    "curvature": {"flatness"},
+    "landscape": {"flatness"},
+    "flatness": {"curvature", "landscape", "palette", "sharpness", "tilting"},
     "toys": {"chains", "palette", "samplers", "tilting"},
 }
 

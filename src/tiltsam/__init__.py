@@ -3,10 +3,11 @@
 - The methods: :class:`TSAM`, and :class:`ERM`, :class:`SAM`, :class:`ASAM`, :class:`LineSearchSAM`, :class:`PGN`,
   :class:`RSAM` that it is compared with; :data:`METHODS` maps the paper's names to them.
 - The fast step: :func:`capture` runs a whole step as one CUDA graph.
+- Measuring flatness: :mod:`tiltsam.sharpness`, :mod:`tiltsam.curvature`, :mod:`tiltsam.landscape`.
 - The mathematics: :mod:`tiltsam.tilting`, :mod:`tiltsam.samplers`.
 """
 
-from tiltsam import samplers, tilting
+from tiltsam import curvature, landscape, samplers, sharpness, tilting
 from tiltsam.capture import capture
 from tiltsam.optim import ASAM, ERM, METHODS, PGN, RSAM, SAM, TSAM, LineSearchSAM
 from tiltsam.tilting import tilted_loss, tilted_mean, tilted_var, tilted_weights
@@ -27,7 +28,10 @@ __all__ = [
     "StepInfo",
     "__version__",
     "capture",
+    "curvature",
+    "landscape",
     "samplers",
+    "sharpness",
     "tilted_loss",
     "tilted_mean",
     "tilted_var",

@@ -36,21 +36,126 @@ def main(argv: Sequence[str] | None = None) -> int:
     toys.add_argument("--no-figures", action="store_true", help="print the tables only")
     toys.set_defaults(run=_toys)
 
+    _add_lab(commands)
     methods = commands.add_parser("methods", help="the methods and what they cost", epilog="example: tiltsam methods")
     methods.set_defaults(run=_methods)
 
     args = parser.parse_args(argv)
     try:
         args.run(args)
-    except (UserError, ImportError) as error:
+    except (UserError, ImportError, *_known_mistakes()) as error:
         print(f"tiltsam {args.command}: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # `tiltsam … | head` is no error
+        sys.stderr.close()
+        return 0
+    except OSError as error:  # a full disk, an unwritable folder: what was saved before is intact
+        where = f" ({error.filename})" if error.filename else ""
+        print(f"tiltsam {args.command}: {error.strerror or error}{where}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(f"tiltsam {args.command}: interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # `tiltsam … | head` is no error
-        sys.stderr.close()
     return 0
+
+
+def _add_lab(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    from tiltsam.lab.config import add_arguments
+
+    train = commands.add_parser(
+        "train",
+        help="train one model with one method",
+        description="Train a model. Killed at any moment, the same command goes on where it was.",
+        epilog="example: tiltsam train digits --method tsam --t 20 --rho 0.5 --seed 1",
+    )
+    train.add_argument("task", help="what to learn (see: tiltsam tasks)")
+    add_arguments(train, leave_out=("task",))
+    train.set_defaults(run=_train)
+
+    compare = commands.add_parser(
+        "compare",
+        help="train several methods and compare them",
+        description="Run what is missing, reuse what is done, print mean ± standard error over seeds.",
+        epilog="example: tiltsam compare digits --methods erm sam tsam --seeds 3",
+    )
+    compare.add_argument("task", help="what to learn (see: tiltsam tasks)")
+    compare.add_argument("--methods", nargs="+", default=list(tiltsam.METHODS), help="default: all seven")
+    compare.add_argument("--seeds", type=int, default=2, help="runs a method, seeds 0, 1, … (default: %(default)s)")
+    add_arguments(compare, leave_out=("task", "method", "seed"))
+    compare.set_defaults(run=_compare)
+
+    for command in (train, compare):
+        command.add_argument("--out", type=Path, default=Path("runs"), help="folder of the runs (default: %(default)s)")
+        command.add_argument("--data-root", type=Path, help="folder of the data sets (default: $TILTSAM_DATA, or data)")
+        command.add_argument("--download", action="store_true", help="fetch a data set that is missing")
+
+    tasks = commands.add_parser("tasks", help="the tasks and where their data belongs", epilog="example: tiltsam tasks")
+    tasks.set_defaults(run=_tasks)
+
+
+def _known_mistakes() -> tuple[type[Exception], ...]:
+    """Errors that speak to the user in one line."""
+    from tiltsam.lab.config import ConfigError
+    from tiltsam.lab.record import RecordError
+    from tiltsam.lab.tasks import DataError
+    from tiltsam.lab.train import TrainError
+
+    return ConfigError, DataError, RecordError, TrainError
+
+
+def _train(args: argparse.Namespace) -> None:
+    from tiltsam.lab.config import from_arguments
+    from tiltsam.lab.record import Record
+    from tiltsam.lab.screen import Screen
+    from tiltsam.lab.train import train
+
+    config = from_arguments(args)
+    record = Record.of(args.out, config)
+    with record.working() as mine:
+        if not mine:
+            raise UserError(f"another process is training this run in {record.folder}")
+        with Screen() as screen:
+            result = train(
+                config,
+                record,
+                root=args.data_root,
+                download=args.download,
+                report=lambda progress: screen.report(config, progress),
+            )
+    print(f"test {result['metric']} {100 * result['score']:.2f} after {result['epoch']:g} epochs, ", end="")
+    print(f"{result['passes']:.0f} passes, {result['seconds']:.1f} s: {record.folder}")
+
+
+def _compare(args: argparse.Namespace) -> None:
+    from tiltsam.lab.compare import compare, format_rows
+    from tiltsam.lab.config import from_arguments
+    from tiltsam.lab.screen import Screen, print_table
+
+    if args.seeds < 1:
+        raise UserError(f"--seeds must be at least 1, got {args.seeds}")
+    cells = [from_arguments(args, method=m, seed=s) for s in range(args.seeds) for m in dict.fromkeys(args.methods)]
+    with Screen() as screen:
+        rows = compare(
+            cells,
+            args.out,
+            root=args.data_root,
+            download=args.download,
+            report=screen.report,
+            failed=lambda config, error: screen.say(f"{config.method} seed {config.seed}: {error}"),
+        )
+    first = cells[0]
+    print_table(f"{first.task}: {args.seeds} seeds, mean ± standard error", format_rows(rows))
+    if first.reestimate_batchnorm:
+        print("BatchNorm's statistics were estimated anew at the trained weights before each test.")
+    print(f"runs: {args.out}")
+
+
+def _tasks(args: argparse.Namespace) -> None:
+    from tiltsam.lab.tasks import TASKS
+
+    width = max(len(name) for name in TASKS)
+    for name, task in TASKS.items():
+        print(f"{name:{width}}  {task.description}")
 
 
 def _toys(args: argparse.Namespace) -> None:

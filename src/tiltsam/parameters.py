@@ -67,7 +67,9 @@ class ParameterSpace:
         self._mean: list[Tensor | None] = [None] * len(self.params)
         self._fused = fused.FusedVectors(self.point) if foreach and fused.supported(self.point) else None
         self._table: Tensor | None = None  # addresses of the last gradient, where the fused kernels can take it
-        self._moved: Tensor | None = None  # ‖point − θ‖, where a fused kernel found it on its way
+        self._moved: Tensor | None = None  # ‖point − θ‖, where it is known without looking
+        self._at_center = True  # whether the point is θ
+        self._zero = torch.zeros((), dtype=self.dtype, device=self.device)
         self._scratch: dict[str, list[Tensor]] = {}
         self._scalars: dict[str, tuple[float, Tensor]] = {}
         self._streams: dict[tuple[torch.device, int], torch.Generator] = {}
@@ -213,6 +215,7 @@ class ParameterSpace:
         """
         self.point = [_real(p) for p in self.params]  # anew at each step: p.data may have been swapped
         self._copy(self.center, self.point)
+        self._at_center, self._moved = True, self._zero
         before = [p.grad for p in self.params + self._empty]
         self._seen = [False] * len(self.params)
         self.num_forwards = self.num_backwards = 0
@@ -362,17 +365,20 @@ class ParameterSpace:
         factor = scale(norm)
         point, center = self._fused.named("point", self.point), self._fused.named("center", self.center)
         self._fused.noise_move(point, center, seed, factor)
-        self._moved = factor * norm
+        self._moved, self._at_center = factor * norm, False
 
     def climb(self, at: Evaluation, scale: Tensor) -> None:
         """See :class:`Space`."""
         table = self._table_of(at.gradient)
         if self._fused is not None and table is not None and scale.dim() == 0:
             point, center = self._fused.named("point", self.point), self._fused.named("center", self.center)
-            self._moved = self._fused.climb(point, center, table, scale, at.finite)
+            self._moved, self._at_center = self._fused.climb(point, center, table, scale, at.finite), False
             return
+        from_center = self._at_center and scale.dim() == 0
         self.keep_(at.gradient, at.finite)
         self.add_scaled_(self.point, at.gradient, scale)
+        if from_center:
+            self._moved = scale * at.norm
 
     def normal_(self, x: Sequence[Tensor], sample: int) -> None:
         """See :class:`Space`. Drawn tensor by tensor in parameter order, whatever the grouping."""
@@ -401,12 +407,17 @@ class ParameterSpace:
 
     def copy_(self, x: Sequence[Tensor], y: Sequence[Tensor | None]) -> None:
         """See :class:`Space`. Where ``y`` is missing, ``x`` becomes zero."""
+        home = x is self.point and y is self.center
+        if home and self._at_center:
+            return
         self._writes(x)
         for _, a, b in self._pairs(x, y):
             vectors.copy_(a, b, foreach=self.foreach)
         for at, source in zip(x, y, strict=True):
             if source is None:
                 at.zero_()
+        if home:
+            self._at_center, self._moved = True, self._zero
 
     def scale_(self, x: Sequence[Tensor | None], scale: Tensor) -> None:
         """See :class:`Space`."""
@@ -460,7 +471,7 @@ class ParameterSpace:
 
     def _writes(self, x: object) -> None:
         if x is self.point:
-            self._moved = None
+            self._moved, self._at_center = None, False
 
     def _copy(self, x: list[Tensor], y: list[Tensor]) -> None:
         for _, a, b in self._pairs(x, y):

@@ -11,7 +11,23 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-__all__ = ["MODELS", "ResNet", "ViT", "WideResNet", "cnn", "mlp", "resnet18", "resnet34", "vit_small", "wrn16_8"]
+from tiltsam.lab.data import Data
+
+__all__ = [
+    "MODELS",
+    "BagOfWords",
+    "Encoder",
+    "ResNet",
+    "ViT",
+    "WideResNet",
+    "build",
+    "cnn",
+    "mlp",
+    "resnet18",
+    "resnet34",
+    "vit_small",
+    "wrn16_8",
+]
 
 
 class _BasicBlock(nn.Module):
@@ -212,6 +228,77 @@ def cnn(num_classes: int, *, channels: int = 1, width: int = 32) -> nn.Sequentia
         nn.Flatten(),
         nn.Linear(8 * width, num_classes),
     )
+
+
+class BagOfWords(nn.Module):
+    """The mean of a text's token embeddings, through one hidden layer: a baseline that needs no download.
+
+    Args:
+        num_classes: Number of outputs.
+        vocabulary: Number of tokens.
+        width: Size of an embedding.
+    """
+
+    def __init__(self, num_classes: int, vocabulary: int = 8192, width: int = 128) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocabulary, width)
+        self.hidden = nn.Linear(width, width)
+        self.head = nn.Linear(width, num_classes)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """Logits."""
+        weight = attention_mask.unsqueeze(-1).to(self.tokens.weight.dtype)
+        mean = (self.tokens(input_ids) * weight).sum(1) / weight.sum(1).clamp_min(1.0)
+        logits: Tensor = self.head(torch.relu(self.hidden(mean)))
+        return logits
+
+
+class Encoder(nn.Module):
+    """A transformer encoder of the package ``transformers``, from a folder or by name, with a classifier on top."""
+
+    def __init__(self, source: str, num_classes: int) -> None:
+        super().__init__()
+        try:
+            from transformers import AutoModelForSequenceClassification
+        except ImportError:
+            raise ModuleNotFoundError("models hf:… need transformers: pip install tiltsam[text]") from None
+        self.model = AutoModelForSequenceClassification.from_pretrained(source, num_labels=num_classes)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """Logits."""
+        logits: Tensor = self.model(input_ids=input_ids, attention_mask=attention_mask).logits
+        return logits
+
+
+def build(name: str, data: Data) -> nn.Module:
+    """The model of that name with the inputs and outputs that a task has; ``auto`` picks one by the task.
+
+    Raises:
+        ValueError: If there is no such model, or it cannot take such inputs.
+    """
+    if "image" in data.train.inputs:
+        channels, size = data.train.inputs["image"].shape[1], data.train.inputs["image"].shape[-1]
+        if name == "auto":
+            name = "resnet18" if size >= 32 else "cnn"
+        if name in MODELS and channels == 3:
+            return MODELS[name](data.num_classes, image_size=size)
+        if name in MODELS:
+            raise ValueError(f"model {name} takes images of 3 channels, the task's have {channels}: use cnn or mlp")
+        if name == "cnn":
+            return cnn(data.num_classes, channels=channels)
+        if name == "mlp":
+            return mlp(data.train.inputs["image"][0].numel(), data.num_classes)
+    elif "input_ids" in data.train.inputs:
+        if name in ("auto", "bag-of-words"):
+            return BagOfWords(data.num_classes)
+        if name.startswith("hf:"):
+            return Encoder(name.removeprefix("hf:"), data.num_classes)
+    elif name in ("auto", "mlp"):
+        return mlp(data.train.inputs["x"][0].numel(), data.num_classes)
+    kind = (
+        "images" if "image" in data.train.inputs else "texts" if "input_ids" in data.train.inputs else "rows of numbers"
+    )
+    raise ValueError(f"no model {name!r} for {kind}")
 
 
 MODELS: dict[str, Callable[..., nn.Module]] = {

@@ -1,0 +1,225 @@
+"""How flat are these models? Every measurement of flatness for several models, and one table of them.
+
+    flats = compare({"ERM": erm, "TSAM": tsam}, loss_fn, batches)
+    print(format_table(table_rows(flats)))
+    figures.write_figures(flats, "figures")
+
+All models see the same data, the same noise and the same probes, so their differences are known better than their
+values.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from tiltsam.curvature import Density, Eigenpairs, Trace, spectral_density, top_eigenvalues, trace
+from tiltsam.flatness.evaluation import Batches, LossFn, Progress
+from tiltsam.landscape import Slice1D, Slice2D, random_direction, slice_1d, slice_2d
+from tiltsam.sharpness import Neighborhood, WorstCase, m_sharpness, neighborhood
+
+__all__ = ["Flatness", "Plan", "compare", "format_table", "measure", "table_rows"]
+
+PAPER_STDS = (0.005, 0.0075, 0.01, 0.015, 0.02, 0.035, 0.05, 0.075, 0.1)
+"""The noise levels of the paper's Figure 2."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to measure and how thoroughly; a count of 0 leaves that measurement out.
+
+    Attributes:
+        std: Noise levels of the neighbourhood.
+        num_samples: Draws per noise level (the paper took 500).
+        t: Tilt of the t-weighted numbers.
+        rho: Radius of worst-case sharpness.
+        adaptive_rho: Radius of adaptive worst-case sharpness.
+        num_ascent_steps: Steps of ascent for both.
+        num_eigenvalues: Largest eigenvalues of the Hessian.
+        num_trace_samples: Probes for its trace.
+        num_density_probes: Probes for its spectral density.
+        num_density_steps: Lanczos steps per probe.
+        num_points: Points of each slice; the plane takes their square.
+        plane: Whether to measure the plane at all.
+        span: Half the length of the slices along random directions, relative to the weights.
+        eigen_span: Half the length of the slice along the top eigenvector, a unit vector.
+        seed: Seed of everything.
+    """
+
+    std: Sequence[float] = PAPER_STDS
+    num_samples: int = 50
+    t: float = 1.0
+    rho: float = 0.05
+    adaptive_rho: float = 0.5
+    num_ascent_steps: int = 5
+    num_eigenvalues: int = 5
+    num_trace_samples: int = 30
+    num_density_probes: int = 1
+    num_density_steps: int = 30
+    num_points: int = 21
+    plane: bool = False
+    span: float = 1.0
+    eigen_span: float = 0.5
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Flatness:
+    """All that was measured of one model; None for what the plan left out."""
+
+    name: str
+    loss: float
+    neighborhood: Neighborhood
+    worst_case: WorstCase | None = None
+    adaptive: WorstCase | None = None
+    eigenpairs: Eigenpairs | None = None
+    trace: Trace | None = None
+    density: Density | None = None
+    slices: tuple[Slice1D, ...] = ()
+    plane: Slice2D | None = None
+
+
+def measure(
+    name: str,
+    model: nn.Module,
+    loss_fn: LossFn,
+    batches: Batches,
+    plan: Plan | None = None,
+    *,
+    size_of: Callable[[Any], float] | None = None,
+    progress: Callable[[str], Progress | None] | None = None,
+) -> Flatness:
+    """Measure one model.
+
+    Cost: see the functions of :mod:`tiltsam.sharpness`, :mod:`tiltsam.curvature` and :mod:`tiltsam.landscape`.
+
+    Args:
+        name: What to call it.
+        model: The model; left as it was.
+        loss_fn: ``loss_fn(model, batch)``, the mean loss of a batch.
+        batches: The data set, see :mod:`tiltsam.flatness.evaluation`.
+        plan: What to measure.
+        size_of: The weight of a batch.
+        progress: ``progress("what is measured")`` gives the callback for that measurement.
+
+    Example:
+        >>> import torch
+        >>> from tiltsam.flatness.evaluation import supervised
+        >>> data = [(torch.randn(8, 2), torch.randn(8, 1))]
+        >>> flat = measure("line", nn.Linear(2, 1), supervised(nn.functional.mse_loss), data, Plan(std=[0.01]))
+        >>> flat.eigenpairs.num_products
+        3
+    """
+    plan = Plan() if plan is None else plan
+    given = (model, loss_fn, batches)
+
+    def options(what: str, **more: Any) -> dict[str, Any]:
+        tell = None if progress is None else progress(f"{name}: {what}")
+        return {"seed": plan.seed, "size_of": size_of, "progress": tell, **more}
+
+    around = neighborhood(*given, plan.std, plan.num_samples, plan.t, **options("neighbourhood"))
+    worst = adaptive = eigenpairs = hessian_trace = density = plane = None
+    if steps := plan.num_ascent_steps:
+        worst = m_sharpness(*given, **options("worst case", rho=plan.rho, num_steps=steps))
+        ratio = options("adaptive worst case", rho=plan.adaptive_rho, num_steps=steps, adaptive=True)
+        adaptive = m_sharpness(*given, **ratio)
+    if plan.num_eigenvalues:
+        eigenpairs = top_eigenvalues(*given, plan.num_eigenvalues, **options("eigenvalues"))
+    if plan.num_trace_samples:
+        hessian_trace = trace(*given, plan.num_trace_samples, deflate=eigenpairs, **options("trace"))
+    if probes := plan.num_density_probes:
+        density = spectral_density(*given, probes, plan.num_density_steps, **options("spectral density"))
+    slices = []
+    if points := plan.num_points:
+        span, top = (-plan.span, plan.span), (-plan.eigen_span, plan.eigen_span)
+        first, second = (random_direction(model, plan.seed, index) for index in (0, 1))
+        line = options("random slice", span=span, num_points=points, label="random direction")
+        slices.append(slice_1d(*given, first, **line))
+        if eigenpairs is not None:
+            line = options("eigenvector slice", span=top, num_points=points, label="top eigenvector")
+            slices.append(slice_1d(*given, eigenpairs.direction(0), **line))
+        if plan.plane:
+            square = options("plane", span_x=span, span_y=span, num_points=points)
+            plane = slice_2d(*given, first, second, **square)
+    return Flatness(
+        name, around.center, around, worst, adaptive, eigenpairs, hessian_trace, density, tuple(slices), plane
+    )
+
+
+def compare(
+    models: Mapping[str, nn.Module],
+    loss_fn: LossFn,
+    batches: Batches,
+    plan: Plan | None = None,
+    *,
+    size_of: Callable[[Any], float] | None = None,
+    progress: Callable[[str], Progress | None] | None = None,
+) -> list[Flatness]:
+    """:func:`measure` for several models by name, on the same data with the same draws."""
+    if not models:
+        raise ValueError("no model to measure: models is empty")
+    return [
+        measure(name, model, loss_fn, batches, plan, size_of=size_of, progress=progress)
+        for name, model in models.items()
+    ]
+
+
+def table_rows(flats: Sequence[Flatness], std: float | None = None) -> list[dict[str, str | float]]:
+    """One row per model, numbers as floats, each ``x`` that is an estimate beside its ``x error``.
+
+    Args:
+        flats: What :func:`compare` returned.
+        std: The noise level of the neighbourhood columns: the measured one nearest to it, .01 by default.
+    """
+    rows: list[dict[str, str | float]] = []
+    for flat in flats:
+        around = flat.neighborhood
+        at = int((around.std.log() - math.log(0.01 if std is None else std)).abs().argmin())
+        row: dict[str, str | float] = {"model": flat.name, "loss": flat.loss, "std": float(around.std[at])}
+        for column, key in [
+            ("mean", "mean"),
+            ("variance", "variance"),
+            ("t-mean", "tilted_mean"),
+            ("t-variance", "tilted_variance"),
+        ]:
+            row[column] = float(getattr(around, key)[at])
+            row[f"{column} error"] = float(getattr(around, f"{key}_error")[at])
+        for column, worst in [("worst case", flat.worst_case), ("adaptive", flat.adaptive)]:
+            if worst is not None:
+                row[column], row[f"{column} error"] = worst.value, worst.error
+        if flat.eigenpairs is not None:
+            for number, value in enumerate(flat.eigenpairs.values.tolist(), start=1):
+                row[f"λ{number}"] = value
+                row[f"λ{number} error"] = float(flat.eigenpairs.residuals[number - 1])
+        if flat.trace is not None:
+            row["trace"], row["trace error"] = flat.trace.value, flat.trace.error
+        rows.append(row)
+    return rows
+
+
+def format_table(rows: Sequence[Mapping[str, str | float]]) -> str:
+    """The rows as text, one model per column, with errors where there are any."""
+    keys = [key for key in dict.fromkeys(key for row in rows for key in row) if not key.endswith(" error")]
+    lines = []
+    for key in keys:
+        cells = [key.ljust(12)]
+        for row in rows:
+            cells.append(_cell(row.get(key, "–"), row.get(f"{key} error", math.nan)).rjust(24))
+        lines.append("".join(cells))
+    return "\n".join(lines)
+
+
+def _cell(value: str | float, error: str | float) -> str:
+    """``value ± error``, the value to the digits that the error leaves standing."""
+    if isinstance(value, str) or isinstance(error, str):
+        return str(value)
+    if math.isnan(error):
+        return f"{value:.4g}"
+    if error == 0 or value == 0:
+        return f"{value:.4g} ± {error:.1g}"
+    digits = math.floor(math.log10(abs(value))) - math.floor(math.log10(error)) + 1
+    return f"{value:.{min(max(digits, 1), 6)}g} ± {error:.1g}"

@@ -1,0 +1,399 @@
+"""A model held still: the mean loss of a data set as a function of the weights.
+
+Every measurement of flatness asks the same thing of a model, "what is the loss of this data set at these
+weights?", and must leave no trace of having asked. :class:`LossSurface` is the one place that knows how: it
+puts the model in eval mode, pins the random numbers, walks the data, and on leaving puts back, bit for bit,
+the weights, the buffers, the mode of every module and the state of the global random generators, whatever was
+raised in between.
+
+The convention for data, here and in every function that measures:
+
+- ``loss_fn(model, batch)`` returns the *mean* loss of the batch as a scalar tensor.
+- ``batches`` is anything that can be walked more than once (a list, a ``DataLoader``) or a function without
+  arguments that starts a new walk. A batch is a tensor, or tuples, lists and dicts of them; its tensors are
+  moved to the device of the model.
+- The loss of the data set is the mean over batches weighted by their size, the length of the first tensor
+  found. A loss that is a mean over something else (tokens) brings its own ``size_of``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any, Protocol, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+__all__ = [
+    "Batches",
+    "LossFn",
+    "LossSurface",
+    "Progress",
+    "batch_size",
+    "generator",
+    "layers",
+    "progress_bar",
+    "supervised",
+    "trainable",
+    "walk",
+]
+
+Batches: TypeAlias = Iterable[Any] | Callable[[], Iterable[Any]]
+"""A data set: a re-iterable of batches, or a function that returns one walk over them."""
+
+
+class LossFn(Protocol):
+    """The mean loss of one batch, a scalar tensor."""
+
+    def __call__(self, model: nn.Module, batch: Any, /) -> Tensor:
+        """The loss; gradients must be able to flow back from it."""
+
+
+class Progress(Protocol):
+    """Told after each unit of work how many are done, of how many at most."""
+
+    def __call__(self, done: int, total: int, /) -> None:
+        """Units of work done, and the most there can be."""
+
+
+class LossSurface:
+    """The mean loss over a data set as a function of a model's trainable parameters.
+
+    A context manager. Inside, the model is in eval mode, and each walk over the data starts from the same
+    random state, so a shuffling loader or a random augmentation gives the same batches each time: the loss is
+    a function of the weights alone. On leaving, the model is as it was.
+
+    Args:
+        model: The model; only its trainable parameters count.
+        loss_fn: ``loss_fn(model, batch)``, the mean loss of a batch.
+        batches: The data set, see :mod:`tiltsam.flatness.evaluation`.
+        parameters: Names of the parameters to look at; all trainable ones by default.
+        size_of: The weight of a batch in the mean over the data set.
+        seed: Where each walk over the data puts the global random state.
+
+    Attributes:
+        names: The names of the parameters, in the order of the model.
+        params: The parameters themselves. Move them only after reading ``origin``, which is what saves them.
+
+    Raises:
+        ValueError: If the model has no trainable parameter, ``parameters`` names one it does not have, or
+            ``batches`` can be walked only once.
+
+    Example:
+        >>> model = nn.Linear(2, 1)
+        >>> data = [(torch.ones(4, 2), torch.zeros(4, 1))]
+        >>> with LossSurface(model, supervised(nn.functional.mse_loss), data) as surface:
+        ...     before = surface.loss()
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: LossFn,
+        batches: Batches,
+        *,
+        parameters: Sequence[str] | None = None,
+        size_of: Callable[[Any], float] | None = None,
+        seed: int = 0,
+    ) -> None:
+        if not callable(batches) and isinstance(batches, Iterator):
+            raise ValueError(
+                f"batches is a {type(batches).__name__}, which can be walked only once; "
+                "give a list, a DataLoader, or a function that starts a new walk"
+            )
+        known = trainable(model)
+        chosen = list(known) if parameters is None else list(parameters)
+        if missing := [name for name in chosen if name not in known]:
+            raise ValueError(f"the model has no trainable parameter named {', '.join(missing)}")
+        if not chosen:
+            raise ValueError("no parameter was chosen: parameters is empty")
+        self.model = model
+        self.loss_fn = loss_fn
+        self.batches = batches
+        self.size_of = batch_size if size_of is None else size_of
+        self.seed = seed
+        self.names = chosen
+        self.params: list[nn.Parameter] = [known[name] for name in chosen]
+        self.device = self.params[0].device
+        self._origin: list[Tensor] | None = None
+        self._others: list[tuple[nn.Parameter, Tensor]] = []
+        self._modes: list[tuple[nn.Module, bool]] = []
+        self._buffers: list[tuple[nn.Module, dict[str, tuple[Tensor, Tensor] | None]]] = []
+        self._stack = ExitStack()
+
+    @property
+    def origin(self) -> list[Tensor]:
+        """Copies of the parameters as they were, made when first asked for; restored on leaving."""
+        if self._origin is None:
+            self._origin = [p.detach().clone() for p in self.params]
+        return self._origin
+
+    def save_all(self) -> None:
+        """Save the frozen parameters as well as ``origin``, for who is going to move them too."""
+        _ = self.origin
+        chosen = {id(p) for p in self.params}
+        self._others = [(p, p.detach().clone()) for p in self.model.parameters() if id(p) not in chosen]
+
+    def __enter__(self) -> LossSurface:
+        self._modes = [(module, module.training) for module in self.model.modules()]
+        self._buffers = [
+            (m, {k: None if b is None else (b, b.detach().clone()) for k, b in m._buffers.items()})
+            for m in self.model.modules()
+        ]
+        # A caller inside no_grad or inference_mode still gets gradients where a measurement needs them.
+        self._stack.enter_context(torch.inference_mode(False))
+        self._stack.enter_context(torch.enable_grad())
+        devices = [self.device] if self.device.type == "cuda" else []
+        self._stack.enter_context(torch.random.fork_rng(devices=devices))
+        self.model.eval()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with torch.no_grad():
+            self.restore()
+            for param, saved in self._others:
+                param.copy_(saved)
+            for module, kept in self._buffers:
+                for name, pair in kept.items():
+                    module._buffers[name] = pair if pair is None else pair[0].copy_(pair[1])
+        for module, mode in self._modes:
+            module.training = mode  # one by one: a model may have frozen parts in eval mode on purpose
+        self._origin = None
+        self._others, self._modes, self._buffers = [], [], []
+        self._stack.close()
+
+    def restore(self) -> None:
+        """Put the parameters back where they were; nothing to do if ``origin`` was never read."""
+        if self._origin is not None:
+            with torch.no_grad():
+                for param, saved in zip(self.params, self._origin, strict=True):
+                    param.copy_(saved)
+
+    def walk(self) -> Iterator[tuple[Any, float]]:
+        """One walk over the data: batches on the device of the model, each with its size.
+
+        Raises:
+            ValueError: If there is no batch, or one of a size that is not positive.
+        """
+        torch.default_generator.manual_seed(self.seed)
+        if self.device.type == "cuda":
+            with torch.cuda.device(self.device):
+                torch.cuda.manual_seed(self.seed)
+        empty = True
+        for number, batch in enumerate(walk(self.batches)):
+            empty = False
+            size = float(self.size_of(batch))
+            if not (math.isfinite(size) and size > 0):
+                raise ValueError(f"batch {number} has size {size:g}; a batch must hold at least one example")
+            yield _move(batch, self.device), size
+        if empty:
+            raise ValueError("the data set is empty: batches yielded nothing")
+
+    def loss(self, where: str = "") -> float:
+        """The loss of the data set at the current weights. One forward pass over the data, no graph.
+
+        Args:
+            where: What to call these weights in an error message.
+
+        Raises:
+            ValueError: If the loss of a batch is not a finite scalar.
+        """
+        values, sizes = [], []
+        with torch.no_grad():
+            for batch, size in self.walk():
+                values.append(scalar(self.loss_fn(self.model, batch)).detach())
+                sizes.append(size)
+        # One transfer for the whole walk: the device runs ahead of the host until here.
+        losses = torch.stack(values).to("cpu", torch.float64)
+        check_finite(losses, where)
+        return weighted_mean(losses, torch.tensor(sizes, dtype=torch.float64))[0]
+
+    def gradient(self, batch: Any) -> tuple[Tensor, list[Tensor]]:
+        """The loss of one batch and its gradient at the current weights; ``.grad`` is left alone."""
+        loss = scalar(self.loss_fn(self.model, batch))
+        if not loss.requires_grad:
+            return loss.detach(), [torch.zeros_like(p) for p in self.params]
+        grads = torch.autograd.grad(loss, self.params, allow_unused=True)
+        pairs = zip(grads, self.params, strict=True)
+        return loss.detach(), [torch.zeros_like(p) if g is None else g for g, p in pairs]
+
+
+def supervised(criterion: Callable[[Any, Any], Tensor]) -> LossFn:
+    """The usual case: ``criterion(model(inputs), targets)`` for batches of ``(inputs, targets)``.
+
+    Example:
+        >>> loss_fn = supervised(nn.functional.cross_entropy)
+        >>> loss_fn(nn.Linear(2, 3), (torch.ones(4, 2), torch.zeros(4, dtype=torch.long))).shape
+        torch.Size([])
+    """
+
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        inputs, targets = batch
+        return criterion(model(inputs), targets)
+
+    return loss_fn
+
+
+def batch_size(batch: Any) -> int:
+    """The number of examples in a batch: the length of the first tensor found in it, depth first.
+
+    Raises:
+        ValueError: If it holds no tensor with a first dimension.
+    """
+    for leaf in _leaves(batch):
+        if leaf.dim() > 0:
+            return len(leaf)
+    raise ValueError(f"cannot tell the size of a batch of type {type(batch).__name__}; give size_of")
+
+
+def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The trainable parameters by name; one that is tied under several names comes once.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    found = {name: p for name, p in model.named_parameters() if p.requires_grad and p.numel() > 0}
+    if not found:
+        raise ValueError("the model has no trainable parameters")
+    return found
+
+
+def layers(model: nn.Module) -> dict[str, list[str]]:
+    """The trainable parameters of each layer, the module that owns them: ``{layer: [parameter names]}``.
+
+    Example:
+        >>> layers(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 1)))
+        {'0': ['0.weight', '0.bias'], '2': ['2.weight', '2.bias']}
+    """
+    found: dict[str, list[str]] = {}
+    for name in trainable(model):
+        found.setdefault(name.rpartition(".")[0], []).append(name)
+    return found
+
+
+def generator(device: torch.device, *key: int | str) -> torch.Generator:
+    """A generator whose stream depends on the key alone, ``(purpose, seed, sample)`` say.
+
+    The key is hashed, so neighbouring seeds and samples are unrelated and nobody's stream is another's.
+    """
+    digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
+    return torch.Generator(device=device).manual_seed(int.from_bytes(digest, "big") >> 1)
+
+
+def progress_bar(label: str) -> _Bar:
+    """A ``progress`` callback that draws a bar on the terminal, by rich; use it as a context manager.
+
+    Example:
+        >>> with progress_bar("measuring") as bar:  # doctest: +SKIP
+        ...     neighborhood(model, loss_fn, batches, std=0.01, progress=bar)
+    """
+    return _Bar(label)
+
+
+class _Bar:
+    def __init__(self, label: str) -> None:
+        try:
+            from rich.progress import Progress as RichProgress
+        except ImportError as error:
+            raise ImportError("a progress bar needs rich: pip install 'tiltsam[measure]'") from error
+        self._bar = RichProgress(transient=True)
+        self._task = self._bar.add_task(label, total=None)
+
+    def __enter__(self) -> _Bar:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def __call__(self, done: int, total: int, /) -> None:
+        self._bar.update(self._task, completed=done, total=total)
+
+
+def walk(batches: Batches) -> Iterable[Any]:
+    """One walk over the data set."""
+    return batches() if callable(batches) else batches
+
+
+def scalar(loss: Tensor) -> Tensor:
+    """The loss as a 0-dim tensor; a clear error for one that is not a single number."""
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+        raise ValueError(f"loss_fn must return the mean loss of the batch as a scalar tensor, got {shape}")
+    return loss.reshape(())
+
+
+def check_finite(losses: Tensor, where: str = "") -> None:
+    """Raise a ValueError that names the first batch whose loss is not finite."""
+    bad = (~losses.isfinite()).nonzero()
+    if len(bad):
+        number = int(bad[0, 0])
+        raise ValueError(f"the loss is not finite{where}: {losses[number].item()} on batch {number}")
+
+
+def weighted_mean(values: Tensor, weights: Tensor) -> tuple[float, float]:
+    """The weighted mean of the values of independent batches and its standard error (NaN for a single one)."""
+    share = weights / weights.sum()
+    mean = share @ values
+    if len(values) < 2:
+        return float(mean), math.nan
+    # sd / sqrt(n) for equal weights; the denominator is Bessel's correction for unequal ones.
+    squares = share.square()
+    return float(mean), float((squares @ (values - mean).square() / (1 - squares.sum())).sqrt())
+
+
+def total_norm(tensors: Sequence[Tensor]) -> Tensor:
+    """The Euclidean norm of all tensors as one vector, at least in float32, in blocks of :func:`block_length`."""
+    blocks = [block for x in tensors for block in torch.split(x.reshape(-1), block_length(x))]
+    norms = [torch.linalg.vector_norm(block, dtype=wide(block)) for block in blocks]
+    total: Tensor = torch.linalg.vector_norm(torch.stack([n.to(norms[0]) for n in norms]))
+    return total
+
+
+def block_length(tensor: Tensor) -> int:
+    """How many elements to sum in one go.
+
+    On a CPU a float32 norm over 1e7 elements in one go is off by 4e-4 and a matrix product by 3e-5; summed in blocks
+    they are right to 1e-6 and cost the same. A GPU sums in a tree, and every block costs it a launch.
+    """
+    return 1 << 17 if tensor.device.type == "cpu" else 1 << 20
+
+
+def wide(tensor: Tensor) -> torch.dtype:
+    """The dtype to compute in: that of the tensor, but float32 at least."""
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def _leaves(batch: Any) -> Iterator[Tensor]:
+    if isinstance(batch, Tensor):
+        yield batch
+    elif isinstance(batch, Mapping):
+        for item in batch.values():
+            yield from _leaves(item)
+    elif isinstance(batch, tuple | list):
+        for item in batch:
+            yield from _leaves(item)
+
+
+def tree_map(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
+    """The batch with every tensor in it replaced by ``function(tensor)``."""
+    if isinstance(batch, Tensor):
+        return function(batch)
+    if isinstance(batch, Mapping):
+        # A plain dict, whatever mapping came in: a model called with ** or [] cannot tell the difference.
+        return {key: tree_map(function, item) for key, item in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(tree_map(function, item) for item in batch))
+    if isinstance(batch, tuple | list):
+        return type(batch)(tree_map(function, item) for item in batch)
+    return batch
+
+
+def _move(batch: Any, device: torch.device) -> Any:
+    return tree_map(lambda tensor: tensor.to(device, non_blocking=True), batch)

@@ -1,0 +1,206 @@
+"""Figures of what was measured: neighbourhoods, spectra, slices. Needs matplotlib (``pip install 'tiltsam[plots]'``).
+
+Each function takes matplotlib axes or makes its own, and returns them. Colours are those of Okabe and Ito, which
+people with any kind of colour vision tell apart; line styles say the same thing once more, for print.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from tiltsam.curvature import Density, Eigenpairs
+from tiltsam.flatness.comparison import Flatness
+from tiltsam.landscape import Slice1D, Slice2D
+from tiltsam.palette import OKABE_ITO
+from tiltsam.sharpness import Neighborhood
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["plot_density", "plot_neighborhood", "plot_plane", "plot_slices", "write_figures"]
+
+"""The palette, strongest contrasts first; yellow last, since it is faint on white."""
+
+_DASHES: tuple[Any, ...] = ("-", (0, (6, 2)), (0, (2, 1)), (0, (6, 2, 1, 2)))
+
+
+def plot_neighborhood(
+    neighborhoods: Mapping[str, Neighborhood], statistic: str = "mean", ax: Axes | None = None
+) -> Axes:
+    """A statistic of the neighbourhood against the noise level, with a band of two standard errors.
+
+    Args:
+        neighborhoods: By model name.
+        statistic: ``mean``, ``variance``, ``tilted_mean`` or ``tilted_variance``.
+        ax: Where to draw.
+    """
+    labels = {
+        "mean": "mean loss",
+        "variance": "variance of the loss",
+        "tilted_mean": "t-weighted mean loss",
+        "tilted_variance": "t-weighted variance (t-sharpness)",
+    }
+    if statistic not in labels:
+        raise ValueError(f"statistic must be one of {', '.join(labels)}, got {statistic!r}")
+    ax = _axes(ax)
+    for number, (name, around) in enumerate(neighborhoods.items()):
+        order = around.std.argsort()
+        y = getattr(around, statistic)[order]
+        error = getattr(around, f"{statistic}_error")[order]
+        style = _style(number)
+        ax.plot(around.std[order].numpy(), y.numpy(), label=name, marker="o", markersize=3.5, **style)
+        _band(ax, around.std[order], y, error, style["color"])
+    ax.set_xscale("log")
+    ax.set_yscale("log")
+    tilts = {around.t for around in neighborhoods.values()}
+    suffix = f", t = {tilts.pop():g}" if "tilted" in statistic and len(tilts) == 1 else ""
+    ax.set_xlabel("standard deviation of the noise on the weights")
+    ax.set_ylabel(labels[statistic] + suffix)
+    ax.legend(frameon=False)
+    return ax
+
+
+def plot_density(
+    densities: Mapping[str, Density], eigenpairs: Mapping[str, Eigenpairs] | None = None, ax: Axes | None = None
+) -> Axes:
+    """The spectral density of the Hessian on a logarithmic scale, the top eigenvalues as ticks below.
+
+    Args:
+        densities: By model name; bands of two standard errors where there are several probes.
+        eigenpairs: The largest eigenvalues, by the same names.
+        ax: Where to draw.
+    """
+    ax = _axes(ax)
+    # One grid and one width for all: curves smoothed differently could not be compared.
+    low = min(float(density.grid[0]) for density in densities.values())
+    high = max(float(density.grid[-1]) for density in densities.values())
+    width = max(density.width for density in densities.values())
+    grid = torch.linspace(low - 5 * width, high + 5 * width, 1024, dtype=torch.float64)
+    curves = {name: density.smooth(grid, width) for name, density in densities.items()}
+    floor = 1e-6 * max(float(values.max()) for values, _ in curves.values())
+    for number, (name, (values, error)) in enumerate(curves.items()):
+        style = _style(number)
+        shown = values.masked_fill(values < floor, math.nan)  # a gap, not a line at some floor
+        ax.plot(grid.numpy(), shown.numpy(), label=name, **style)
+        _band(ax, grid, shown, error, style["color"])
+        if eigenpairs is not None and name in eigenpairs:
+            # One row of ticks per model, just above the axis.
+            for value in eigenpairs[name].values.tolist():
+                bottom = 0.012 + 0.035 * number
+                ax.axvline(value, bottom, bottom + 0.028, color=style["color"], linewidth=1.5)
+    ax.set_yscale("log")
+    # Room for the rows of ticks below the curves.
+    ax.set_ylim(bottom=floor * 0.1 ** (0.3 * len(densities)))
+    ax.set_xlabel("eigenvalue of the Hessian")
+    ax.set_ylabel("density")
+    ax.legend(frameon=False)
+    return ax
+
+
+def plot_slices(slices: Mapping[str, Slice1D], ax: Axes | None = None, *, logarithmic: bool = False) -> Axes:
+    """The loss along lines, one curve per name."""
+    ax = _axes(ax)
+    for number, (name, line) in enumerate(slices.items()):
+        ax.plot(line.positions.numpy(), line.losses.numpy(), label=name, **_style(number))
+    if logarithmic:
+        ax.set_yscale("log")
+    kinds = {line.label for line in slices.values()}
+    ax.set_xlabel(f"position along the {kind}" if len(kinds) == 1 and (kind := kinds.pop()) else "position")
+    ax.set_ylabel("loss")
+    ax.legend(frameon=False)
+    return ax
+
+
+def plot_plane(plane: Slice2D, ax: Axes | None = None, *, num_levels: int = 14) -> Axes:
+    """The loss in a plane as contours; the model is the cross in the middle."""
+    ax = _axes(ax)
+    drawn = ax.contourf(plane.x.numpy(), plane.y.numpy(), plane.losses.numpy(), num_levels, cmap="cividis")
+    ax.contour(plane.x.numpy(), plane.y.numpy(), plane.losses.numpy(), num_levels, colors="white", linewidths=0.4)
+    ax.plot(0, 0, marker="+", color="white", markersize=9, markeredgewidth=1.5)
+    ax.figure.colorbar(drawn, ax=ax, label="loss")
+    ax.set_xlabel("first direction")
+    ax.set_ylabel("second direction")
+    ax.set_aspect("equal")
+    if plane.label:
+        ax.set_title(plane.label)
+    return ax
+
+
+def write_figures(flats: Sequence[Flatness], folder: str | Path, *, dpi: int = 150) -> list[Path]:
+    """Write every figure the measurements allow as PNG into ``folder``, made if need be; returns the paths.
+
+    ``neighborhood.png`` (mean and variance against the noise, plain and t-weighted), ``spectrum.png``,
+    ``slices.png``, ``plane-NAME.png``.
+    """
+    from matplotlib.figure import Figure
+
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    written: list[Path] = []
+
+    def save(figure: Any, name: str) -> None:
+        written.append(folder / name)
+        figure.savefig(written[-1], dpi=dpi)
+
+    figure = Figure(figsize=(9.5, 7), layout="constrained")
+    statistics = ["mean", "variance", "tilted_mean", "tilted_variance"]
+    for ax, statistic in zip(figure.subplots(2, 2).flat, statistics, strict=True):
+        plot_neighborhood({flat.name: flat.neighborhood for flat in flats}, statistic, _tidy(ax))
+    save(figure, "neighborhood.png")
+
+    if densities := {flat.name: flat.density for flat in flats if flat.density is not None}:
+        figure = Figure(figsize=(7, 4.2), layout="constrained")
+        pairs = {flat.name: flat.eigenpairs for flat in flats if flat.eigenpairs is not None}
+        plot_density(densities, pairs, _tidy(figure.subplots()))
+        save(figure, "spectrum.png")
+
+    kinds = list(dict.fromkeys(line.label for flat in flats for line in flat.slices))
+    if kinds:
+        figure = Figure(figsize=(4.75 * len(kinds), 3.8), layout="constrained")
+        for ax, kind in zip(figure.subplots(1, len(kinds), squeeze=False).flat, kinds, strict=True):
+            lines = {flat.name: line for flat in flats for line in flat.slices if line.label == kind}
+            plot_slices(lines, _tidy(ax))
+        save(figure, "slices.png")
+
+    for flat in flats:
+        if flat.plane is not None:
+            figure = Figure(figsize=(5, 4.2), layout="constrained")
+            plot_plane(flat.plane, figure.subplots()).set_title(flat.name)
+            safe = "".join(c if c.isalnum() or c in "-_." else "-" for c in flat.name)
+            save(figure, f"plane-{safe}.png")
+    return written
+
+
+def _band(ax: Axes, x: Tensor, y: Tensor, error: Tensor, color: str) -> None:
+    """A band of two standard errors of the logarithm, ``error / y``: on a logarithmic axis as high as it is deep."""
+    factor = torch.exp(2 * error / y)
+    ax.fill_between(x.numpy(), (y / factor).numpy(), (y * factor).numpy(), color=color, alpha=0.2, linewidth=0)
+
+
+def _style(number: int) -> dict[str, Any]:
+    return {
+        "color": OKABE_ITO[number % len(OKABE_ITO)],
+        "linestyle": _DASHES[number % len(_DASHES)],
+        "linewidth": 1.6,
+    }
+
+
+def _axes(ax: Axes | None) -> Axes:
+    if ax is not None:
+        return ax
+    # A Figure of its own, not pyplot's: nothing global is touched and no window system is needed.
+    from matplotlib.figure import Figure
+
+    made: Axes = _tidy(Figure(figsize=(5.5, 4), layout="constrained").subplots())
+    return made
+
+
+def _tidy(ax: Any) -> Any:
+    ax.spines[["top", "right"]].set_visible(False)
+    return ax

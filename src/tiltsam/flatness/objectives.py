@@ -1,0 +1,246 @@
+"""The losses that ERM, SAM and TSAM train on, evaluated on any model and any data.
+
+    ERM    L(theta)
+    SAM    L(theta + rho n(grad L(theta)))
+    TSAM   (1/t) log mean_j exp(t L(theta + eps_j)),  eps_j = delta_j + rho n(grad L(theta + delta_j)),
+           delta_j uniform in the ball of radius R  (Algorithm 2 of the paper)
+
+with ``n(v) = v / (||v|| + 1e-12)``, each for one batch, as in training. :func:`cross_objectives` fills the
+paper's
+table: models trained by one, evaluated on all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from tiltsam.flatness.evaluation import (
+    Batches,
+    LossFn,
+    LossSurface,
+    Progress,
+    check_finite,
+    generator,
+    scalar,
+    total_norm,
+    weighted_mean,
+    wide,
+)
+from tiltsam.tilting import StreamingTilt
+
+__all__ = ["CrossEntry", "CrossTable", "ErmLoss", "Objective", "SamLoss", "TsamLoss", "cross_objectives"]
+
+_TINY = 1e-12
+
+
+class Objective(Protocol):
+    """A training objective on one batch."""
+
+    def __call__(self, surface: LossSurface, batch: Any, key: tuple[int, int], /) -> Tensor:
+        """The objective at ``surface.origin``, a scalar; may leave the parameters moved.
+
+        ``key`` is ``(seed, batch number)``, all that a random draw may depend on.
+        """
+
+
+@dataclass(frozen=True)
+class ErmLoss:
+    """The plain loss. Cost: one forward pass."""
+
+    def __call__(self, surface: LossSurface, batch: Any, key: tuple[int, int], /) -> Tensor:
+        """The loss of the batch."""
+        return _value(surface, batch)
+
+
+@dataclass(frozen=True)
+class SamLoss:
+    """SAM's loss: after one normalised ascent step of length ``rho``. Cost: a gradient and a forward pass."""
+
+    rho: float = 0.05
+
+    def __call__(self, surface: LossSurface, batch: Any, key: tuple[int, int], /) -> Tensor:
+        """The loss of the batch at the end of the step."""
+        _climb(surface, batch, self.rho)
+        return _value(surface, batch)
+
+
+@dataclass(frozen=True)
+class TsamLoss:
+    """TSAM's loss over the draws of Algorithm 2. Cost: ``num_samples`` gradients and as many forward passes.
+
+    With ``rho=0`` it is the plain Monte-Carlo estimate of the tilted loss over the ball, biased low by order
+    ``1/num_samples``; with ``rho > 0`` the draws lean uphill, as those that training sees do.
+
+    Args:
+        t: The tilt.
+        rho: Length of the ascent step from each random start.
+        radius: Radius of the ball of random starts; by default ``0.006 sqrt(d)`` for ``d`` parameters, 20 for
+            a ResNet-18.
+        num_samples: Draws per batch.
+    """
+
+    t: float = 5.0
+    rho: float = 0.05
+    radius: float | None = None
+    num_samples: int = 5
+
+    def __call__(self, surface: LossSurface, batch: Any, key: tuple[int, int], /) -> Tensor:
+        """The tilted loss of the batch."""
+        size = sum(p.numel() for p in surface.params)
+        radius = 0.006 * size**0.5 if self.radius is None else self.radius
+        tilt = StreamingTilt(self.t)
+        for sample in range(self.num_samples):
+            _into_ball(surface, radius, size, generator(surface.device, "objective", *key, sample))
+            if self.rho > 0:
+                _climb(surface, batch, self.rho)
+            tilt.add(_value(surface, batch))
+            surface.restore()
+        return tilt.loss()
+
+
+class CrossEntry(NamedTuple):
+    """One cell of the table."""
+
+    model: str
+    split: str
+    objective: str
+    loss: float
+    error: float  # standard error over batches; NaN for a single batch
+
+
+@dataclass(frozen=True)
+class CrossTable:
+    """Models by objectives by splits; ``str()`` prints it, a block per split, as the paper does."""
+
+    entries: tuple[CrossEntry, ...]
+
+    def entry(self, model: str, objective: str, split: str = "data") -> CrossEntry:
+        """One cell; KeyError if there is none."""
+        for entry in self.entries:
+            if (entry.model, entry.objective, entry.split) == (model, objective, split):
+                return entry
+        raise KeyError((model, objective, split))
+
+    def __str__(self) -> str:
+        objectives = list(dict.fromkeys(e.objective for e in self.entries))
+        models = list(dict.fromkeys(e.model for e in self.entries))
+        wide_name = max(len(name) for name in ["trained by", *models]) + 2
+        wide_cell = max(20, *(len(name) + 2 for name in objectives))
+        lines = []
+        for split in dict.fromkeys(e.split for e in self.entries):
+            lines.append(f"{split} loss".ljust(wide_name) + "".join(o.rjust(wide_cell) for o in objectives))
+            for model in models:
+                cells = [_cell(self.entry(model, objective, split)) for objective in objectives]
+                lines.append(model.ljust(wide_name) + "".join(cell.rjust(wide_cell) for cell in cells))
+        return "\n".join(lines)
+
+
+def cross_objectives(
+    models: Mapping[str, nn.Module],
+    loss_fn: LossFn,
+    splits: Batches | Mapping[str, Batches],
+    objectives: Mapping[str, Objective] | None = None,
+    *,
+    seed: int = 0,
+    size_of: Callable[[Any], float] | None = None,
+    progress: Progress | None = None,
+) -> CrossTable:
+    """Evaluate every model on every objective and every split: the paper's cross table.
+
+    All models see the same batches and, where they have the same shape, the same random draws. BatchNorm is
+    in eval mode.
+
+    Cost: per model and batch 1 forward for ERM, a gradient more for SAM, ``num_samples`` of both for TSAM.
+
+    Args:
+        models: The models by name, ``{"ERM": ..., "SAM": ..., "TSAM": ...}``.
+        loss_fn: ``loss_fn(model, batch)``, the mean loss of a batch.
+        splits: The data sets by name, ``{"train": ..., "test": ...}``; a single one is called ``data``. The
+            ascent is on each batch, so use the batch size of training.
+        objectives: The objectives by name; ``ERM``, ``SAM`` and ``TSAM`` with their default settings if not
+            given.
+        seed: Seed of the random draws.
+        size_of: The weight of a batch, its number of examples by default.
+        progress: Called as ``progress(done, total)`` after each cell of the table.
+
+    Raises:
+        ValueError: If a model has no trainable parameters, data is empty or a loss is not finite.
+
+    Example:
+        >>> from tiltsam.flatness.evaluation import supervised
+        >>> data = [(torch.randn(8, 2), torch.randn(8, 1))]
+        >>> table = cross_objectives({"a": nn.Linear(2, 1)}, supervised(nn.functional.mse_loss), data)
+        >>> table.entry("a", "SAM").loss >= table.entry("a", "ERM").loss
+        True
+    """
+    if not models:
+        raise ValueError("no model to evaluate: models is empty")
+    wanted: Mapping[str, Objective] = (
+        {"ERM": ErmLoss(), "SAM": SamLoss(), "TSAM": TsamLoss()} if objectives is None else objectives
+    )
+    parts = splits if isinstance(splits, Mapping) else {"data": splits}
+    total = len(models) * len(parts) * len(wanted)
+    entries: list[CrossEntry] = []
+    for name, model in models.items():
+        for split, batches in parts.items():
+            for label, objective in wanted.items():
+                loss, error = _evaluate(model, loss_fn, batches, objective, seed, size_of)
+                entries.append(CrossEntry(name, split, label, loss, error))
+                if progress is not None:
+                    progress(len(entries), total)
+    return CrossTable(tuple(entries))
+
+
+def _cell(entry: CrossEntry) -> str:
+    return f"{entry.loss:.4f}" + ("" if math.isnan(entry.error) else f" ± {entry.error:.4f}")
+
+
+def _evaluate(
+    model: nn.Module,
+    loss_fn: LossFn,
+    batches: Batches,
+    objective: Objective,
+    seed: int,
+    size_of: Callable[[Any], float] | None,
+) -> tuple[float, float]:
+    values, sizes = [], []
+    with LossSurface(model, loss_fn, batches, size_of=size_of, seed=seed) as surface:
+        for number, (batch, size) in enumerate(surface.walk()):
+            values.append(objective(surface, batch, (seed, number)))
+            sizes.append(size)
+            surface.restore()
+    losses = torch.stack(values).to("cpu", torch.float64)
+    check_finite(losses)
+    return weighted_mean(losses, torch.tensor(sizes, dtype=torch.float64))
+
+
+def _value(surface: LossSurface, batch: Any) -> Tensor:
+    with torch.no_grad():
+        return scalar(surface.loss_fn(surface.model, batch))
+
+
+def _climb(surface: LossSurface, batch: Any, rho: float) -> None:
+    """Move the parameters by ``rho`` along the normalised gradient at where they are."""
+    _ = surface.origin  # saved before anything moves
+    _, grads = surface.gradient(batch)
+    with torch.no_grad():
+        pace = rho / (total_norm(grads) + _TINY)
+        for param, grad in zip(surface.params, grads, strict=True):
+            param.copy_(param + grad.to(wide(grad)) * pace.to(grad.device))
+
+
+def _into_ball(surface: LossSurface, radius: float, size: int, random: torch.Generator) -> None:
+    """Move the parameters to ``origin + delta``, ``delta`` uniform in the ball: a direction times R U^(1/d)."""
+    device = surface.device
+    noise = [torch.randn(p.shape, generator=random, device=device, dtype=wide(p)) for p in surface.params]
+    length = torch.rand((), generator=random, device=device, dtype=torch.float64) ** (1 / size) * radius
+    with torch.no_grad():
+        scale = length / total_norm(noise)
+        for param, saved, part in zip(surface.params, surface.origin, noise, strict=True):
+            param.copy_(part.mul_(scale).to(saved.device) + saved)

@@ -1,0 +1,128 @@
+"""Several methods on one task: run what is missing, reuse what is done, and put the numbers side by side."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tiltsam.lab.config import TrainConfig
+from tiltsam.lab.record import Record
+from tiltsam.lab.train import Progress, TrainError, train
+
+__all__ = ["Row", "compare", "format_rows", "summarise"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A method's runs, averaged."""
+
+    method: str
+    runs: int
+    """Seeds that finished."""
+    failed: int
+    metric: str
+    mean: float
+    """Of the final test score, in percent (of a correlation: times 100)."""
+    error: float
+    """Its standard error over seeds; NaN with one seed."""
+    at_best: float
+    """Mean of the test score at the epoch that was best on the validation split."""
+    seconds: float
+    passes: float
+
+
+def compare(
+    configs: Sequence[TrainConfig],
+    out: Path,
+    *,
+    root: Path | None = None,
+    download: bool = False,
+    report: Callable[[TrainConfig, Progress], None] = lambda config, progress: None,
+    failed: Callable[[TrainConfig, TrainError], None] = lambda config, error: None,
+    poll_seconds: float = 1.0,
+) -> list[Row]:
+    """Train every config that has no result yet, and summarise.
+
+    Several processes may work on one folder: each run is held by one of them, the others go on to the next and wait for
+    it at the end.
+
+    Args:
+        configs: The cells: methods times seeds.
+        out: Folder of the records.
+        root: Where data sets lie.
+        download: Fetch what is missing.
+        report: Called after every epoch.
+        failed: Called when a run diverges; the others go on.
+        poll_seconds: Time between looks at runs that other processes hold.
+    """
+    pending = list(configs)
+    broken: list[TrainConfig] = []
+    while pending:
+        elsewhere = []
+        for config in pending:
+            record = Record.of(out, config)
+            with record.working() as mine:
+                if not mine:
+                    elsewhere.append(config)
+                    continue
+                try:
+                    train(config, record, root=root, download=download, report=lambda p, c=config: report(c, p))
+                except TrainError as error:
+                    broken.append(config)
+                    failed(config, error)
+        pending = [c for c in elsewhere if Record.of(out, c).result() is None]
+        if pending:
+            time.sleep(poll_seconds)
+    return summarise(configs, out, broken)
+
+
+def summarise(configs: Sequence[TrainConfig], out: Path, broken: Sequence[TrainConfig] = ()) -> list[Row]:
+    """Average over seeds what is finished."""
+    groups: dict[str, list[TrainConfig]] = {}
+    for config in configs:
+        groups.setdefault(config.key(), []).append(config)
+    return [
+        _row(
+            members[0].method,
+            [r for c in members if (r := Record.of(out, c).result())],
+            sum(c in broken for c in members),
+        )
+        for members in groups.values()
+    ]
+
+
+def _row(method: str, results: list[dict[str, Any]], failed: int) -> Row:
+    scores = [100 * r["score"] for r in results]
+    error = statistics.stdev(scores) / math.sqrt(len(scores)) if len(scores) > 1 else math.nan
+
+    def mean(values: list[float]) -> float:
+        return statistics.fmean(values) if values else math.nan
+
+    return Row(
+        method=method,
+        runs=len(results),
+        failed=failed,
+        metric=results[0]["metric"] if results else "",
+        mean=mean(scores),
+        error=error,
+        at_best=mean([100 * r["score_at_best_validation"] for r in results]),
+        seconds=mean([r["seconds"] for r in results]),
+        passes=mean([r["passes"] for r in results]),
+    )
+
+
+def format_rows(rows: Sequence[Row]) -> list[list[str]]:
+    """Cells of a table, a heading first."""
+    metric = next((row.metric for row in rows if row.metric), "score")
+    table = [["method", f"test {metric} ×100", "at best validation", "seconds", "passes", "runs"]]
+    for row in rows:
+        spread = "" if math.isnan(row.error) else f" ± {row.error:.2f}"
+        runs = f"{row.runs}" + (f", {row.failed} diverged" if row.failed else "")
+        numbers = [f"{row.mean:.2f}{spread}", f"{row.at_best:.2f}", f"{row.seconds:.1f}", f"{row.passes:.0f}"]
+        table.append([row.method, *(numbers if row.runs else ["–"] * 4), runs])
+    return table

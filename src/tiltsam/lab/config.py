@@ -1,0 +1,202 @@
+"""Every number of a run, in one frozen place; the command line is made from it."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import hashlib
+import inspect
+import json
+import textwrap
+import types
+import typing
+from argparse import ArgumentParser, ArgumentTypeError, BooleanOptionalAction
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import tiltsam
+
+__all__ = ["ConfigError", "TrainConfig", "add_arguments", "from_arguments"]
+
+# The settings of each method, in the order its constructor takes them; ``esam1`` is SAM with TSAM's budget.
+METHOD_SETTINGS: dict[str, tuple[str, ...]] = {
+    "erm": (),
+    "sam": ("rho",),
+    "esam1": ("rho",),
+    "asam": ("rho", "eta"),
+    "esam2": ("rho", "num_points"),
+    "pgn": ("rho", "alpha"),
+    "rsam": ("rho", "gamma", "lam"),
+    "tsam": ("rho", "t", "radius", "num_samples", "delta", "sampler", "share_ascent"),
+}
+
+
+class ConfigError(Exception):
+    """A setting that cannot be, told in one line."""
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """A training run. Two runs with equal configs are the same run."""
+
+    task: str = "digits"
+    """What to learn: a name of `tiltsam tasks`, or images:PATH, text:PATH, npz:PATH."""
+    method: str = "tsam"
+    """erm, sam, esam1, asam, esam2, pgn, rsam or tsam."""
+    model: str = "auto"
+    """mlp, cnn, resnet18, resnet34, wrn16-8, vit-s, bag-of-words, hf:FOLDER-OR-NAME; auto picks by the task."""
+
+    epochs: float = 60.0
+    """How long, in passes through the training examples; with a budget below, how long at most."""
+    passes: float | None = None
+    """Stop after this many forward+backward passes; a forward pass alone counts a third."""
+    seconds: float | None = None
+    """Stop after this many seconds of training, evaluation not counted."""
+
+    lr: float = 0.05
+    """Learning rate."""
+    schedule: Literal["constant", "step", "cosine"] = "constant"
+    """Constant as in the paper; step divides by 10 at half and three quarters; cosine falls to zero."""
+    warmup: float = 0.0
+    """Share of the budget over which the rate rises from zero."""
+    optimizer: Literal["sgd", "adamw"] = "sgd"
+    """The base optimizer."""
+    momentum: float = 0.9
+    """Of SGD."""
+    weight_decay: float = 5e-4
+    """Of the base optimizer."""
+    batch_size: int = 64
+    """Examples a step."""
+    label_smoothing: float = 0.0
+    """Share of the target spread over all classes; 0.1 in the paper's image experiments."""
+    clip: float | None = None
+    """Longest aggregated gradient; 1 in the paper's text experiments."""
+
+    rho: float = 0.5
+    """Length of the ascent. Under label noise on small data a larger one pays than the 0.05 of clean images."""
+    t: float = 20.0
+    """Tilt of tsam."""
+    radius: float | None = None
+    """Radius of tsam's random start; by default 0.006 √d."""
+    num_samples: int = 3
+    """Samples s of tsam, and of the budget of esam1."""
+    delta: float | None = None
+    """The sampler's part of the tilt; by default t/2."""
+    sampler: Literal["ascent", "uniform", "gaussian", "hmc"] = "ascent"
+    """Where tsam looks."""
+    share_ascent: bool = False
+    """One ascent gradient for all samples of tsam: s+1 passes a step in place of 2s."""
+    every: int = 1
+    """Look around at every k-th step only."""
+    eta: float = 0.01
+    """Of asam."""
+    alpha: float = 0.5
+    """Of pgn."""
+    gamma: float = 5e-4
+    """Of rsam."""
+    lam: float = 2.0
+    """Of rsam."""
+    num_points: int = 10
+    """Of esam2."""
+
+    seed: int = 0
+    """Of the initial weights, the order of examples, label noise, augmentation and perturbations."""
+    noise: float | None = None
+    """Share of wrong training labels; by default the task's own."""
+    validation: float = 0.1
+    """Share of the training examples held out for choosing."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """bf16 runs the model under autocast."""
+    device: str = "auto"
+    """cpu, cuda, cuda:1; auto takes a GPU if there is one."""
+    reestimate_batchnorm: bool = True
+    """Before each test, estimate BatchNorm's statistics anew at the weights themselves, on training examples."""
+    max_length: int = 64
+    """Tokens of a text."""
+
+    def __post_init__(self) -> None:
+        if self.method not in METHOD_SETTINGS:
+            raise ConfigError(f"unknown method {self.method!r}: one of {', '.join(METHOD_SETTINGS)}")
+        for name in ("epochs", "batch_size", "lr", "num_samples", "every"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} must be > 0, got {getattr(self, name)}")
+        for name in ("passes", "seconds", "clip"):
+            if getattr(self, name) is not None and not getattr(self, name) > 0:
+                raise ConfigError(f"{name} must be > 0, got {getattr(self, name)}")
+        for name, low, high in (("validation", 0, 1), ("label_smoothing", 0, 1), ("warmup", 0, 1), ("noise", 0, 1)):
+            value = getattr(self, name)
+            if value is not None and not low <= value < high:
+                raise ConfigError(f"{name} must be in [{low}, {high}), got {value}")
+
+    def method_options(self) -> dict[str, Any]:
+        """What the method's constructor gets, beside the base and the model."""
+        return {name: getattr(self, name) for name in METHOD_SETTINGS[self.method]} | {"every": self.every}
+
+    def constructor(self) -> Callable[..., tiltsam.SharpnessAware]:
+        """The method's class; ``esam1`` is SAM, longer."""
+        return tiltsam.METHODS["sam" if self.method == "esam1" else self.method]
+
+    def key(self) -> str:
+        """A short name of everything but the seed: runs that differ in the seed alone are averaged."""
+        body = {k: v for k, v in dataclasses.asdict(self).items() if k not in ("seed", "device")}
+        others = set().union(*METHOD_SETTINGS.values()) - set(METHOD_SETTINGS[self.method])
+        if self.method == "esam1":
+            others.discard("num_samples")
+        body = {k: v for k, v in body.items() if k not in others}  # another method's settings make no other run
+        digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()[:10]
+        return f"{self.method}-{digest}"
+
+
+def field_docs(cls: type) -> dict[str, str]:
+    """The docstring under each field of a dataclass."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
+    assert isinstance(body, ast.ClassDef)
+    docs = {}
+    for field, text in zip(body.body, body.body[1:], strict=False):
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr):
+            docs[field.target.id] = " ".join(str(ast.literal_eval(text.value)).split())
+    return docs
+
+
+def add_arguments(parser: ArgumentParser, *, leave_out: tuple[str, ...] = ()) -> None:
+    """A flag for every field."""
+    docs, hints = field_docs(TrainConfig), get_type_hints(TrainConfig)
+    for field in dataclasses.fields(TrainConfig):
+        if field.name in leave_out:
+            continue
+        flag = f"--{field.name.replace('_', '-')}"
+        default = "" if field.default is None else f" (default: {field.default})"
+        text = docs[field.name].replace("%", "%%") + default
+        hint = hints[field.name]
+        if hint is bool:
+            parser.add_argument(flag, action=BooleanOptionalAction, help=text, default=None)
+        elif get_origin(hint) is Literal:
+            parser.add_argument(flag, choices=get_args(hint), help=text, default=None)
+        else:
+            parser.add_argument(flag, type=_parser_of(hint), metavar=_plain(hint).__name__.upper(), help=text)
+
+
+def from_arguments(args: Any, **fixed: Any) -> TrainConfig:
+    """The config that the flags of :func:`add_arguments` ask for."""
+    given = {f.name: getattr(args, f.name, None) for f in dataclasses.fields(TrainConfig)}
+    return TrainConfig(**{name: value for name, value in given.items() if value is not None} | fixed)
+
+
+def _plain(hint: Any) -> type:
+    if get_origin(hint) in (typing.Union, types.UnionType):
+        (hint,) = (part for part in get_args(hint) if part is not type(None))
+    assert isinstance(hint, type)
+    return hint
+
+
+def _parser_of(hint: Any) -> Callable[[str], Any]:
+    plain = _plain(hint)
+
+    def parse(text: str) -> Any:
+        try:
+            return plain(text)
+        except ValueError:
+            raise ArgumentTypeError(f"{text!r} is not {'an' if plain is int else 'a'} {plain.__name__}") from None
+
+    return parse

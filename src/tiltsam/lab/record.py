@@ -1,0 +1,290 @@
+"""A run's folder: what was asked, where it ran, how it went, and enough to go on after any interruption.
+
+    RUN/config.json         the resolved config
+    RUN/environment.json    versions, device
+    RUN/metrics.jsonl       one JSON object a line, appended, never rewritten
+    RUN/checkpoints/N/      model.safetensors, optimizer.safetensors, state.json, manifest.json; the last two are kept
+    RUN/model.safetensors   the trained model, once finished
+    RUN/result.json         the final numbers, once finished
+    RUN/lock                held by the process that works on it
+
+A checkpoint is written beside its place and renamed into it, so it is there whole or not at all; its manifest holds the
+digests of its files, and one that does not match is passed over for the one before, with a warning.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import hashlib
+import json
+import os
+import platform
+import shutil
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import tiltsam
+from tiltsam.lab.config import TrainConfig
+
+__all__ = ["Checkpoint", "Record", "RecordError"]
+
+KEEP = 2
+
+
+class RecordError(Exception):
+    """A record that cannot be used, told in one line."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """All that a run needs to go on."""
+
+    model: dict[str, Tensor]
+    optimizer: dict[str, Any]
+    state: dict[str, Any]
+    """Numbers: epoch, passes, seconds, best so far."""
+    random: dict[str, Tensor]
+    """States of the global generators."""
+
+
+class Record:
+    """The folder of one run.
+
+    Args:
+        folder: Where.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    @classmethod
+    def of(cls, out: Path, config: TrainConfig) -> Record:
+        """The place of a config among others: ``OUT/TASK/METHOD-DIGEST/seed-K``."""
+        task = config.task.replace("/", "-").replace(":", "-").strip("-.")
+        return cls(out / task / config.key() / f"seed-{config.seed}")
+
+    # ---------------------------------------------------------------- one worker at a time
+
+    @contextmanager
+    def working(self) -> Iterator[bool]:
+        """Hold the run; yields whether we got it. The lock goes with the process, however it ends."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            file = open(self.folder / "lock", "w")  # noqa: SIM115 (closed below)
+        except OSError as error:
+            raise RecordError(f"cannot write to {self.folder}: {error.strerror}") from None
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.close()
+            yield False
+            return
+        try:
+            yield True
+        finally:
+            file.close()
+
+    def begin(self, config: TrainConfig, device: torch.device) -> None:
+        """Write what was asked and where it runs."""
+        _write_json(self.folder / "config.json", dataclasses.asdict(config))
+        _write_json(self.folder / "environment.json", _environment(device))
+
+    # ---------------------------------------------------------------- metrics and result
+
+    def log(self, **numbers: Any) -> None:
+        """Append a line; one write, so that a kill leaves it whole or leaves a tail that readers pass over."""
+        path = self.folder / "metrics.jsonl"
+        line = json.dumps(numbers) + "\n"
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        try:
+            if _ends_in_half_a_line(path):
+                line = "\n" + line
+            os.write(descriptor, line.encode())
+        finally:
+            os.close(descriptor)
+
+    def metrics(self) -> tuple[list[dict[str, Any]], list[int]]:
+        """The lines, the last one of an epoch counting, and the numbers (from 1) of lines that cannot be read."""
+        path = self.folder / "metrics.jsonl"
+        rows: dict[Any, dict[str, Any]] = {}
+        damaged = []
+        for number, line in enumerate(path.read_text().splitlines() if path.exists() else (), 1):
+            try:
+                row = json.loads(line)
+                rows[row["epoch"]] = row
+            except (json.JSONDecodeError, KeyError, TypeError):
+                damaged.append(number)
+        return list(rows.values()), damaged
+
+    def finish(self, model: dict[str, Tensor], **numbers: Any) -> None:
+        """The trained model, then the final numbers: a run with a result is finished."""
+        _save_tensors(self.folder / "model.safetensors", model)
+        _write_json(self.folder / "result.json", numbers)
+        shutil.rmtree(self.folder / "checkpoints", ignore_errors=True)
+
+    def result(self) -> dict[str, Any] | None:
+        """The final numbers, or ``None`` while there are none."""
+        path = self.folder / "result.json"
+        try:
+            return json.loads(path.read_text()) if path.exists() else None
+        except json.JSONDecodeError:
+            raise RecordError(f"{path} is damaged: remove it to train again") from None
+
+    def config(self) -> TrainConfig:
+        """What was asked."""
+        path = self.folder / "config.json"
+        try:
+            return TrainConfig(**json.loads(path.read_text()))
+        except FileNotFoundError:
+            raise RecordError(f"{self.folder} is no run: there is no config.json") from None
+        except (json.JSONDecodeError, TypeError) as error:
+            raise RecordError(f"{path} is damaged: {error}") from None
+
+    def model(self) -> dict[str, Tensor]:
+        """The trained model, or the newest checkpoint's where training has not finished."""
+        path = self.folder / "model.safetensors"
+        if path.exists():
+            return _load_tensors(path)
+        checkpoint = self.load()
+        if checkpoint is None:
+            raise RecordError(f"{self.folder} holds no model yet")
+        return checkpoint.model
+
+    # ---------------------------------------------------------------- checkpoints
+
+    def save(self, checkpoint: Checkpoint) -> None:
+        """Write a checkpoint whole, then drop all but the last two."""
+        folder = self.folder / "checkpoints"
+        place = folder / f"{checkpoint.state['epoch']:06d}"
+        draft = folder / f".{place.name}.{os.getpid()}"
+        shutil.rmtree(draft, ignore_errors=True)
+        draft.mkdir(parents=True)
+        try:
+            tensors, rest = _split_optimizer(checkpoint.optimizer)
+            _save_tensors(draft / "model.safetensors", checkpoint.model)
+            _save_tensors(draft / "optimizer.safetensors", tensors | _prefixed("random.", checkpoint.random))
+            _write_json(draft / "state.json", {"optimizer": rest, "state": checkpoint.state})
+            _write_json(draft / "manifest.json", {p.name: _digest(p) for p in sorted(draft.iterdir())})
+            shutil.rmtree(place, ignore_errors=True)
+            draft.rename(place)
+        except BaseException:
+            shutil.rmtree(draft, ignore_errors=True)
+            raise
+        for old in self._places()[:-KEEP]:
+            shutil.rmtree(old, ignore_errors=True)
+
+    def load(self) -> Checkpoint | None:
+        """The newest checkpoint that is whole, or ``None``."""
+        for place in reversed(self._places()):
+            try:
+                manifest = json.loads((place / "manifest.json").read_text())
+                for name, digest in manifest.items():
+                    if _digest(place / name) != digest:
+                        raise ValueError(f"{name} does not match its digest")
+                body = json.loads((place / "state.json").read_text())
+                tensors = _load_tensors(place / "optimizer.safetensors")
+                random = {k.removeprefix("random."): v for k, v in tensors.items() if k.startswith("random.")}
+                return Checkpoint(
+                    _load_tensors(place / "model.safetensors"),
+                    _join_optimizer(tensors, body["optimizer"]),
+                    body["state"],
+                    random,
+                )
+            except (OSError, ValueError, KeyError) as error:
+                warnings.warn(
+                    f"checkpoint {place} is damaged ({error}): going back to the one before",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+        return None
+
+    def _places(self) -> list[Path]:
+        folder = self.folder / "checkpoints"
+        return sorted(p for p in folder.iterdir() if p.name.isdigit()) if folder.exists() else []
+
+
+def _split_optimizer(state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """An optimizer's state as tensors by name, and the rest as JSON can hold it."""
+    tensors: dict[str, Tensor] = {}
+    rest: dict[str, dict[str, Any]] = {}
+    for index, entries in state["state"].items():
+        for name, value in entries.items():
+            if isinstance(value, Tensor):
+                tensors[f"state.{index}.{name}"] = value
+            else:
+                rest.setdefault(str(index), {})[name] = value
+    groups = [{k: v.item() if isinstance(v, Tensor) else v for k, v in g.items()} for g in state["param_groups"]]
+    return tensors, {"state": rest, "param_groups": groups}
+
+
+def _join_optimizer(tensors: dict[str, Tensor], rest: dict[str, Any]) -> dict[str, Any]:
+    state: dict[int, dict[str, Any]] = {int(k): dict(v) for k, v in rest["state"].items()}
+    for key, value in tensors.items():
+        if key.startswith("state."):
+            _, index, name = key.split(".", 2)
+            state.setdefault(int(index), {})[name] = value
+    groups = [{k: tuple(v) if k == "betas" else v for k, v in g.items()} for g in rest["param_groups"]]
+    return {"state": state, "param_groups": groups}
+
+
+def _prefixed(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {f"{prefix}{name}": value for name, value in tensors.items()}
+
+
+def _save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
+    from safetensors.torch import save_file
+
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    save_file({k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()}, draft)
+    draft.rename(path)
+
+
+def _load_tensors(path: Path) -> dict[str, Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise ValueError(f"{path.name}: {error}") from None
+
+
+def _write_json(path: Path, content: Any) -> None:
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    with open(draft, "w") as file:
+        file.write(json.dumps(content, indent=1) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    draft.rename(path)
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _ends_in_half_a_line(path: Path) -> bool:
+    with open(path, "rb") as file:
+        if file.seek(0, os.SEEK_END) == 0:
+            return False
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) != b"\n"
+
+
+def _environment(device: torch.device) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "tiltsam": tiltsam.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "device": str(device),
+        "threads": torch.get_num_threads(),
+    }
+    if device.type == "cuda":
+        found["gpu"] = torch.cuda.get_device_name(device)
+    return found

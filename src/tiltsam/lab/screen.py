@@ -1,0 +1,92 @@
+"""What the lab shows while it works: a live bar on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+from tiltsam.lab.config import TrainConfig
+from tiltsam.lab.train import Progress
+
+__all__ = ["Screen", "print_table"]
+
+LINE_SECONDS = 5.0  # plain lines come no more often, but for a run's last
+
+
+class Screen:
+    """Shows runs as they go. A context; ``report`` fits :func:`tiltsam.lab.compare.compare`."""
+
+    def __init__(self) -> None:
+        self._bar: Any = None
+        self._task: Any = None
+        self._shown: TrainConfig | None = None
+        self._last_line = 0.0
+        if sys.stdout.isatty():
+            from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+            text = "{task.description}  {task.fields[note]}"
+            self._bar = Progress(TextColumn(text), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+
+    def __enter__(self) -> Screen:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def say(self, line: str) -> None:
+        """A line that stays."""
+        if self._bar is not None:
+            self._bar.console.print(line, markup=False, highlight=False)
+        else:
+            print(line, flush=True)
+
+    def report(self, config: TrainConfig, progress: Progress) -> None:
+        """An epoch has ended."""
+        row = progress.row
+        score = next((v for k, v in row.items() if k.startswith("test_")), float("nan"))
+        rate = progress.passes / max(progress.seconds, 1e-9)
+        note = f"loss {row['train_loss']:.3f}  test {100 * score:.2f}  {rate:.0f} passes/s"
+        name = f"{config.method} seed {config.seed}"
+        if self._bar is None:
+            self._line(f"{config.task} {name}  {100 * progress.done:3.0f}%  {note}", last=progress.done >= 1)
+            return
+        if self._shown != config:
+            if self._task is not None:
+                self._bar.remove_task(self._task)
+            self._task = self._bar.add_task(name, total=1.0, note=note)
+            self._shown = config
+        self._bar.update(self._task, completed=min(progress.done, 1.0), note=note)
+
+    def _line(self, text: str, *, last: bool) -> None:
+        if last or time.monotonic() - self._last_line >= LINE_SECONDS:
+            self._last_line = time.monotonic()
+            print(text, flush=True)
+
+
+def print_table(title: str, cells: Sequence[Sequence[str]]) -> None:
+    """A table with a heading row: drawn on a terminal, Markdown elsewhere."""
+    if sys.stdout.isatty():
+        from rich.console import Console
+        from rich.table import Table
+
+        table = Table(title=title)
+        for i, heading in enumerate(cells[0]):
+            table.add_column(heading, justify="left" if i == 0 else "right")
+        for row in cells[1:]:
+            table.add_row(*row)
+        Console().print(table)
+        return
+    widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
+    print(f"\n{title}\n")
+    for number, row in enumerate(cells):
+        padded = [c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
+        print("| " + " | ".join(padded) + " |")
+        if number == 0:
+            print("|" + "|".join("-" * (w + 2) for w in widths) + "|")
+    sys.stdout.flush()

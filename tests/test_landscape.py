@@ -1,0 +1,149 @@
+"""Slices against the closed form of a bowl, directions against their definition; the table; every figure drawn."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from measuring import Bowl, call, convnet, cross_entropy, mse, unequal_batches
+from tiltsam.curvature import top_eigenvalues
+from tiltsam.flatness.comparison import Plan, compare, format_table, table_rows
+from tiltsam.landscape import Slice1D, between, random_direction, slice_1d, slice_2d
+
+ONE = [torch.ones(1)]
+QUICK = Plan(std=(0.01, 0.1), num_samples=4, num_trace_samples=3, num_density_probes=2, num_points=5, plane=True)
+
+
+def test_slices_of_a_bowl_are_parabolas() -> None:
+    bowl = Bowl([2.0, 1.0], [0.0, 0.0])
+    x = {"theta": torch.tensor([1.0, 0.0], dtype=torch.float64)}
+    y = {"theta": torch.tensor([0.0, 1.0], dtype=torch.float64)}
+    line = slice_1d(bowl, call, ONE, x, span=(-2, 2), num_points=9)
+    torch.testing.assert_close(line.losses, line.positions.square())
+    plane = slice_2d(bowl, call, ONE, x, y, span_x=(-1, 1), span_y=(-2, 2), num_points=5)
+    torch.testing.assert_close(plane.losses, plane.x.square() + 0.5 * plane.y[:, None].square())
+
+
+def test_the_second_difference_along_an_eigenvector_is_its_eigenvalue() -> None:
+    model, data = convnet(), unequal_batches()
+    found = top_eigenvalues(model, cross_entropy, data, k=1, tol=1e-6)
+    line = slice_1d(model, cross_entropy, data, found.direction(0), span=(-1e-3, 1e-3), num_points=3)
+    assert line.positions[1] == 0.0
+    bend = (line.losses[0] - 2 * line.losses[1] + line.losses[2]) / 1e-6
+    assert float(bend) == pytest.approx(float(found.values[0]), rel=1e-4)
+
+
+def test_random_directions_have_the_filter_norms_of_the_model() -> None:
+    model = convnet()
+    direction = random_direction(model, seed=1)
+    for name, param in model.named_parameters():
+        if param.dim() < 2:
+            assert not direction[name].any()
+        else:
+            torch.testing.assert_close(direction[name].flatten(1).norm(dim=1), param.detach().flatten(1).norm(dim=1))
+    again, other = random_direction(model, seed=1), random_direction(model, seed=1, index=1)
+    assert torch.equal(direction["0.weight"], again["0.weight"])
+    assert not torch.equal(direction["0.weight"], other["0.weight"])
+    whole = random_direction(model, normalize="layer")["0.weight"]
+    torch.testing.assert_close(whole.norm(), model[0].weight.detach().norm())
+    assert random_direction(model, normalize="none")["1.bias"].any()
+    with pytest.raises(ValueError, match="normalize"):
+        random_direction(model, normalize="row")  # type: ignore[arg-type]
+
+
+def test_filter_normalisation_undoes_a_change_of_scale() -> None:
+    """A ReLU network scaled up in one layer and down in the next is the same function, and has the same slice."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4, bias=False), nn.ReLU(), nn.Linear(4, 1, bias=False)).double()
+    data = [(torch.randn(8, 3).double(), torch.randn(8, 1).double())]
+    losses = []
+    for factor in (1.0, 10.0):
+        with torch.no_grad():
+            model[0].weight.mul_(factor)
+            model[2].weight.div_(factor)
+        losses.append(slice_1d(model, mse, data, random_direction(model), num_points=5).losses)
+    torch.testing.assert_close(*losses)
+
+
+def test_between_meets_both_ends_exactly() -> None:
+    start, end, data = convnet().eval(), convnet().eval(), unequal_batches()
+    with torch.no_grad():
+        for p in end.parameters():
+            p.add_(torch.randn_like(p), alpha=0.3)
+        end[1].running_mean.add_(1.0)
+    for model, ends in [(start, (start, end)), (convnet(), (start.state_dict(), end.state_dict()))]:
+        line = between(model, cross_entropy, data, *ends, num_points=5)
+        at_start = between(start, cross_entropy, data, start, start, num_points=2).losses[0]
+        at_end = between(end, cross_entropy, data, end, end, num_points=2).losses[1]
+        assert line.losses[0] == at_start
+        assert line.losses[-1] == at_end
+        assert line.losses[0] != line.losses[-1]
+    with pytest.raises(ValueError, match="names and shapes"):
+        between(start, cross_entropy, data, start, nn.Linear(2, 2))
+
+
+def test_between_moves_frozen_parameters_and_puts_them_back() -> None:
+    model = convnet()
+    model[0].weight.requires_grad_(False)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    other = {name: tensor * 0 if tensor.is_floating_point() else tensor for name, tensor in before.items()}
+    other["1.running_var"] = torch.ones(3, dtype=torch.float64)
+    line = between(model, cross_entropy, unequal_batches(), model, other, num_points=2)
+    assert float(line.losses[-1]) == pytest.approx(math.log(3), rel=1e-9)  # all weights zero: a fair guess
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize("options", [{"span": (1.0, -1.0)}, {"num_points": 1}, {"span": (0.0, math.inf)}], ids=str)
+def test_bad_spans(options: dict[str, Any]) -> None:
+    model = convnet()
+    with pytest.raises(ValueError, match="span"):
+        slice_1d(model, cross_entropy, unequal_batches(), random_direction(model), **options)
+
+
+def test_a_direction_that_does_not_fit() -> None:
+    for direction in ({"nothing": torch.ones(1)}, {"0.weight": torch.ones(2)}):
+        with pytest.raises(ValueError, match="does not fit"):
+            slice_1d(convnet(), cross_entropy, unequal_batches(), direction)
+
+
+def test_table_of_two_models() -> None:
+    flats = compare({"a": convnet(), "b": convnet()}, cross_entropy, unequal_batches(), QUICK)
+    first, second = table_rows(flats, std=0.1)
+    assert first["std"] == 0.1
+    assert {k: v for k, v in first.items() if k != "model"} == {k: v for k, v in second.items() if k != "model"}
+    assert first["λ1"] == float(flats[0].eigenpairs.values[0])  # type: ignore[union-attr]
+    assert {"loss", "mean", "variance", "t-variance", "worst case", "adaptive", "trace", "trace error"} <= first.keys()
+    text = format_table([first, second])
+    assert text.splitlines()[0].split() == ["model", "a", "b"]
+    assert "±" in text
+    few = compare({"a": convnet()}, cross_entropy, unequal_batches(), Plan((0.1,), 2, 1.0, 0.05, 0.5, 0, 0, 0, 0, 1, 0))
+    assert "λ1" not in table_rows(few)[0]
+    with pytest.raises(ValueError, match="models is empty"):
+        compare({}, cross_entropy, unequal_batches())
+
+
+def test_every_figure_is_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from tiltsam.flatness.figures import OKABE_ITO, plot_neighborhood, plot_slices, write_figures
+
+    flats = compare({"a": convnet(), "b/c": convnet()}, cross_entropy, unequal_batches(), QUICK)
+    written = write_figures(flats, tmp_path / "new", dpi=40)
+    names = {"neighborhood.png", "spectrum.png", "slices.png", "plane-a.png", "plane-b-c.png"}
+    assert {path.name for path in written} == names
+    assert all(path.stat().st_size > 1000 for path in written)
+    assert not {path.name for path in (tmp_path / "new").iterdir()} - names
+
+    around = {flat.name: flat.neighborhood for flat in flats}
+    ax = plot_neighborhood(around, "tilted_variance")
+    assert [line.get_color() for line in ax.get_lines()] == list(OKABE_ITO[:2])
+    assert [text.get_text() for text in ax.get_legend().get_texts()] == ["a", "b/c"]
+    assert "t = 1" in ax.get_ylabel()
+    with pytest.raises(ValueError, match="statistic"):
+        plot_neighborhood(around, "median")
+    ax = plot_slices({"x": Slice1D(torch.arange(3.0), torch.ones(3))}, logarithmic=True)
+    assert ax.get_yscale() == "log"

@@ -43,20 +43,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         args.run(args)
-    except (UserError, ImportError, *_known_mistakes()) as error:
-        print(f"tiltsam {args.command}: {error}", file=sys.stderr)
-        return 2
+    except (UserError, ImportError) as error:
+        return _mistake(args.command, error)
+    except _known_mistakes() as error:
+        return _mistake(args.command, error)
     except BrokenPipeError:  # `tiltsam … | head` is no error
         sys.stderr.close()
         return 0
     except OSError as error:  # a full disk, an unwritable folder: what was saved before is intact
         where = f" ({error.filename})" if error.filename else ""
-        print(f"tiltsam {args.command}: {error.strerror or error}{where}", file=sys.stderr)
-        return 2
+        return _mistake(args.command, f"{error.strerror or error}{where}")
     except KeyboardInterrupt:
         print(f"tiltsam {args.command}: interrupted", file=sys.stderr)
         return 130
     return 0
+
+
+def _mistake(command: str, error: object) -> int:
+    print(f"tiltsam {command}: {error}", file=sys.stderr)
+    return 2
 
 
 def _add_lab(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

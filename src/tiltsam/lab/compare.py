@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,7 @@ def compare(
                     elsewhere.append(config)
                     continue
                 try:
-                    train(config, record, root=root, download=download, report=lambda p, c=config: report(c, p))
+                    train(config, record, root=root, download=download, report=partial(report, config))
                 except TrainError as error:
                     broken.append(config)
                     failed(config, error)

@@ -143,7 +143,8 @@ class TrainConfig:
         others = set().union(*METHOD_SETTINGS.values()) - set(METHOD_SETTINGS[self.method])
         if self.method == "esam1":
             others.discard("num_samples")
-        body = {k: v for k, v in body.items() if k not in others}  # another method's settings make no other run
+        # Another method's settings make no other run, nor does 2 for 2.0.
+        body = {k: float(v) if isinstance(v, int) else v for k, v in body.items() if k not in others}
         digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()[:10]
         return f"{self.method}-{digest}"
 

@@ -279,7 +279,7 @@ def build(name: str, data: Data) -> nn.Module:
     if "image" in data.train.inputs:
         channels, size = data.train.inputs["image"].shape[1], data.train.inputs["image"].shape[-1]
         if name == "auto":
-            name = "resnet18" if size >= 32 else "cnn"
+            name = "resnet18" if size >= 32 else "cnn" if size >= 16 else "mlp"
         if name in MODELS and channels == 3:
             return MODELS[name](data.num_classes, image_size=size)
         if name in MODELS:

@@ -93,6 +93,7 @@ class Record:
 
     def begin(self, config: TrainConfig, device: torch.device) -> None:
         """Write what was asked and where it runs."""
+        self.folder.mkdir(parents=True, exist_ok=True)
         _write_json(self.folder / "config.json", dataclasses.asdict(config))
         _write_json(self.folder / "environment.json", _environment(device))
 

@@ -6,7 +6,8 @@ import copy
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from tiltsam.lab.record import Checkpoint, Record
 __all__ = ["Run", "TrainError", "load_data", "load_model", "train"]
 
 EVAL_BATCH = 512
+SMALL_MODEL = 500_000  # parameters
 BATCHNORM_BATCHES = 40  # enough for BatchNorm's statistics to settle, far less than an epoch of CIFAR
 
 
@@ -71,7 +73,6 @@ def train(
         return finished
     if checkpoint_seconds is None:
         checkpoint_seconds = float(os.environ.get("TILTSAM_CHECKPOINT_SECONDS", "20"))
-    record.folder.mkdir(parents=True, exist_ok=True)
     return Run(config, record, load_data(config, root, download=download)).run(report, checkpoint_seconds)
 
 
@@ -82,6 +83,7 @@ class Run:
         self.config, self.record = config, record
         self.device = resolve_device(config.device)
         self.data = data.to(self.device)
+        self._mean, self._std = (torch.tensor(x, device=self.device) for x in (data.mean, data.std))
         torch.manual_seed(config.seed)
         self.model = _build(config, data).to(self.device)
         self.optimizer = self._optimizer()
@@ -116,6 +118,10 @@ class Run:
 
     def run(self, report: Callable[[Progress], None], checkpoint_seconds: float) -> dict[str, Any]:
         """Epoch after epoch until the budget is used up."""
+        with _threads_for(self.model, self.device):
+            return self._run(report, checkpoint_seconds)
+
+    def _run(self, report: Callable[[Progress], None], checkpoint_seconds: float) -> dict[str, Any]:
         self._resume()
         self.record.begin(self.config, self.device)
         saved = time.perf_counter()
@@ -201,9 +207,10 @@ class Run:
         for name in self._names:
             x = part.inputs[name]
             if name == "image":
-                for augmentation in self.data.augment if shapes is not None else ():
-                    x = AUGMENTATIONS[augmentation](x, shapes)
-                x = normalise(x, self.data.mean, self.data.std)
+                if shapes is not None:
+                    for augmentation in self.data.augment:
+                        x = AUGMENTATIONS[augmentation](x, shapes)
+                x = normalise(x, self._mean, self._std)
                 if x.is_cuda:
                     x = x.contiguous(memory_format=torch.channels_last)
             found.append(x)
@@ -311,6 +318,18 @@ class Run:
         }
         self.record.finish({**self.model.state_dict(), **self.estimated}, **numbers)
         return numbers
+
+
+@contextmanager
+def _threads_for(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """One thread for a small model on a CPU: sharing out its tiny kernels costs more than it brings."""
+    before = torch.get_num_threads()
+    if device.type == "cpu" and sum(p.numel() for p in model.parameters()) < SMALL_MODEL:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def resolve_device(name: str) -> torch.device:

@@ -1,0 +1,12 @@
+"""What a user can put right: data that is missing, damaged or of the wrong shape."""
+
+from __future__ import annotations
+
+__all__ = ["DataError"]
+
+
+class DataError(Exception):
+    """Data that cannot be used. The message is one line: which file, what is wrong with it, what to do."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(" ".join(message.split()))

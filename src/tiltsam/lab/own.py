@@ -1,0 +1,137 @@
+"""One's own data: a folder of images, a table of sentences, arrays in an ``.npz``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from tiltsam.lab import readers
+from tiltsam.lab.data import Data, Split
+from tiltsam.lab.errors import DataError
+from tiltsam.lab.splits import Request, assemble, encoded
+from tiltsam.lab.tables import Table, read_table
+
+__all__ = ["arrays", "image_folder", "sentences"]
+
+TEST_SHARE = 0.2  # of data that comes in one piece
+SMALL = 64  # pixels that images are brought to unless asked otherwise
+
+
+def image_folder(request: Request) -> Data:
+    """A folder per class, or folders ``train`` and ``test`` of these."""
+    parts = [request.path]
+    if (request.path / "train").is_dir() and (request.path / "test").is_dir():
+        parts = [request.path / "train", request.path / "test"]
+    found = [readers.class_folders(part) for part in parts]
+    number = {name: i for i, name in enumerate(found[0])}
+    splits = []
+    for part, classes in zip(parts, found, strict=True):
+        if unknown := sorted(set(classes) - set(number)):
+            raise DataError(f"{part / unknown[0]} is a class that {parts[0]} does not have")
+        files = [path for paths in classes.values() for path in paths]
+        size = request.image_size or SMALL
+        images = readers.read_images(files, size, what=f"images of {part.name}", progress=request.progress)
+        labels = [number[name] for name, paths in classes.items() for _ in paths]
+        splits.append(Split({"image": images}, torch.tensor(labels)))
+    test = splits[1] if len(splits) == 2 else None
+    # No flip: what is mirrored may be something else (letters, traffic signs).
+    return assemble(request, splits[0], test, len(number), test_share=TEST_SHARE, augment=("crop",))
+
+
+def sentences(request: Request) -> Data:
+    """A table with columns text, perhaps text2, and label or score; or a folder with one named train and one test."""
+    paths = [request.path]
+    if request.path.is_dir():
+        paths = [_table_in(request.path, "train"), _table_in(request.path, "test")]
+    read = [read_table(path) for path in paths]
+    parts, scores = [table for table, _ in read], read[0][1]
+    for table, is_score in read[1:]:
+        if is_score != scores or (table.second is None) != (parts[0].second is None):
+            raise DataError(f"{table.path} and {parts[0].path} do not have the same columns")
+    if scores:
+        classes: list[str] = []
+        targets = [torch.tensor(part.values(), dtype=torch.float32) for part in parts]
+    else:
+        classes = _class_names(parts[0])
+        targets = [torch.tensor(part.classes(classes)) for part in parts]
+    splits = encoded(request, parts, targets)
+    return assemble(
+        request,
+        splits[0],
+        splits[1] if len(splits) == 2 else None,
+        len(classes) or 1,
+        test_share=TEST_SHARE,
+        metrics=("pearson", "spearman") if scores else ("accuracy",),
+    )
+
+
+def arrays(request: Request) -> Data:
+    """``x`` and ``y``, or ``x_train``, ``y_train``, ``x_test``, ``y_test``, of images (uint8) or features (numbers)."""
+    found = readers.read_npz(request.path)
+    names = [("x_train", "y_train"), ("x_test", "y_test")] if "x_train" in found else [("x", "y")]
+    splits = [_arrays(request.path, found, x, y) for x, y in names]
+    shapes = [{name: tuple(x.shape[1:]) for name, x in split.inputs.items()} for split in splits]
+    kinds = [split.targets.is_floating_point() for split in splits]
+    if shapes[0] != shapes[-1] or kinds[0] != kinds[-1]:
+        raise DataError(f"{request.path}: train and test differ in the shape or type of x or y")
+    classes = 1 if kinds[0] else 1 + max(int(split.targets.max()) for split in splits)
+    if not kinds[0] and classes < 2:
+        raise DataError(f"{request.path}: {names[0][1]} holds one class; there is nothing to learn")
+    return assemble(
+        request,
+        splits[0],
+        splits[1] if len(splits) == 2 else None,
+        classes,
+        test_share=TEST_SHARE,
+        metrics=("pearson", "spearman") if kinds[0] else ("accuracy",),
+    )
+
+
+def _arrays(path: Path, found: Mapping[str, np.ndarray], x_name: str, y_name: str) -> Split:
+    """One pair of arrays, checked."""
+    for name in (x_name, y_name):
+        if name not in found:
+            raise DataError(f"{path} has no array {name}: it needs x, y or x_train, y_train, x_test, y_test")
+    x, y = found[x_name], found[y_name]
+    if y.ndim != 1 or x.ndim < 2 or len(x) != len(y) or not len(y) or not x[0].size:
+        raise DataError(f"{path}: {x_name} is {x.shape} and {y_name} {y.shape}; they must be (n, …) and (n,), n > 0")
+    if y.dtype.kind not in "iubf" or x.dtype.kind not in "iubf":
+        raise DataError(f"{path}: {x_name} is {x.dtype} and {y_name} {y.dtype}; they must be numbers")
+    for name, array in ((x_name, x), (y_name, y)):
+        if array.dtype.kind == "f" and not np.isfinite(array).all():
+            raise DataError(f"{path}: {name} holds a NaN or an infinity")
+    if y.dtype.kind != "f" and int(y.min()) < 0:
+        raise DataError(f"{path}: {y_name} holds {int(y.min())}; classes are numbered from 0")
+    targets = torch.from_numpy(y.astype(np.float32 if y.dtype.kind == "f" else np.int64))
+    if x.ndim == 2:
+        return Split({"x": torch.from_numpy(x.astype(np.float32))}, targets)
+    if x.dtype != np.uint8 or x.ndim > 4:
+        raise DataError(
+            f"{path}: {x_name} is {x.dtype} of shape {x.shape}; images are uint8 (n, channels, height, width) or "
+            "(n, height, width[, channels]), features numbers (n, features)"
+        )
+    if x.ndim == 3:
+        x = x[:, None]
+    elif x.shape[1] not in (1, 3) and x.shape[3] in (1, 3):
+        x = x.transpose(0, 3, 1, 2)
+    return Split({"image": torch.from_numpy(np.ascontiguousarray(x))}, targets)
+
+
+def _table_in(folder: Path, name: str) -> Path:
+    for suffix in (".csv", ".tsv"):
+        if (folder / f"{name}{suffix}").exists():
+            return folder / f"{name}{suffix}"
+    raise DataError(f"{folder / name}.csv (or .tsv) is missing: a folder of text holds train and test tables")
+
+
+def _class_names(table: Table) -> list[str]:
+    """The labels that occur, by number where all are whole numbers, else by the alphabet."""
+    names = set(table.labels)
+    if len(names) < 2:
+        raise DataError(f"{table.path} has one label, {table.labels[0]!r}: there is nothing to learn")
+    if all(name.lstrip("-").isdecimal() for name in names):
+        return sorted(names, key=int)
+    return sorted(names)

@@ -1,0 +1,204 @@
+"""What a user is told when data is missing, damaged or wrong, and what is done about it."""
+
+import gzip
+import pickle
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lab_files import PUBLISHED, cifar, dtd, fashion, glue, rows, tiny
+from tiltsam.lab import published, tasks
+from tiltsam.lab.download import SOURCES
+from tiltsam.lab.errors import DataError
+from tiltsam.lab.tasks import TASKS, load
+
+
+@pytest.mark.parametrize("name", [name for name in TASKS if name != "digits" and ":" not in name])
+def test_missing_data_says_what_to_put_where(tmp_path, name):
+    with pytest.raises(DataError) as caught:
+        load(name, root=tmp_path)
+    message = str(caught.value)
+    source = SOURCES[name.removesuffix("-noisy")][0].url
+    assert message.startswith(str(tmp_path))
+    assert "is missing" in message
+    assert source in message
+    assert "--download" in message
+    assert TASKS[name].files in message
+    assert "\n" not in message
+
+
+def test_the_root_is_the_argument_then_the_variable_then_data(tmp_path, monkeypatch):
+    monkeypatch.setenv("TILTSAM_DATA", str(tmp_path / "variable"))
+    assert tasks.data_root(tmp_path) == tmp_path
+    assert tasks.data_root() == tmp_path / "variable"
+    with pytest.raises(DataError, match=r"variable/cifar-100-binary/train.bin is missing"):
+        load("cifar100")
+    monkeypatch.delenv("TILTSAM_DATA")
+    assert tasks.data_root() == Path("data")
+
+
+@pytest.mark.parametrize("name", ["cifr100", "glue/", "images:", "images:PATH", "", "zip:x"])
+def test_an_unknown_task_lists_the_known(name):
+    with pytest.raises(DataError, match=r"no task named .* tasks are digits, "):
+        load(name)
+    with pytest.raises(DataError, match="did you mean cifar100"):
+        load("cifr100")
+
+
+def test_download_fetches_and_reads_on(tmp_path, monkeypatch):
+    asked = []
+
+    def fetched(remotes, folder, progress):
+        asked.append((remotes, folder))
+        cifar(tmp_path, True)
+
+    monkeypatch.setattr(published, "fetch", fetched)
+    assert rows(load("cifar100", root=tmp_path, download=True)) == (36, 4, 40)
+    load("cifar100", root=tmp_path, download=True)
+    assert asked == [(SOURCES["cifar100"], tmp_path)]  # once: then it is there
+
+
+def test_mrpc_is_put_together_from_what_is_distributed(tmp_path, monkeypatch):
+    def fetched(remotes, folder, progress):
+        folder.mkdir(parents=True)
+        lines = [f"{i % 2}\t{i}\t{i + 100}\tfirst {i}\tsecond {i}" for i in range(20)]
+        header = "\ufeff" + PUBLISHED["mrpc"][0]
+        (folder / "msr_paraphrase_train.txt").write_text("\r\n".join([header, *lines]) + "\r\n", encoding="utf-8")
+        (folder / "mrpc_dev_ids.tsv").write_text("3\t103\n8\t108\n")
+
+    monkeypatch.setattr(published, "fetch", fetched)
+    data = load("glue/mrpc", root=tmp_path, download=True)
+    assert rows(data) == (16, 2, 2)
+    assert data.test.targets.tolist() == [1, 0]
+
+
+def test_nothing_is_unpickled(tmp_path):
+    class Evil:
+        def __reduce__(self):
+            return (pytest.fail, ("it was unpickled",))
+
+    for name, y in (("object.npz", np.array([Evil()], dtype=object)),):
+        np.savez(tmp_path / name, x=np.zeros((1, 2)), y=y)
+    (tmp_path / "pickle.npz").write_bytes(pickle.dumps({"x": 1}))
+    for name in ("object.npz", "pickle.npz"):
+        with pytest.raises(DataError, match=name):
+            load(f"npz:{tmp_path / name}")
+
+
+def truncate(path, keep=0.5):
+    path.write_bytes(path.read_bytes()[: int(len(path.read_bytes()) * keep)])
+
+
+def poke(path, offset, value):
+    raw = bytearray(path.read_bytes())
+    raw[offset] = value
+    path.write_bytes(raw)
+
+
+DAMAGE = [
+    ("cifar100", lambda r: truncate(cifar(r, True) / "train.bin", 0.51), "train.bin is damaged: .* no whole number"),
+    ("cifar100", lambda r: (cifar(r, True) / "test.bin").write_bytes(b""), "test.bin is damaged"),
+    ("cifar100", lambda r: poke(cifar(r, True) / "test.bin", 3075, 100), "test.bin is damaged: record 1 has label 100"),
+    ("cifar10", lambda r: poke(cifar(r, False) / "data_batch_3.bin", 0, 10), "data_batch_3.bin .* label 10"),
+    ("fashion-mnist", lambda r: truncate(fashion(r) / "t10k-images-idx3-ubyte.gz"), "t10k-images.* is damaged"),
+    ("fashion-mnist", lambda r: poke(fashion(r) / "train-labels-idx1-ubyte.gz", 0, 0), "train-labels.* is damaged"),
+    ("fashion-mnist", lambda r: idx(r, 2050, 30, bytes(30)), "train-labels.* 0x00000802, not with 0x00000801"),
+    ("fashion-mnist", lambda r: idx(r, 2049, 30, bytes(29)), "train-labels.* promises 30 bytes"),
+    ("fashion-mnist", lambda r: idx(r, 2049, 30, bytes(31)), "train-labels.* promises 30 bytes"),
+    ("fashion-mnist", lambda r: idx(r, 2049, 29, bytes(29)), "30 images, .* 29 labels"),
+    ("fashion-mnist", lambda r: idx(r, 2049, 2, b"\x00\x0a", images=2), "label 10"),
+    ("tiny-imagenet", lambda r: truncate(tiny(r) / "val/images/val_2.JPEG"), "val_2.JPEG is damaged: .* decoded"),
+    ("tiny-imagenet", lambda r: (tiny(r) / "val/images/val_1.JPEG").unlink(), "val_1.JPEG is missing"),
+    ("tiny-imagenet", lambda r: (tiny(r) / "wnids.txt").write_text("n01\n"), "wnids.txt is damaged: .* n02"),
+    ("tiny-imagenet", lambda r: (tiny(r) / "val/val_annotations.txt").write_text("a.JPEG\n"), "line 1 names no class"),
+    ("dtd", lambda r: (dtd(r) / "images/banded/banded_val1_0.jpg").write_text("no"), "banded_val1_0.jpg is damaged"),
+    ("dtd", lambda r: (dtd(r) / "labels/val1.txt").write_text("../x\n"), "val1.txt is damaged: .* outside"),
+    ("dtd", lambda r: (dtd(r) / "labels/val1.txt").write_text("banded\n"), "val1.txt is damaged: line 1"),
+    ("dtd", lambda r: (dtd(r) / "labels/val1.txt").write_text("\n"), "val1.txt is damaged: it is empty"),
+    ("glue/rte", lambda r: (glue(r, "rte") / "dev.tsv").write_text("0\ta\n"), "dev.tsv: no column sentence1"),
+    ("glue/rte", lambda r: append(glue(r, "rte"), b"0\ta\n"), "train.tsv is damaged: line 22 has fewer"),
+    ("glue/rte", lambda r: append(glue(r, "rte"), b"0\ta\tb\tperhaps\n"), "train.tsv, line 22: label 'perhaps'"),
+    ("glue/rte", lambda r: append(glue(r, "rte"), b"0\ta\t\xff\t0\n"), "train.tsv is damaged: byte .* no UTF-8"),
+    ("glue/rte", lambda r: (glue(r, "rte") / "dev.tsv").write_text(""), "dev.tsv is damaged: it is empty"),
+    ("glue/cola", lambda r: (glue(r, "cola") / "dev.tsv").write_text("a\tb\n"), "dev.tsv: no header .* no 4 columns"),
+    ("glue/stsb", lambda r: append(glue(r, "stsb"), b"\t" * 9 + b"nan\n"), "train.tsv, line 22: 'nan' is no finite"),
+]  # fmt: skip
+
+
+def idx(root, magic, n, content, images=30):
+    folder = fashion(root, images)
+    with gzip.open(folder / "train-labels-idx1-ubyte.gz", "wb") as f:
+        f.write(struct.pack(">2I", magic, n) + content)
+
+
+def append(folder, row):
+    with (folder / "train.tsv").open("ab") as f:
+        f.write(row)
+
+
+@pytest.mark.parametrize(("name", "damage", "message"), DAMAGE, ids=[f"{n}-{m[:30]}" for n, _, m in DAMAGE])
+def test_a_damaged_file_is_named(tmp_path, name, damage, message):
+    damage(tmp_path)
+    with pytest.raises(DataError, match=message) as caught:
+        load(name, root=tmp_path, image_size=8)
+    assert "\n" not in str(caught.value)
+    assert str(tmp_path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ({"x": np.zeros((3, 2))}, "no array y"),
+        ({"x_train": np.zeros((3, 2)), "y_train": np.zeros(3, int)}, "no array x_test"),
+        ({"x": np.zeros((3, 2)), "y": np.zeros(4, int)}, r"\(3, 2\) and y \(4,\)"),
+        ({"x": np.zeros(3), "y": np.zeros(3, int)}, r"must be \(n, …\)"),
+        ({"x": np.zeros((0, 2)), "y": np.zeros(0, int)}, "n > 0"),
+        ({"x": np.zeros((9, 3, 8, 8)), "y": np.arange(9)}, "images are uint8"),
+        ({"x": np.full((9, 2), np.nan), "y": np.arange(9)}, "NaN"),
+        ({"x": np.zeros((9, 2)), "y": np.arange(9) - 1}, "holds -1"),
+        ({"x": np.zeros((9, 2)), "y": np.zeros(9, int)}, "one class"),
+        ({"x": np.zeros((9, 2)), "y": np.array(["a"] * 9)}, "must be numbers"),
+        ({"x": np.zeros((3, 2)), "y": np.arange(3)}, "too few"),
+        (
+            {"x_train": np.zeros((3, 2)), "y_train": np.arange(3), "x_test": np.zeros((3, 4)), "y_test": np.arange(3)},
+            "train and test differ",
+        ),
+    ],
+)
+def test_wrong_arrays_are_refused(tmp_path, arrays, message):
+    np.savez(tmp_path / "a.npz", **arrays)
+    with pytest.raises(DataError, match=message):
+        load(f"npz:{tmp_path / 'a.npz'}")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("text,label\n", "no examples"),
+        ("words,label\na,b\n", "no column text"),
+        ("text,class\na,b\n", "no column label"),
+        ("text,label\na,b\nc\n", "row 3"),
+        ("text,label\na,b\nc,b\n", "nothing to learn"),
+        ('text,label\na,"b\n', "damaged"),
+        ("text,score\na,1\nb,high\n", "line 3: 'high'"),
+    ],
+)
+def test_wrong_tables_are_refused(tmp_path, content, message):
+    (tmp_path / "a.csv").write_text(content)
+    with pytest.raises(DataError, match=message):
+        load(f"text:{tmp_path / 'a.csv'}")
+
+
+def test_wrong_folders_are_refused(tmp_path):
+    for name in (f"images:{tmp_path / 'no'}", f"text:{tmp_path / 'no.csv'}", f"npz:{tmp_path / 'no.npz'}"):
+        with pytest.raises(DataError, match=r"no.* is missing: "):
+            load(name)
+    with pytest.raises(DataError, match=r"train.csv .* is missing"):
+        load(f"text:{tmp_path}")
+    with pytest.raises(DataError, match="holds 0 classes"):
+        load(f"images:{tmp_path}")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match="empty holds no image"):
+        load(f"images:{tmp_path}")

@@ -1,0 +1,219 @@
+"""Downloads that arrive whole or not at all, and archives that try to get out."""
+
+import errno
+import hashlib
+import io
+import tarfile
+import threading
+import zipfile
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from tiltsam.lab import download as module
+from tiltsam.lab.download import SOURCES, Remote, download, extract, fetch
+from tiltsam.lab.errors import DataError
+
+CONTENT = bytes(range(256)) * 9000  # more than one chunk
+
+
+@pytest.fixture
+def server():
+    """Serves what is put into ``files``; ``short`` ones break off in the middle."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            body = self.server.files.get(self.path)
+            if body is None:
+                self.send_error(404)
+                return
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body[: len(body) // 2] if "short" in self.path else body)
+
+        def log_message(self, *args):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as made:
+        made.files = {}
+        made.url = f"http://127.0.0.1:{made.server_port}"
+        thread = threading.Thread(target=made.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield made
+        made.shutdown()
+        thread.join()
+
+
+def put(server, name, body, algorithm="sha256"):
+    server.files[f"/{name}"] = body
+    return Remote(f"{server.url}/{name}", f"{algorithm}:{hashlib.new(algorithm, body).hexdigest()}")
+
+
+def tar_of(path, members, mode="w:gz"):
+    with tarfile.open(path, mode) as tar:
+        for name, content in members:
+            info = tarfile.TarInfo(name)
+            if isinstance(content, bytes):
+                info.size = len(content)
+                tar.addfile(info, io.BytesIO(content))
+            else:
+                info.type, info.linkname = content
+                tar.addfile(info)
+    return path
+
+
+def everything_below(folder):
+    return sorted(str(p.relative_to(folder)) for p in folder.rglob("*"))
+
+
+@pytest.mark.parametrize("algorithm", ["md5", "sha256"])
+def test_a_download_arrives_whole_and_says_how_far_it_is(server, tmp_path, algorithm):
+    told = []
+    path = download(put(server, "a.bin", CONTENT, algorithm), tmp_path / "new" / "folder", lambda *a: told.append(a))
+    assert path.read_bytes() == CONTENT
+    assert everything_below(path.parent) == ["a.bin"]
+    assert told[-1] == ("downloading a.bin", len(CONTENT), len(CONTENT))
+    assert [done for _, done, _ in told] == sorted({done for _, done, _ in told})
+    assert len(told) > 1
+
+
+def test_a_wrong_checksum_leaves_nothing_and_harms_nothing(server, tmp_path):
+    (tmp_path / "a.bin").write_text("what was there")
+    put(server, "a.bin", CONTENT)
+    with pytest.raises(DataError, match=r"a\.bin: md5 is [0-9a-f]{32}, published is 0000"):
+        download(Remote(f"{server.url}/a.bin", "md5:" + "0" * 32), tmp_path)
+    assert (tmp_path / "a.bin").read_text() == "what was there"
+    assert everything_below(tmp_path) == ["a.bin"]
+
+
+@pytest.mark.parametrize("name", ["short.bin", "absent.bin"])
+def test_a_broken_or_refused_download_is_one_line(server, tmp_path, name):
+    remote = put(server, name, CONTENT)
+    if name == "absent.bin":
+        server.files.clear()
+    with pytest.raises(DataError, match=f"{name} could not be fetched") as caught:
+        download(remote, tmp_path)
+    assert "\n" not in str(caught.value)
+    assert everything_below(tmp_path) == []
+
+
+def test_no_network_is_one_line(tmp_path):
+    with pytest.raises(DataError, match="could not be fetched"):
+        download(Remote("http://127.0.0.1:9/a.bin", "md5:" + "0" * 32), tmp_path)
+
+
+@pytest.mark.parametrize("url", ["file:///etc/passwd", "ftp://host/a"])
+def test_other_addresses_are_refused(tmp_path, url):
+    with pytest.raises(DataError, match="only http"):
+        download(Remote(url, "md5:" + "0" * 32), tmp_path)
+
+
+def test_a_checksum_is_a_must(tmp_path):
+    with pytest.raises(DataError, match="checksum must be"):
+        download(Remote("https://host/a", ""), tmp_path)
+
+
+def test_a_full_disk_is_one_line(server, tmp_path, monkeypatch):
+    def full(*args):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(module.os, "fsync", full)
+    with pytest.raises(DataError, match="the disk is full"):
+        download(put(server, "a.bin", CONTENT), tmp_path)
+    assert everything_below(tmp_path) == []
+
+
+def test_a_folder_that_is_a_file_is_one_line(server, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match="cannot be written"):
+        download(put(server, "a.bin", CONTENT), tmp_path / "file")
+
+
+def test_fetch_unpacks_archives_and_keeps_plain_files(server, tmp_path):
+    made = tar_of(tmp_path / "x.tar.gz", [("set/a.txt", b"a"), ("set/deep/b.txt", b"b")])
+    zipped = io.BytesIO()
+    with zipfile.ZipFile(zipped, "w") as z:
+        z.writestr("set/c.txt", "c")
+    remotes = (
+        put(server, "x.tar.gz", made.read_bytes()),
+        put(server, "y.zip", zipped.getvalue()),
+        put(server, "plain.gz", b"plain"),
+    )
+    fetch(remotes, tmp_path / "root")
+    assert everything_below(tmp_path / "root") == [
+        "plain.gz", "set", "set/a.txt", "set/c.txt", "set/deep", "set/deep/b.txt",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", ["w:gz", "w:xz", "w"])
+def test_unpacking_merges_with_what_is_there(tmp_path, mode):
+    (tmp_path / "root" / "set").mkdir(parents=True)
+    (tmp_path / "root" / "set" / "mine.txt").write_text("mine")
+    extract(tar_of(tmp_path / "x.tar", [("set/a.txt", b"new")], mode), tmp_path / "root")
+    assert everything_below(tmp_path / "root") == ["set", "set/a.txt", "set/mine.txt"]
+
+
+ESCAPES = ["../outside.txt", "/tmp/tiltsam-outside.txt", "set/../../outside.txt", "..\\outside.txt", "C:outside.txt"]
+LINKS = [(tarfile.SYMTYPE, "/etc"), (tarfile.LNKTYPE, "set/a.txt"), (tarfile.CHRTYPE, ""), (tarfile.FIFOTYPE, "")]
+
+
+@pytest.mark.parametrize("name", ESCAPES)
+@pytest.mark.parametrize("kind", ["tar", "zip"])
+def test_no_member_is_written_outside(tmp_path, kind, name):
+    path = tmp_path / "bad"
+    if kind == "tar":
+        tar_of(path, [("set/a.txt", b"a"), (name, b"evil")])
+    else:
+        with zipfile.ZipFile(path, "w") as z:
+            z.writestr("set/a.txt", "a")
+            z.writestr(name, "evil")
+    with pytest.raises(DataError, match="outside the folder; nothing was unpacked"):
+        extract(path, tmp_path / "root")
+    assert everything_below(tmp_path) == ["bad", "root"]
+
+
+@pytest.mark.parametrize("link", LINKS)
+def test_links_and_devices_in_a_tar_are_refused(tmp_path, link):
+    path = tar_of(tmp_path / "bad", [("set/a.txt", b"a"), ("set/link", link), ("set/link/b.txt", b"evil")])
+    with pytest.raises(DataError, match="'set/link', a link or device"):
+        extract(path, tmp_path / "root")
+    assert everything_below(tmp_path) == ["bad", "root"]
+
+
+def test_links_in_a_zip_are_refused(tmp_path):
+    info = zipfile.ZipInfo("set/link")
+    info.external_attr = 0o120777 << 16
+    with zipfile.ZipFile(tmp_path / "bad", "w") as z:
+        z.writestr(info, "/etc")
+    with pytest.raises(DataError, match="'set/link', a link or device"):
+        extract(tmp_path / "bad", tmp_path / "root")
+    assert everything_below(tmp_path) == ["bad", "root"]
+
+
+@pytest.mark.parametrize("kind", ["tar", "zip"])
+def test_a_damaged_archive_is_named_and_nothing_is_unpacked(tmp_path, kind):
+    path = tmp_path / f"bad.{kind}"
+    body = hashlib.shake_256(b"seed").digest(50000)
+    if kind == "tar":
+        tar_of(path, [("set/a.txt", b"a"), ("set/b.bin", body)])
+        path.write_bytes(path.read_bytes()[:30000])
+    else:
+        with zipfile.ZipFile(path, "w") as z:
+            z.writestr("set/a.txt", "a")
+            z.writestr("set/b.bin", body)
+        raw = bytearray(path.read_bytes())
+        raw[30000] ^= 255
+        path.write_bytes(raw)
+    with pytest.raises(DataError, match=rf"bad\.{kind} is damaged"):
+        extract(path, tmp_path / "root")
+    assert everything_below(tmp_path) == [f"bad.{kind}", "root"]
+
+
+def test_every_source_has_a_home_and_a_checksum():
+    for name, remotes in SOURCES.items():
+        for remote in remotes:
+            algorithm, _, digest = remote.checksum.partition(":")
+            assert remote.url.startswith("https://"), name
+            assert len(digest) == {"md5": 32, "sha256": 64}[algorithm], name
+            assert set(digest) <= set("0123456789abcdef"), name

@@ -1,0 +1,253 @@
+"""Every task, from small files in its authors' layout; one's own data; noise and splits."""
+
+import gzip
+import warnings
+
+import numpy as np
+import pytest
+import torch
+
+from lab_files import check, cifar, dtd, fashion, glue, picture, rows, tiny
+from tiltsam.lab import text
+from tiltsam.lab.errors import DataError
+from tiltsam.lab.splits import noisy_labels, split_at_random
+from tiltsam.lab.tables import GLUE
+from tiltsam.lab.tasks import TASKS, load
+
+RNG = np.random.default_rng(0)
+
+
+# --- the tasks ---
+
+
+def test_digits_need_nothing_and_a_fifth_of_their_labels_is_wrong():
+    noisy, clean = load("digits"), load("digits", noise=0)
+    check(noisy)
+    assert rows(noisy) == (1078, 120, 599)
+    assert torch.equal(noisy.train.inputs["image"], clean.train.inputs["image"])
+    assert torch.equal(noisy.test.targets, clean.test.targets)
+    wrong = sum(int((getattr(noisy, s).targets != getattr(clean, s).targets).sum()) for s in ("train", "validation"))
+    assert wrong == round(0.2 * 1198)
+    assert noisy.train.inputs["image"].max() == 240
+
+
+def test_the_seed_moves_validation_and_noise_but_not_the_test_set():
+    one, same, other = load("digits", seed=1), load("digits", seed=1), load("digits", seed=2)
+    assert torch.equal(one.train.targets, same.train.targets)
+    assert torch.equal(one.validation.inputs["image"], same.validation.inputs["image"])
+    assert not torch.equal(one.validation.inputs["image"], other.validation.inputs["image"])
+    assert torch.equal(one.test.inputs["image"], other.test.inputs["image"])
+
+
+@pytest.mark.parametrize("fine", [True, False])
+def test_cifar(tmp_path, fine):
+    cifar(tmp_path, fine)
+    data = load("cifar100" if fine else "cifar10", root=tmp_path)
+    check(data)
+    assert rows(data) == ((36, 4, 40) if fine else (180, 20, 40))
+    assert data.num_classes == (100 if fine else 10)
+    for split in (data.train, data.test):  # images and labels still belong together, channels in their order
+        assert torch.equal(split.inputs["image"][:, 0, 31, 31].long(), 2 * split.targets)
+        assert torch.equal(split.inputs["image"][:, 1, 0, 0].long(), 2 * split.targets + 1)
+    x = data.train.inputs["image"].double() / 255
+    assert data.mean == pytest.approx(x.mean((0, 2, 3)).tolist())
+    assert data.std == pytest.approx(x.std((0, 2, 3), correction=0).tolist())
+
+
+def test_noisy_cifar_is_cifar_with_wrong_labels_outside_the_test_set(tmp_path):
+    cifar(tmp_path, True, n=200)
+    data = load("cifar100-noisy", root=tmp_path)
+    truth = [split.inputs["image"][:, 0, 0, 0].long() // 2 for split in (data.train, data.validation, data.test)]
+    wrong = [int((s.targets != y).sum()) for s, y in zip((data.train, data.validation, data.test), truth, strict=True)]
+    assert wrong[0] + wrong[1] == 40
+    assert wrong[2] == 0
+    assert load("cifar100-noisy", root=tmp_path, noise=0.5).name == "cifar100-noisy"
+
+
+@pytest.mark.parametrize("unpacked", [False, True])
+def test_fashion_mnist(tmp_path, unpacked):
+    folder = fashion(tmp_path)
+    if unpacked:
+        for path in folder.glob("*.gz"):
+            path.with_suffix("").write_bytes(gzip.decompress(path.read_bytes()))
+            path.unlink()
+    data = load("fashion-mnist", root=tmp_path)
+    check(data)
+    assert rows(data) == (27, 3, 30)
+    assert data.train.inputs["image"].shape[1:] == (1, 28, 28)
+    assert torch.equal(data.train.inputs["image"][:, 0, 5, 5].long(), data.train.targets)
+
+
+def test_tiny_imagenet(tmp_path):
+    tiny(tmp_path)
+    told = []
+    data = load("tiny-imagenet", root=tmp_path, progress=lambda *a: told.append(a))
+    check(data)
+    assert rows(data) == (9, 1, 4)
+    assert data.test.targets.tolist() == [1, 0, 1, 0]  # classes in the order of their names
+    assert (data.test.inputs["image"][:, 0, 9, 9] > 100).tolist() == [True, False, True, False]
+    assert ("reading training images", 10, 10) in told
+
+
+def test_dtd_has_its_own_validation_set(tmp_path):
+    dtd(tmp_path)
+    data = load("dtd", root=tmp_path, image_size=16, validation=0.5)
+    check(data)
+    assert rows(data) == (6, 4, 2)
+    for split in (data.train, data.validation, data.test):
+        assert torch.equal(split.inputs["image"][:, 0, 8, 8] > 100, split.targets == 1)
+    assert load("dtd", root=tmp_path).train.inputs["image"].shape[1:] == (3, 224, 224)
+
+
+@pytest.mark.parametrize("layout", ["published", "hub"])
+@pytest.mark.parametrize("task", GLUE)
+def test_glue(tmp_path, task, layout):
+    glue(tmp_path, task, layout=layout)
+    data = load(f"glue/{task}", root=tmp_path)
+    check(data)
+    assert rows(data) == (18, 2, 20)
+    assert data.num_classes == {"stsb": 1, "mnli": 3}.get(task, 2)
+    if task == "stsb":
+        assert data.test.targets[:3].tolist() == pytest.approx([0, 0.76, 1])
+    else:
+        assert data.test.targets.tolist() == [i % data.num_classes for i in range(20)]
+    first = ["he", "said", '"', "no", "0", "more"]
+    pair = ["reply", "0"] if GLUE[task].second else None
+    wanted = [text.CLS, *map(text.hash_token, first), text.SEP]
+    wanted += [*map(text.hash_token, pair), text.SEP] if pair else []
+    assert data.test.inputs["input_ids"][0].tolist()[: len(wanted)] == wanted
+
+
+def test_glue_counts_what_the_paper_reports():
+    main = {name: spec.metrics[0] for name, spec in GLUE.items()}
+    assert main == {**dict.fromkeys(GLUE, "accuracy"), "cola": "matthews", "stsb": "pearson"}
+
+
+def test_glue_labels_as_numbers(tmp_path):
+    folder = glue(tmp_path, "rte", layout="hub")
+    for path in folder.iterdir():
+        path.write_text(path.read_text().replace("not_entailment", "1").replace("entailment", "0"))
+    assert load("glue/rte", root=tmp_path).test.targets.tolist() == [0, 1] * 10
+
+
+def test_glue_without_its_dev_set_says_what_stands_in(tmp_path):
+    (glue(tmp_path, "qqp") / "dev.tsv").unlink()
+    with pytest.warns(UserWarning, match=r"dev\.tsv is missing: a tenth of train\.tsv stands in"):
+        data = load("glue/qqp", root=tmp_path)
+    assert rows(data) == (16, 2, 2)
+
+
+def test_broken_rows_of_qqp_are_left_out_and_counted(tmp_path):
+    folder = glue(tmp_path, "qqp", n=400)
+    with (folder / "train.tsv").open("a") as f:
+        f.write("7\t8\n")
+    with pytest.warns(UserWarning, match="1 of 401 rows lack a column"):
+        assert rows(load("glue/qqp", root=tmp_path)) == (360, 40, 400)
+
+
+# --- one's own data ---
+
+
+def test_own_images_in_one_folder_and_in_two(tmp_path):
+    for part in ("", "train", "test"):
+        for i in range(6):
+            picture(tmp_path / (part or "flat") / "cats" / f"{i}.png", 10, size=(30, 20))
+            picture(tmp_path / (part or "flat") / "dogs" / "more" / f"{i}.jpeg", 200, size=(20, 50))
+    flat, two = load(f"images:{tmp_path / 'flat'}"), load(f"images:{tmp_path}", image_size=8)
+    check(flat)
+    check(two)
+    assert rows(flat) == (9, 1, 2)
+    assert rows(two) == (11, 1, 12)
+    assert flat.train.inputs["image"].shape[1:] == (3, 64, 64)
+    assert torch.equal(two.test.inputs["image"][:, 0, 4, 4] > 100, two.test.targets == 1)
+
+
+def test_own_text(tmp_path):
+    path = tmp_path / "mine.csv"
+    path.write_text('text,text2,label\n"one, ""two""\nthree",b,yes\n' + "x,y,no\nx,z,maybe\n" * 5)
+    data = load(f"text:{path}", validation=0.2)
+    check(data)
+    assert rows(data) == (7, 2, 2)
+    assert data.num_classes == 3
+    folder = tmp_path / "both"
+    folder.mkdir()
+    (folder / "train.tsv").write_text("label\ttext\n" + "10\ta\n2\tb\n" * 5)
+    (folder / "test.tsv").write_text("text\tlabel\nb\t2\na\t10\n")
+    data = load(f"text:{folder}")
+    assert data.test.targets.tolist() == [0, 1]  # whole numbers in their order
+    (folder / "train.tsv").write_text("text\tscore\n" + "a\t1.5\nb\t2\n" * 5)
+    (folder / "test.tsv").write_text("text\tscore\na\t-1\n")
+    data = load(f"text:{folder}")
+    check(data)
+    assert (data.num_classes, data.metrics, data.test.targets.tolist()) == (1, ("pearson", "spearman"), [-1.0])
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "wanted"),
+    [
+        ((20, 3, 8, 8), np.uint8, (3, 8, 8)),
+        ((20, 8, 8, 3), np.uint8, (3, 8, 8)),
+        ((20, 8, 8), np.uint8, (1, 8, 8)),
+        ((20, 5), np.float64, (5,)),
+        ((20, 5), np.int16, (5,)),
+    ],
+)
+def test_own_arrays(tmp_path, shape, dtype, wanted):
+    x, y = (RNG.random(shape) * 200).astype(dtype), np.arange(20, dtype=np.int32) % 3
+    np.savez(tmp_path / "one.npz", x=x, y=y)
+    np.savez(tmp_path / "two.npz", x_train=x, y_train=y, x_test=x[:5], y_test=y[:5])
+    for name, sizes in (("one", (14, 2, 4)), ("two", (18, 2, 5))):
+        data = load(f"npz:{tmp_path / name}.npz")
+        check(data)
+        assert rows(data) == sizes
+        assert next(iter(data.train.inputs.values())).shape[1:] == wanted
+        assert data.num_classes == 3
+    np.savez(tmp_path / "values.npz", x=x, y=RNG.random(20))
+    data = load(f"npz:{tmp_path / 'values.npz'}")
+    check(data)
+    assert data.num_classes == 1
+    with pytest.raises(DataError, match="label noise does not apply"):
+        load(f"npz:{tmp_path / 'values.npz'}", noise=0.1)
+
+
+# --- noise and splits ---
+
+
+@pytest.mark.parametrize("num_classes", [2, 10])
+def test_noise_goes_to_the_other_classes_evenly(num_classes):
+    labels = torch.arange(20000) % num_classes
+    noisy = noisy_labels(labels, 0.2, num_classes, torch.Generator().manual_seed(0))
+    wrong = noisy != labels
+    assert wrong.sum() == 4000  # none of those drawn kept its label
+    shift = ((noisy - labels) % num_classes)[wrong].bincount(minlength=num_classes)[1:]
+    expected = 4000 / (num_classes - 1)
+    assert (shift - expected).abs().max() <= 5 * expected**0.5
+    again = noisy_labels(labels, 0.2, num_classes, torch.Generator().manual_seed(0))
+    assert torch.equal(noisy, again)
+    assert torch.equal(labels, torch.arange(20000) % num_classes)
+
+
+@pytest.mark.parametrize(
+    ("n", "share", "size"), [(10, 0.1, 1), (10, 0.0, 0), (3, 0.01, 1), (2, 0.99, 1), (100, 0.25, 25)]
+)
+def test_a_split_divides(n, share, size):
+    first, second = split_at_random(n, share, torch.Generator().manual_seed(0))
+    assert len(second) == size
+    assert sorted([*first.tolist(), *second.tolist()]) == list(range(n))
+
+
+@pytest.mark.parametrize("wrong", [{"validation": 1.0}, {"validation": -0.1}, {"noise": 1.5}, {"image_size": 0}])
+def test_shares_have_bounds(wrong):
+    with pytest.raises(ValueError, match="got"):
+        load("digits", **wrong)
+
+
+def test_every_task_is_described_in_one_line():
+    for name, task in TASKS.items():
+        assert task.name == name
+        assert task.description
+        assert task.files
+        assert "\n" not in task.description + task.files
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check(load("digits", validation=0))

@@ -1,0 +1,300 @@
+"""Training, records and comparison: what is asked is what runs, and nothing is lost on the way."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tiltsam.cli import main
+from tiltsam.lab.compare import compare, format_rows, summarise
+from tiltsam.lab.config import METHOD_SETTINGS, ConfigError, TrainConfig, field_docs
+from tiltsam.lab.record import Record, RecordError
+from tiltsam.lab.train import Run, TrainError, load_data, load_model, train
+
+SMALL = TrainConfig(epochs=2, batch_size=128, num_samples=2, num_points=2)
+
+
+def weights(record: Record) -> dict[str, torch.Tensor]:
+    return record.model()
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+@pytest.mark.parametrize("method", METHOD_SETTINGS)
+def test_every_method_trains(method, tmp_path):
+    config = replace(SMALL, method=method)
+    record = Record.of(tmp_path, config)
+    with record.working() as mine:
+        assert mine
+        result = train(config, record)
+    assert result["epoch"] >= 2
+    assert 0.3 < result["score"] <= 1
+    rows, damaged = record.metrics()
+    assert not damaged
+    assert rows[-1]["passes"] == result["passes"]
+    assert record.config() == config
+    per_step = {"erm": 1, "esam2": 2 + 2 / 3, "tsam": 4}.get(method, 2)
+    if method == "esam1":  # SAM until it has spent what TSAM would have
+        assert result["passes"] == pytest.approx(2 * result["steps"])
+        assert result["passes"] == pytest.approx(4 * 2 * (result["steps"] / result["epoch"]), rel=0.1)
+    else:
+        assert result["passes"] == pytest.approx(per_step * result["steps"], rel=1e-3)
+
+
+def test_a_finished_run_is_not_trained_again(tmp_path):
+    record = Record.of(tmp_path, SMALL)
+    with record.working():
+        first = train(SMALL, record)
+        assert train(SMALL, record, report=lambda p: pytest.fail("trained again")) == first
+
+
+def test_budgets(tmp_path):
+    passes = replace(SMALL, method="sam", epochs=50, passes=40.0)
+    result = train(passes, Record(tmp_path / "passes"), report=lambda p: None)
+    assert result["passes"] == 40
+    seconds = replace(SMALL, method="sam", epochs=1e6, seconds=0.5)
+    result = train(seconds, Record(tmp_path / "seconds"))
+    assert 0.4 < result["seconds"] < 3
+
+
+@pytest.mark.parametrize("schedule", ["constant", "step", "cosine"])
+def test_schedules(schedule, tmp_path):
+    config = replace(SMALL, method="erm", epochs=8, schedule=schedule, lr=0.1, warmup=0.2)
+    rates = []
+    train(config, Record(tmp_path), report=lambda p: rates.append(p.row["lr"]))
+    assert rates[0] < 0.1  # warming up
+    assert {"constant": 0.1, "step": 0.001}.get(schedule, 0.0) == pytest.approx(rates[-1], abs=3e-3)
+
+
+class Stop(Exception):
+    pass
+
+
+@pytest.mark.parametrize("method", ["erm", "tsam", "rsam"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_stopped_and_resumed_is_bitwise_unbroken(method, optimizer, tmp_path):
+    config = replace(SMALL, method=method, epochs=5, optimizer=optimizer, lr=0.01, schedule="cosine")
+    data = load_data(config)
+    Run(config, Record(tmp_path / "unbroken"), data).run(lambda p: None, 0.0)
+
+    def stop_at(epoch):
+        def report(progress):
+            if progress.epoch >= epoch:
+                raise Stop
+
+        return report
+
+    (tmp_path / "broken").mkdir()
+    broken = Record(tmp_path / "broken")
+    for epoch in (2, 3, 4):
+        with pytest.raises(Stop):
+            Run(config, broken, data).run(stop_at(epoch), 0.0)
+    Run(config, broken, data).run(lambda p: None, 0.0)
+    assert same(weights(Record(tmp_path / "unbroken")), weights(broken))
+    ignored = ("seconds",)
+    one, two = (
+        {k: v for k, v in Record(tmp_path / n).result().items() if k not in ignored} for n in ("unbroken", "broken")
+    )
+    assert one == two
+
+
+def start(out: Path, *arguments: str) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "tiltsam", *arguments, "--out", str(out), "--epochs", "12", "--num-samples", "2"]
+    environment = {**os.environ, "TILTSAM_CHECKPOINT_SECONDS": "0", "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment)
+
+
+def test_killed_at_random_moments_it_ends_where_an_unbroken_run_ends(tmp_path):
+    assert start(tmp_path / "a", "train", "digits").wait(120) == 0
+    unbroken = next((tmp_path / "a").rglob("result.json")).parent
+    rng, kills = random.Random(0), 0
+    for _ in range(40):
+        process = start(tmp_path / "b", "train", "digits")
+        try:
+            process.wait(rng.uniform(2.0, 4.5) if kills < 10 else 120)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+            kills += 1
+            continue
+        assert process.returncode == 0
+        break
+    broken = next((tmp_path / "b").rglob("result.json")).parent
+    assert kills >= 1
+    assert same(weights(Record(unbroken)), weights(Record(broken)))
+
+
+def test_a_damaged_checkpoint_falls_back_to_the_one_before(tmp_path):
+    config = replace(SMALL, method="sam", epochs=6)
+    data, record = load_data(config), Record(tmp_path / "run")
+
+    def stop(progress):
+        if progress.epoch >= 4:
+            raise Stop
+
+    record.folder.mkdir()
+    with pytest.raises(Stop):
+        Run(config, record, data).run(stop, 0.0)
+    places = sorted(p.name for p in (record.folder / "checkpoints").iterdir())
+    assert places == ["000002", "000003"]  # the last two
+    newest = record.folder / "checkpoints" / "000003" / "model.safetensors"
+    newest.write_bytes(newest.read_bytes()[:-7] + b"damaged")
+    with pytest.warns(RuntimeWarning, match=r"000003 is damaged .*model.safetensors.*the one before"):
+        checkpoint = record.load()
+    assert checkpoint.state["epoch"] == 2
+    with pytest.warns(RuntimeWarning, match="damaged"):
+        Run(config, record, data).run(lambda p: None, 100.0)
+    unbroken = Record(tmp_path / "unbroken")
+    Run(config, unbroken, data).run(lambda p: None, 100.0)
+    assert same(weights(record), weights(unbroken))
+
+
+def test_a_half_written_line_of_metrics_is_named_and_passed_over(tmp_path):
+    record = Record(tmp_path)
+    record.log(epoch=1, loss=2.0)
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"epoch": 2, "lo')
+    record.log(epoch=2, loss=1.0)
+    rows, damaged = record.metrics()
+    assert [row["loss"] for row in rows] == [2.0, 1.0]
+    assert damaged == [2]
+
+
+def test_a_diverging_run_is_told_and_the_others_go_on(tmp_path, capsys):
+    bad = ["compare", "digits", "--methods", "erm", "--seeds", "1", "--out", str(tmp_path), "--epochs", "2"]
+    assert main([*bad, "--lr", "1e30"]) == 0
+    out = capsys.readouterr().out
+    assert "the loss is not finite in epoch 1 of erm, seed 0" in out
+    assert "1 diverged" in out
+    with pytest.raises(TrainError, match="lower lr or rho"):
+        train(replace(SMALL, method="erm", lr=1e30), Record(tmp_path / "again"))
+
+
+def test_compare_reuses_what_is_done_and_averages_over_seeds(tmp_path):
+    configs = [replace(SMALL, method=m, seed=s) for m in ("erm", "sam") for s in (0, 1)]
+    trained = []
+    rows = compare(configs, tmp_path, report=lambda c, p: trained.append((c.method, c.seed)))
+    assert len(set(trained)) == 4
+    assert [row.method for row in rows] == ["erm", "sam"]
+    scores = [100 * Record.of(tmp_path, c).result()["score"] for c in configs[:2]]
+    assert rows[0].mean == pytest.approx(sum(scores) / 2)
+    assert rows[0].error == pytest.approx(abs(scores[0] - scores[1]) / 2)
+    again = compare(configs, tmp_path, report=lambda c, p: pytest.fail("trained again"))
+    assert again == rows
+    assert format_rows(rows)[0][0] == "method"
+    assert summarise([replace(SMALL, method="tsam")], tmp_path)[0].runs == 0
+
+
+def test_two_processes_never_run_the_same_cell(tmp_path):
+    arguments = ["compare", "digits", "--methods", "erm", "sam", "tsam", "--seeds", "2"]
+    both = [start(tmp_path, *arguments) for _ in range(2)]
+    assert [p.wait(timeout=200) for p in both] == [0, 0]
+    finished = list(tmp_path.rglob("result.json"))
+    assert len(finished) == 6
+    for result in finished:
+        epochs = [json.loads(line)["epoch"] for line in (result.parent / "metrics.jsonl").read_text().splitlines()]
+        assert epochs == [float(k) for k in range(1, 13)]  # each epoch once: nobody else was in there
+
+
+def test_a_run_that_is_held_is_refused(tmp_path, capsys):
+    config = TrainConfig(epochs=2)
+    with Record.of(tmp_path, config).working() as mine:
+        assert mine
+        assert main(["train", "digits", "--epochs", "2", "--out", str(tmp_path)]) == 2
+    assert "another process is training this run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["train", "digitz"], "digitz"),
+        (["train", "digits", "--method", "adam"], "unknown method 'adam'"),
+        (["train", "digits", "--model", "resnet18"], "resnet18"),
+        (["train", "digits", "--lr", "0"], "lr must be > 0, got 0.0"),
+        (["train", "digits", "--rho", "-1"], "rho must be a finite number >= 0, got -1.0"),
+        (["train", "digits", "--validation", "1.5"], "validation must be in [0, 1), got 1.5"),
+        (["train", "digits", "--device", "gpu"], "unknown device 'gpu'"),
+        (["train", "cifar100", "--data-root", "/nonexistent"], "/nonexistent"),
+        (["compare", "digits", "--seeds", "0"], "--seeds must be at least 1, got 0"),
+    ],
+    ids=lambda x: " ".join(x) if isinstance(x, list) else "",
+)
+def test_mistakes_are_one_line_and_exit_2(arguments, says, tmp_path, capsys):
+    assert main([*arguments, "--out", str(tmp_path)]) == 2
+    error = capsys.readouterr().err.strip()
+    assert says in error
+    assert len(error.splitlines()) == 1
+
+
+def test_a_full_disk_loses_nothing(tmp_path, capsys, monkeypatch):
+    def full(self, checkpoint):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Record, "save", full)
+    monkeypatch.setenv("TILTSAM_CHECKPOINT_SECONDS", "0")
+    assert main(["train", "digits", "--epochs", "3", "--out", str(tmp_path)]) == 2
+    assert "No space left on device" in capsys.readouterr().err
+    monkeypatch.undo()
+    assert main(["train", "digits", "--epochs", "3", "--out", str(tmp_path)]) == 0
+
+
+def test_a_folder_that_is_no_run(tmp_path):
+    with pytest.raises(RecordError, match="is no run"):
+        Record(tmp_path).config()
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(RecordError, match="damaged"):
+        Record(tmp_path).config()
+
+
+def test_the_model_comes_back(tmp_path):
+    record = Record(tmp_path / "run")
+    config = replace(SMALL, method="sam", epochs=8)
+    result = train(config, record)
+    data = load_data(config)
+    model = load_model(record, data).eval()
+    outputs = (
+        model(data.test.inputs.get("x", data.test.inputs.get("image")).float()) if "x" in data.test.inputs else None
+    )
+    if outputs is not None:
+        accuracy = (outputs.argmax(1) == data.test.targets).float().mean().item()
+        assert accuracy == pytest.approx(result["score"], abs=1e-6)
+
+
+def test_every_field_is_documented_and_on_the_command_line(capsys):
+    docs = field_docs(TrainConfig)
+    assert set(docs) == set(TrainConfig.__dataclass_fields__)
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    text = capsys.readouterr().out
+    for name in set(docs) - {"task"}:
+        assert f"--{name.replace('_', '-')}" in text
+
+
+def test_keys_ignore_other_methods_settings():
+    assert replace(SMALL, method="sam", t=1.0).key() == replace(SMALL, method="sam", t=2.0).key()
+    assert replace(SMALL, method="tsam", t=1.0).key() != replace(SMALL, method="tsam", t=2.0).key()
+    assert replace(SMALL, seed=1).key() == replace(SMALL, seed=2).key()
+    with pytest.raises(ConfigError, match="unknown method"):
+        replace(SMALL, method="lookahead")
+
+
+def test_time_is_not_counted_while_evaluating(tmp_path, monkeypatch):
+    original = Run._evaluate
+
+    def slow(self, *args):
+        time.sleep(0.3)
+        return original(self, *args)
+
+    monkeypatch.setattr(Run, "_evaluate", slow)
+    result = train(replace(SMALL, method="erm"), Record(tmp_path))
+    assert result["seconds"] < 0.6

@@ -9,7 +9,7 @@ CODE   := src tests examples benchmarks
 .PHONY: help venv demo test lint format bench clean
 
 help:
-	@echo "make demo    train ERM, SAM and TSAM on noisy digits and compare them"
+	@echo "make demo    train all seven methods on digits with 20% wrong labels and compare them"
 	@echo "make test    run all tests"
 	@echo "make lint    formatting, lint and types"
 	@echo "make format  rewrite files as make lint wants them"
@@ -26,7 +26,7 @@ $(READY): pyproject.toml constraints.txt
 venv: $(READY)
 
 demo: $(READY)
-	$(BIN)/python examples/digits.py
+	$(BIN)/tiltsam compare digits --seeds 2 --epochs 40 --out runs/demo
 
 test: $(READY)
 	$(BIN)/python -m pytest -n 2
@@ -41,6 +41,7 @@ format: $(READY)
 	$(BIN)/ruff check --fix $(CODE)
 
 bench: $(READY)
+	$(BIN)/python benchmarks/bench_sam.py
 	$(BIN)/python benchmarks/bench_step.py
 
 clean:

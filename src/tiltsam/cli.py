@@ -94,6 +94,28 @@ def _add_lab(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         command.add_argument("--data-root", type=Path, help="folder of the data sets (default: $TILTSAM_DATA, or data)")
         command.add_argument("--download", action="store_true", help="fetch a data set that is missing")
 
+    sharpness = commands.add_parser(
+        "sharpness",
+        help="how flat are trained models",
+        description="Measure the flatness of trained runs and compare them: neighbourhood, worst case, Hessian.",
+        epilog="example: tiltsam sharpness runs/digits --out flatness",
+    )
+    sharpness.add_argument(
+        "runs", nargs="+", type=Path, metavar="RUN", help="folders of runs, or folders that hold some"
+    )
+    sharpness.add_argument("--task", help="measure on this task (default: the runs' own)")
+    sharpness.add_argument("--split", choices=("train", "test"), default="train", help="default: %(default)s")
+    sharpness.add_argument("--examples", type=int, default=1000, help="examples to measure on (default: %(default)s)")
+    sharpness.add_argument("--samples", type=int, default=50, help="draws a noise level (default: %(default)s)")
+    sharpness.add_argument("--t", type=float, default=1.0, help="tilt of the t-weighted numbers (default: %(default)s)")
+    sharpness.add_argument("--device", default="auto", help="default: a GPU if there is one")
+    sharpness.add_argument("--data-root", type=Path, help="folder of the data sets (default: $TILTSAM_DATA, or data)")
+    sharpness.add_argument(
+        "--out", type=Path, default=Path("flatness"), help="folder for figures (default: %(default)s)"
+    )
+    sharpness.add_argument("--no-figures", action="store_true", help="print the table only")
+    sharpness.set_defaults(run=_sharpness)
+
     tasks = commands.add_parser("tasks", help="the tasks and where their data belongs", epilog="example: tiltsam tasks")
     tasks.set_defaults(run=_tasks)
 
@@ -153,6 +175,35 @@ def _compare(args: argparse.Namespace) -> None:
     if first.reestimate_batchnorm:
         print("BatchNorm's statistics were estimated anew at the trained weights before each test.")
     print(f"runs: {args.out}")
+
+
+def _sharpness(args: argparse.Namespace) -> None:
+    from tiltsam.flatness.comparison import Plan, format_table, table_rows
+    from tiltsam.flatness.figures import write_figures
+    from tiltsam.lab.flat import Bars, find_runs, measure_runs
+
+    if not args.no_figures:
+        _writable(args.out)
+    if args.examples < 1 or args.samples < 2:
+        raise UserError(
+            f"--examples must be at least 1 and --samples at least 2, got {args.examples} and {args.samples}"
+        )
+    runs = find_runs(args.runs)
+    plan = Plan(num_samples=args.samples, t=args.t)
+    with Bars() as bars:
+        flats = measure_runs(
+            runs,
+            task=args.task,
+            split=args.split,
+            examples=args.examples,
+            device=args.device,
+            root=args.data_root,
+            plan=plan,
+            progress=bars,
+        )
+    print(format_table(table_rows(flats)))
+    for path in () if args.no_figures else write_figures(flats, args.out):
+        print(f"wrote {path}")
 
 
 def _tasks(args: argparse.Namespace) -> None:

@@ -1,8 +1,8 @@
 """What a step costs beyond its passes, on a CPU: SAM against a plain loop and pytorch_optimizer's, TSAM's too.
 
-ResNet-18, batch 64. On a shared machine a pass varies by tens of percent from one to the next, so steps are not compared
-with passes timed at another moment: the clock runs inside the closure too, and what a step adds to its own passes is
-the difference. The median over turns is shown.
+ResNet-18, batch 64. On a shared machine a pass varies by tens of percent from one to the next, so steps are not
+compared with passes timed at another moment: the clock runs inside the closure too, and what a step adds to its own
+passes is the difference. The median over turns is shown.
 """
 
 from __future__ import annotations

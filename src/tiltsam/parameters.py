@@ -309,18 +309,17 @@ class ParameterSpace:
             self._fused.mix(mean, table, share, valid, first=first)
             self._seen = [True] * len(self.params)
             return
-        self.keep_(gradient, valid)
         for block in self._blocks:
-            part = share.to(block.device)
+            part, ok = share.to(block.device), valid.to(block.device)
             new = [i for i in block.indices if gradient[i] is not None and not self._seen[i]]
             old = [i for i in block.indices if gradient[i] is not None and self._seen[i]]
             gone = [i for i in block.indices if gradient[i] is None and self._seen[i]]
             if new:
-                fresh = _pick(gradient, new)
+                vectors.keep_copy_(_pick(self._mean, new), _pick(gradient, new), ok, foreach=self.foreach)
                 if not first:
-                    vectors.scale_(fresh, part, foreach=self.foreach)
-                vectors.copy_(_pick(self._mean, new), fresh, foreach=self.foreach)
+                    vectors.scale_(_pick(self._mean, new), part, foreach=self.foreach)
             if old:
+                vectors.keep_(_pick(gradient, old), ok, foreach=self.foreach)
                 vectors.lerp_(_pick(self._mean, old), _pick(gradient, old), part, foreach=self.foreach)
             if gone:
                 vectors.scale_(_pick(self._mean, gone), 1 - part, foreach=self.foreach)

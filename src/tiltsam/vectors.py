@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["add_", "add_scaled_", "copy_", "dot", "keep_", "lerp_", "norm", "scale_", "select_"]
+__all__ = ["add_", "add_scaled_", "copy_", "dot", "keep_", "keep_copy_", "lerp_", "norm", "scale_", "select_"]
 
 # The integer that holds the bits of a float: multiplying by the integer 0 erases NaN and inf too.
 _BITS = {
@@ -75,6 +75,18 @@ def keep_(x: list[Tensor], mask: Tensor, *, foreach: bool = True) -> None:
     scale_(views, mask.to(bits), foreach=foreach)
 
 
+def keep_copy_(x: list[Tensor], y: list[Tensor], mask: Tensor, *, foreach: bool = True) -> None:
+    """``x <- y`` where the scalar ``mask`` is true, else exactly 0; ``y`` may be used up."""
+    if foreach and x[0].is_cuda:
+        keep_(y, mask)
+        copy_(x, y)
+        return
+    bits = _BITS[x[0].dtype]
+    factor = mask.to(bits)
+    for a, b in zip(x, y, strict=True):
+        torch.mul(b.view(bits), factor, out=a.view(bits))
+
+
 def select_(x: list[Tensor], y: list[Tensor], mask: Tensor) -> None:
     """``x <- y`` where the scalar ``mask`` is true."""
     for a, b in zip(x, y, strict=True):
@@ -82,10 +94,24 @@ def select_(x: list[Tensor], y: list[Tensor], mask: Tensor) -> None:
 
 
 def norm(x: list[Tensor], dtype: torch.dtype, *, foreach: bool = True) -> Tensor:
-    """The Euclidean norm of each tensor, stacked, accumulated in ``dtype``."""
+    """The Euclidean norm of each tensor, stacked, accumulated in ``dtype``.
+
+    On a CPU the inner product of a tensor with itself is twice as fast as torch's norm, and sums in blocks: of 2.4
+    million float32 numbers its relative error is 1e-6, the norm's 4e-5.
+    """
+    if x[0].device.type == "cpu":
+        return torch.stack([_cpu_norm(a, dtype) for a in x])
     if foreach:
         return torch.stack(torch._foreach_norm(x, 2, dtype=dtype))
     return torch.stack([torch.linalg.vector_norm(a, 2, dtype=dtype) for a in x])
+
+
+def _cpu_norm(a: Tensor, dtype: torch.dtype) -> Tensor:
+    if a.dtype == dtype and a.is_contiguous():
+        flat = a.view(-1)
+        return torch.dot(flat, flat).sqrt()
+    length: Tensor = torch.linalg.vector_norm(a, 2, dtype=dtype)
+    return length
 
 
 def dot(x: list[Tensor], y: list[Tensor], dtype: torch.dtype) -> Tensor:

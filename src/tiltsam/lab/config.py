@@ -73,8 +73,8 @@ class TrainConfig:
     clip: float | None = None
     """Longest aggregated gradient; 1 in the paper's text experiments."""
 
-    rho: float = 0.5
-    """Length of the ascent. Under label noise on small data a larger one pays than the 0.05 of clean images."""
+    rho: float | None = None
+    """Length of the ascent; by default the method's own (sam 0.05, tsam 0.1, asam 0.5)."""
     t: float = 20.0
     """Tilt of tsam."""
     radius: float | None = None
@@ -131,7 +131,10 @@ class TrainConfig:
 
     def method_options(self) -> dict[str, Any]:
         """What the method's constructor gets, beside the base and the model."""
-        return {name: getattr(self, name) for name in METHOD_SETTINGS[self.method]} | {"every": self.every}
+        own = {name: getattr(self, name) for name in METHOD_SETTINGS[self.method]}
+        if self.rho is None:
+            own.pop("rho", None)
+        return own | {"every": self.every}
 
     def constructor(self) -> Callable[..., tiltsam.SharpnessAware]:
         """The method's class; ``esam1`` is SAM, longer."""

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tiltsam import toys
 from tiltsam.palette import OKABE_ITO
 from tiltsam.samplers import HMC
 from tiltsam.toys import estimators
-from tiltsam.toys import objectives as toys
 from tiltsam.toys.objectives import HMC_TEST, TOY1, TOY2, Ball, Noise, Normal
 
 __all__ = ["FIGURES", "draw_all"]

@@ -7,8 +7,8 @@ float64, to about 1e-12, so that they can judge everything else:
     sam    max of L(theta + eps) over |eps| <= rho                  (Eq. 2), the true maximum, no ascent step
     tsam   (1/t) log E exp(t L(theta + eps)), eps ~ mu              (Eq. 3), mu uniform on a ball or Gaussian
 
-each with its derivative and second derivative. On top: gradient descent and gradient flow, stationary points, global
-minimisers, and the values of ``t`` or ``rho`` where the global minimiser jumps.
+each with its derivative and second derivative. What follows from them, trajectories and minimisers, is in
+:mod:`tiltsam.toys.descent`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from tiltsam.toys.descent import Function, Minimum, Path, descend, flow, jumps, minimise, stationary_points
+from tiltsam.toys.descent import Function
 from tiltsam.toys.quadrature import Nodes, adaptive_nodes
 
 __all__ = [
@@ -30,23 +30,16 @@ __all__ = [
     "TOY2",
     "WAVE",
     "Ball",
-    "Minimum",
     "Noise",
     "Normal",
-    "Path",
     "Point",
     "Problem",
     "Tilted",
-    "descend",
     "erm",
-    "flow",
-    "jumps",
     "lemma_derivatives",
     "linear",
-    "minimise",
     "quadratic",
     "sam",
-    "stationary_points",
     "tsam",
 ]
 

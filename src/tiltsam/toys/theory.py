@@ -14,8 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from tiltsam.toys import statements
-from tiltsam.toys.objectives import (
+from tiltsam.toys import (
     COUNTEREXAMPLE,
     HMC_TEST,
     TOY1,
@@ -33,6 +32,7 @@ from tiltsam.toys.objectives import (
     minimise,
     quadratic,
     sam,
+    statements,
     stationary_points,
     tsam,
 )

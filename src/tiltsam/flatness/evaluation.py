@@ -301,7 +301,7 @@ class _Bar:
         try:
             from rich.progress import Progress as RichProgress
         except ImportError as error:
-            raise ImportError("a progress bar needs rich: pip install 'tiltsam[measure]'") from error
+            raise ImportError("a progress bar needs rich: pip install 'tiltsam[lab]'") from error
         self._bar = RichProgress(transient=True)
         self._task = self._bar.add_task(label, total=None)
 

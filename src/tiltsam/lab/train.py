@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import tiltsam
 from tiltsam.lab import tasks
-from tiltsam.lab.augment import AUGMENTATIONS, normalise
+from tiltsam.lab.augment import augment, normalise
 from tiltsam.lab.config import ConfigError, TrainConfig
 from tiltsam.lab.data import Data, Split
 from tiltsam.lab.metrics import METRICS
@@ -208,8 +208,7 @@ class Run:
             x = part.inputs[name]
             if name == "image":
                 if shapes is not None:
-                    for augmentation in self.data.augment:
-                        x = AUGMENTATIONS[augmentation](x, shapes)
+                    x = augment(x, self.data.augment, shapes)
                 x = normalise(x, self._mean, self._std)
                 if x.is_cuda:
                     x = x.contiguous(memory_format=torch.channels_last)

@@ -77,7 +77,7 @@ def time_network(network: str, precision: str, args: argparse.Namespace, device:
     """All steps on one network; rows of name, mode, milliseconds and passes."""
     work = Workload(network, args.batch, device, precision)
     eager: dict[str, tuple[float, Step]] = {"one pass alone": (1, work.one_pass), **peer_steps(work)}
-    for name, (key, options, passes) in our_methods(args.samples).items():
+    for name, (key, options, passes) in ({} if args.captured_only else our_methods(args.samples)).items():
         optimizer = tiltsam.METHODS[key](work.sgd(), model=work.model, **options)
         eager[f"tiltsam {name}"] = (passes, partial(optimizer.step, work.closure))
     times = best_of({name: step for name, (_, step) in eager.items()}, args.repeats, device, args.inner)
@@ -183,19 +183,20 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--networks", nargs="+", choices=sorted(NETWORKS), help="default: resnet18; on a GPU all")
-    parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, help="default: fp32; on a GPU bf16-cl and tf32")
+    parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, help="default: fp32; on a GPU three kinds")
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--samples", type=int, nargs="+", help="numbers of samples (default: 1 3; on a GPU 1 3 5)")
     parser.add_argument("--repeats", type=int, default=5, help="turns, of which the fastest counts")
     parser.add_argument("--inner", type=int, help="steps a turn (default: 1; on a GPU 20)")
     parser.add_argument("--memory-batch", type=int, default=4, help="small, so that the weights dominate")
+    parser.add_argument("--captured-only", action="store_true", help="of our own steps")
     parser.add_argument("--no-memory", action="store_true", help="measure time only")
     parser.add_argument("--out", type=Path, help="folder for the numbers (JSON) and the figure (PNG)")
     parser.add_argument("--memory", help=argparse.SUPPRESS)
     args = parser.parse_args()
     gpu = torch.device(args.device).type == "cuda"
     args.networks = args.networks or (list(NETWORKS) if gpu else ["resnet18"])
-    args.precisions = args.precisions or (["bf16-cl", "tf32"] if gpu else ["fp32"])
+    args.precisions = args.precisions or (["bf16-cl", "tf32", "bf16-cl-compiled"] if gpu else ["fp32"])
     args.samples = tuple(args.samples or (SAMPLES if gpu else (1, 3)))
     args.inner = args.inner or (20 if gpu else 1)
     return args

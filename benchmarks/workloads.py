@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from tiltsam.lab.models import MODELS
 
 LR = 1e-3  # small: the weights must stay where they are while we measure
-PRECISIONS = ("fp32", "tf32", "tf32-cl", "bf16-cl")  # cl: convolutions in channels-last order
+# cl: convolutions in channels-last order; compiled: the model goes through torch.compile
+PRECISIONS = ("fp32", "tf32", "tf32-cl", "bf16-cl", "bf16-cl-compiled")
 
 
 class Bert6(nn.Module):
@@ -57,13 +58,16 @@ class Workload:
         self.model = NETWORKS[network]().to(device)
         self.device = device
         self.bf16 = precision.startswith("bf16")
+        self.call: Callable[[Tensor], Tensor] = self.model
+        if precision.endswith("-compiled"):
+            self.call = torch.compile(self.model)
         if network == "bert6":
             self.x = torch.randint(30522, (batch, 64), device=device)
             self.y = torch.randint(2, (batch,), device=device)
         else:
             self.x = torch.randn(batch, 3, 32, 32, device=device)
             self.y = torch.randint(100, (batch,), device=device)
-            if precision.endswith("-cl"):
+            if "-cl" in precision:
                 self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
                 self.x = self.x.to(memory_format=torch.channels_last)
 
@@ -72,7 +76,7 @@ class Workload:
         if self.bf16:
             autocast = torch.autocast(self.device.type, torch.bfloat16)
         with autocast:
-            logits = self.model(x)
+            logits = self.call(x)
         return nn.functional.cross_entropy(logits.float(), y)
 
     def closure(self) -> Tensor:

@@ -7,7 +7,8 @@ from torch import nn
 import reference
 import tiltsam
 from cases import METHODS, Problem, quadratic_problem, sgd
-from tiltsam.parameters import ParameterSpace, _stream_seed
+from tiltsam.parameters import ParameterSpace
+from tiltsam.streams import Streams, stream_seed
 
 every_method = pytest.mark.parametrize("method", METHODS, ids=repr)
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -213,16 +214,22 @@ def test_moving_the_model_and_changing_its_layout_between_steps():
 
 
 def test_streams_of_noise_differ():
-    cpu = torch.device("cpu")
     seeds = {
-        _stream_seed(seed, step, sample, device)
+        stream_seed(seed, step, sample, place)
         for seed in range(4)
         for step in range(20)
         for sample in range(5)
-        for device in (cpu, torch.device("cuda", 1))
+        for place in range(2)
     }
     assert len(seeds) == 4 * 20 * 5 * 2
     assert all(0 <= s < 2**63 for s in seeds)
+
+
+def test_streams_do_not_depend_on_the_number_of_the_device():
+    """One process a GPU, each on a device of another number: they have to draw the same."""
+    ranks = [Streams([torch.device("cuda", i), torch.device("cpu")]) for i in range(2)]
+    assert ranks[0]._seed(3, torch.device("cuda", 0)) == ranks[1]._seed(3, torch.device("cuda", 1))
+    assert ranks[0]._seed(3, torch.device("cuda", 0)) != ranks[0]._seed(3, torch.device("cpu"))
 
 
 def test_a_quadratic_by_hand():

@@ -36,6 +36,14 @@ __all__ = ["CapturedStep", "capture"]
 WARM_UP = 3  # eager steps before a capture: cuDNN chooses its kernels, Triton compiles, the base creates its state
 
 
+class _Seen(NamedTuple):
+    """What eager steps have shown of a kind of step."""
+
+    steps: int = 0
+    passes: int = 0
+    drawing: bool = True  # whether its passes draw random numbers
+
+
 class _Graph(NamedTuple):
     """A captured step, and the memory that it reads and writes."""
 
@@ -107,7 +115,7 @@ class CapturedStep:
         """Why steps run eagerly, or ``None``."""
         self._ascent_fraction = ascent_fraction
         self._warm_up = warm_up
-        self._seen: dict[Any, tuple[int, int]] = {}  # eager steps so far, and passes of one
+        self._seen: dict[Any, _Seen] = {}
         self._graphs: dict[Any, _Graph] = {}
         self._pool: Any = None
         self._rates: list[Tensor] = []  # the learning rates, where graphs read them
@@ -125,14 +133,17 @@ class CapturedStep:
         if self.reason is not None:
             return self.optimizer.step(*self._closures(batch))
         key = self._key(batch)
-        steps, passes = self._seen.get(key, (0, 0))
-        if key not in self._graphs and steps >= self._warm_up:
-            self._try_capture(key, batch, passes)
+        seen = self._seen.get(key, _Seen())
+        if key not in self._graphs and seen.steps >= self._warm_up:
+            self._try_capture(key, batch, seen)
         if (graph := self._graphs.get(key)) is not None:
             return self._replay(graph, batch)
+        generator = torch.cuda.default_generators[self.optimizer.current_space().device.index]
+        offset = generator.get_offset()
         with self._side_stream():  # autograd remembers the stream it first ran on: make it the one of the capture
             loss = self.optimizer.step(*self._closures(batch))
-        self._seen[key] = steps + 1, self.optimizer.last.num_forwards
+        drawing = generator.get_offset() != offset
+        self._seen[key] = _Seen(seen.steps + 1, self.optimizer.last.num_forwards, drawing)
         return loss
 
     def _closures(self, batch: tuple[Any, ...]) -> tuple[Closure, Closure | None]:
@@ -180,16 +191,17 @@ class CapturedStep:
         """All that a graph has frozen into it."""
         shapes = tuple((x.shape, x.dtype, x.device, x.stride()) if isinstance(x, Tensor) else x for x in batch)
         changeable = {"lr", "initial_lr"} if _reads_rate_from_device(self.optimizer.base) else {"initial_lr"}
-        return shapes, self.optimizer.frozen(frozenset(changeable))
+        places = tuple(p.data_ptr() for group in self.optimizer.param_groups for p in group["params"])
+        return shapes, places, self.optimizer.frozen(frozenset(changeable))
 
-    def _try_capture(self, key: Any, batch: tuple[Any, ...], passes: int) -> None:
+    def _try_capture(self, key: Any, batch: tuple[Any, ...], seen: _Seen) -> None:
         try:
-            self._graphs[key] = self._capture(batch, passes)
+            self._graphs[key] = self._capture(batch, seen)
         except Exception as error:  # whatever the model does that a graph cannot hold
             self.reason = f"capturing failed: {type(error).__name__}: {error}".splitlines()[0]
             warnings.warn(f"steps run eagerly, because {self.reason}", RuntimeWarning, stacklevel=4)
 
-    def _capture(self, batch: tuple[Any, ...], passes: int) -> _Graph:
+    def _capture(self, batch: tuple[Any, ...], seen: _Seen) -> _Graph:
         optimizer = self.optimizer
         mine = tuple(x.clone() if isinstance(x, Tensor) else x for x in batch)
         space = optimizer.prepare(*self._closures(mine))
@@ -197,13 +209,13 @@ class CapturedStep:
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         with (
             self._device_rates(),
-            space.capturing(graph, passes) as random,
+            space.capturing(graph, seen.passes, drawing=seen.drawing) as random,
             torch.no_grad(),
             torch.cuda.graph(graph, pool=self._pool, stream=self._own_stream()),
         ):
-            info = optimizer.execute(space)
-            numbers = torch.cat([x.reshape(-1).to(info.losses.dtype) for x in _tensors(info)])
-        return _Graph(graph, info, numbers, mine, random)
+            rows: list[Tensor] = []
+            info = optimizer.execute(space, watch=lambda info: rows.append(_row(info)))
+        return _Graph(graph, info, rows[0], mine, random)
 
     @contextmanager
     def _device_rates(self) -> Iterator[None]:
@@ -274,6 +286,11 @@ def _never_called() -> Tensor:
 
 def _tensors(info: StepInfo) -> list[Tensor]:
     return [x for x in vars(info).values() if isinstance(x, Tensor)] + list(info.sampler.values())
+
+
+def _row(info: StepInfo) -> Tensor:
+    """All numbers of an info side by side, to be copied out of the graph's memory at once."""
+    return torch.cat([x.reshape(-1).to(info.losses.dtype) for x in _tensors(info)])
 
 
 def _with_numbers(info: StepInfo, row: Tensor) -> StepInfo:

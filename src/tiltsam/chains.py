@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tiltsam.samplers import Draw, Sampler
-from tiltsam.space import Evaluation
+from tiltsam.space import EPS, Evaluation, Spread
 from tiltsam.tilting import tilted_weights
 
 __all__ = ["ChainSpace", "sample_chains", "tilted_gradients"]
@@ -90,16 +90,20 @@ class ChainSpace:
         """See :class:`~tiltsam.space.Space`."""
         return self.loss(self.point)
 
-    def scatter(self, sample: int, scale: Callable[[Tensor], Tensor]) -> None:
+    def go_home(self) -> None:
+        """See :class:`~tiltsam.space.Space`."""
+        self.point.copy_(self.center)
+
+    def scatter(self, sample: int, spread: Spread) -> None:
         """See :class:`~tiltsam.space.Space`."""
         self.normal_(self.point, sample)
-        self.scale_(self.point, scale(self.norm(self.point)))
+        self.scale_(self.point, spread.scale(self.norm(self.point), lambda: self.uniform(sample), self.dim))
         self.point.add_(self.center)
 
-    def climb(self, at: Evaluation, scale: Tensor) -> None:
+    def climb(self, at: Evaluation, rho: Tensor) -> None:
         """See :class:`~tiltsam.space.Space`."""
         self.keep_(at.gradient, at.finite)
-        self.add_scaled_(self.point, at.gradient, scale)
+        self.add_scaled_(self.point, at.gradient, rho / (at.norm + EPS))
 
     def normal_(self, x: Tensor, sample: int) -> None:
         """See :class:`~tiltsam.space.Space`."""

@@ -37,7 +37,9 @@ from tiltsam.samplers import (
     Sampler,
     Uniform,
 )
-from tiltsam.wrapper import FixedWeights, Schedule, SharpnessAware, Weighing, check_count, check_nonnegative
+from tiltsam.tilting import StreamingTilt
+from tiltsam.weighing import FixedWeights, Weighing
+from tiltsam.wrapper import Schedule, SharpnessAware, check_count, check_nonnegative
 
 __all__ = ["ASAM", "ERM", "METHODS", "PGN", "RSAM", "SAM", "TSAM", "LineSearchSAM"]
 
@@ -144,7 +146,7 @@ class TSAM(SharpnessAware):
         return self._setting("num_samples")  # type: ignore[no-any-return]
 
     def _weighing(self, space: ParameterSpace) -> Weighing:
-        return space.tilt("tilt")
+        return StreamingTilt(space.setting("tilt"))
 
 
 class ERM(SharpnessAware):

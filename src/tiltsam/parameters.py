@@ -15,8 +15,10 @@ from torch import Tensor
 
 from tiltsam import fused, vectors
 from tiltsam.passes import CapturedRandom, Passes, WithoutBackward
-from tiltsam.space import Evaluation
+from tiltsam.space import EPS, Evaluation, Spread
+from tiltsam.streams import Streams
 from tiltsam.tilting import StreamingTilt
+from tiltsam.weighing import Ledger, OneSample, TorchLedger, Weighing
 
 __all__ = ["Closure", "ParameterSpace"]
 
@@ -62,7 +64,8 @@ class ParameterSpace:
         self._blocks = self._partition([0] * len(members))
         self._group_blocks = self._partition([g for _, g in members])
         self.point = [_real(p) for p in self.params]
-        self.center = [torch.empty_like(x) for x in self.point]
+        self._center, _ = vectors.allocate(self.point)
+        self._backed_up = False  # whether it holds θ
         self._gradient: list[Tensor | None] = []  # of the last evaluation
         self._mean: list[Tensor | None] = [None] * len(self.params)
         self._fused = fused.FusedVectors(self.point) if foreach and fused.supported(self.point) else None
@@ -72,15 +75,16 @@ class ParameterSpace:
         self._zero = torch.zeros((), dtype=self.dtype, device=self.device)
         self._scratch: dict[str, list[Tensor]] = {}
         self._scalars: dict[str, tuple[float, Tensor]] = {}
-        self._streams: dict[tuple[torch.device, int], torch.Generator] = {}
-        self._seeds: dict[int, Tensor] = {}
-        self._noise_norms: dict[int, Tensor] = {}  # found ahead of time
-        self._side: torch.cuda.Stream | None = None
-        self._stream_key = (0, 0)
+        self.streams = Streams([x.device for x in self.point])
+        self._scales: dict[int, tuple[Tensor, Tensor]] = {}  # of a sample's noise, and the length it then has
+        self._num_samples = 1
+        self._read_aside: Spread | None = None
+        self._side: torch.cuda.Stream | None = None  # for branches of a graph, while one is captured
         self._rho = torch.zeros(len(groups), dtype=self.dtype, device=self.device)
         self._rho_values: list[float] = [0.0] * len(groups)
         self._seen = [False] * len(self.params)  # which parameters had a gradient in this step
-        self.noisy = self.ascending = False
+        self.ascending = False
+        self.set_radius(0.0)
         self.closure: Closure = _no_closure
         self.ascent_closure: Closure | None = None
         self.passes = passes if passes is not None else Passes()
@@ -139,35 +143,16 @@ class ParameterSpace:
         """What the host knows of the numbers, and decides by: is there noise, is there ascent, does rho differ."""
         return self.noisy, self.ascending, len(set(self._rho_values)) > 1
 
-    def seed(self, seed: int, step: int) -> None:
-        """Begin the streams of random numbers of a step: all of them follow from (seed, step, sample)."""
-        self._stream_key = (seed, step)
-        for (device, sample), generator in self._streams.items():
-            generator.manual_seed(_stream_seed(seed, step, sample, device))
-        for sample, number in self._seeds.items():
-            number.fill_(_stream_seed(seed, step, sample, self.device))
-
-    def _seed(self, sample: int) -> Tensor:
-        """The seed of a sample's stream, on the device, for the fused kernels."""
-        if sample not in self._seeds:
-            value = _stream_seed(*self._stream_key, sample, self.device)
-            self._seeds[sample] = torch.full((), value, dtype=torch.int64, device=self.device)
-        return self._seeds[sample]
-
-    def _stream(self, sample: int, device: torch.device) -> torch.Generator:
-        generator = self._streams.get((device, sample))
-        if generator is None:
-            generator = torch.Generator(device)
-            generator.manual_seed(_stream_seed(*self._stream_key, sample, device))
-            self._streams[device, sample] = generator
-        return generator
-
     # ---------------------------------------------------------------- visiting and coming back
 
-    def tilt(self, name: str) -> StreamingTilt | fused.FusedTilt:
-        """A streaming log-sum-exp with the tilt of that name."""
-        t = self.setting(name)
-        return StreamingTilt(t) if self._fused is None else self._fused.tilt(t)
+    def ledger(self, weighing: Weighing, num_samples: int) -> Ledger:
+        """Where the samples of a step are written down."""
+        tilt = weighing.t if isinstance(weighing, StreamingTilt) else None
+        if isinstance(weighing, OneSample):
+            tilt = self._zero  # any tilt gives a single sample all the weight
+        if self._fused is None or not isinstance(tilt, Tensor):
+            return TorchLedger(weighing)
+        return self._fused.ledger(tilt, num_samples)
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -188,40 +173,41 @@ class ParameterSpace:
             torch.cuda.current_stream().wait_stream(self._side)
 
     @contextmanager
-    def capturing(self, graph: torch.cuda.CUDAGraph, num_passes: int) -> Iterator[CapturedRandom]:
-        """Around the capture of a step into ``graph``, which gets random states and address tables of its own."""
-        for stream in self._streams.values():
-            graph.register_generator_state(stream)
-        with self.passes.capturing(graph, self.device, num_passes) as random:
+    def capturing(self, graph: torch.cuda.CUDAGraph, num_passes: int, *, drawing: bool) -> Iterator[CapturedRandom]:
+        """Around the capture of a step into ``graph``, which gets address tables of its own.
+
+        ``drawing`` says that the passes draw random numbers (dropout): the graph then gets random states of its own.
+        """
+        self.streams.register(graph)
+        with self.passes.capturing(graph, self.device, num_passes if drawing else 0) as random:
             if self._fused is not None:
-                self._fused.reserve(num_passes)
+                self._fused.reserve(num_passes + 3)  # one for each gradient; point, center, mean
             self._side = torch.cuda.Stream(self.device)
             try:
                 yield random
             except BaseException:
-                self._streams.clear()  # a broken capture leaves them unusable; they are made again from their seeds
+                self.streams.forget()
                 raise
             finally:
                 self._side = None
                 if self._fused is not None:
-                    random.keep.extend(self._fused.release())
+                    random.keep.append(self._fused.release())
 
     @contextmanager
     def visiting(self, num_samples: int = 1) -> Iterator[None]:
-        """Back θ up; inside, ``point`` may be moved at will; on the way out every weight is bitwise θ again.
+        """Inside, ``point`` may be moved at will; on the way out every weight is bitwise θ again.
+
+        θ is backed up when the point first moves, or when someone asks for ``center``.
 
         If the body raises, gradients are present where they were before and absent where they were not, and the
         model's buffers are as they were.
         """
         self.point = [_real(p) for p in self.params]  # anew at each step: p.data may have been swapped
-        self._copy(self.center, self.point)
-        self._at_center, self._moved = True, self._zero
+        self._at_center, self._moved, self._backed_up = True, self._zero, False
         before = [p.grad for p in self.params + self._empty]
         self._seen = [False] * len(self.params)
         self.num_forwards = self.num_backwards = 0
-        if self._fused is not None and self._side is not None and self.noisy:
-            with self.aside():  # the norms of the noise follow from the seeds: they can be found while a pass runs
-                self._noise_norms = {j: self._fused.noise_norm(self._seed(j)) for j in range(num_samples)}
+        self._num_samples, self._scales = num_samples, {}
         try:
             with self.passes.of_one_step():
                 yield
@@ -229,7 +215,7 @@ class ParameterSpace:
             self._put_back(before)
             raise
         finally:
-            self._noise_norms = {}
+            self._read_aside = None
             self._restore()
 
     def _put_back(self, before: list[Tensor | None]) -> None:
@@ -240,12 +226,38 @@ class ParameterSpace:
             if seen and p.grad is not None and mean is not None and p.grad.data_ptr() == mean.data_ptr():
                 p.grad.zero_()
 
+    @property
+    def center(self) -> list[Tensor]:
+        """See :class:`Space`."""
+        self._back_up()
+        return self._center
+
+    def _back_up(self) -> None:
+        """Copy θ while the point is still there. The flag is set after the copy: a Ctrl-C between loses nothing."""
+        if not self._backed_up:
+            self._copy(self._center, self.point)
+            self._backed_up = True
+
+    def _backs_up_in_passing(self) -> bool:
+        """Whether the kernel that is about to move the point may write the backup too.
+
+        In a graph alone, which runs whole or not at all: outside, a Ctrl-C between the kernel and our taking note of it
+        would lose θ.
+        """
+        if self._side is None or self._backed_up:
+            self._back_up()
+            return False
+        self._backed_up = True
+        return True
+
     def _restore(self) -> None:
         """Copy θ back; a Ctrl-C that falls into the copy is held until the copy is complete."""
+        if self._at_center or not self._backed_up:
+            return
         interrupt: KeyboardInterrupt | None = None
         while True:
             try:
-                self._copy(self.point, self.center)
+                self._copy(self.point, self._center)
                 break
             except KeyboardInterrupt as signal:
                 interrupt = signal
@@ -300,9 +312,7 @@ class ParameterSpace:
         A gradient that is not ``valid`` counts as zero (its share is zero too). So does a parameter without gradient in
         this pass; one without any in the whole step keeps ``None``.
         """
-        for i, g in enumerate(gradient):
-            if g is not None and self._mean[i] is None:
-                self._mean[i] = torch.empty_like(self.point[i])
+        self._make_room(gradient)
         table = self._table_of(gradient)
         if self._fused is not None and table is not None and (first or all(self._seen)):
             mean = self._fused.named("mean", [m for m in self._mean if m is not None])
@@ -324,6 +334,14 @@ class ParameterSpace:
             if gone:
                 vectors.scale_(_pick(self._mean, gone), 1 - part, foreach=self.foreach)
         self._seen = [seen or g is not None for seen, g in zip(self._seen, gradient, strict=True)]
+
+    def _make_room(self, gradient: list[Tensor | None]) -> None:
+        """An accumulator for every parameter that has a gradient and none yet: at the first step, as a rule for all."""
+        missing = [i for i, g in enumerate(gradient) if g is not None and self._mean[i] is None]
+        if missing:
+            new, _ = vectors.allocate([self.point[i] for i in missing])
+            for i, mean in zip(missing, new, strict=True):
+                self._mean[i] = mean
 
     def _table_of(self, gradient: list[Tensor | None]) -> Tensor | None:
         """The addresses of the last evaluation's gradient, where the fused kernels can take it."""
@@ -348,46 +366,73 @@ class ParameterSpace:
         self.copy_(kept, x)
         return [None if a is None else k for a, k in zip(x, kept, strict=True)]
 
-    def scatter(self, sample: int, scale: Callable[[Tensor], Tensor]) -> None:
+    def go_home(self) -> None:
+        """See :class:`Space`."""
+        if not self._at_center:
+            self.copy_(self.point, self.center)
+            self._at_center, self._moved = True, self._zero
+
+    def scatter(self, sample: int, spread: Spread) -> None:
         """See :class:`Space`. The noise is made in the point itself, or not stored at all: no vector holds it."""
         if self._fused is None:
             self.normal_(self.point, sample)
-            self.scale_(self.point, scale(self.norm(self.point)))
+            self.scale_(self.point, spread.scale(self.norm(self.point), lambda: self.uniform(sample), self.dim))
             self.add_(self.point, self.center)
             return
-        seed = self._seed(sample)
-        if sample in self._noise_norms:
-            self.rejoin()
-        else:
-            self._noise_norms[sample] = self._fused.noise_norm(seed)
-        norm = self._noise_norms[sample]
-        factor = scale(norm)
-        point, center = self._fused.named("point", self.point), self._fused.named("center", self.center)
-        self._fused.noise_move(point, center, seed, factor)
-        self._moved, self._at_center = factor * norm, False
+        scale, moved = self._noise_scale(sample, spread)
+        seed, backup = self.streams.number(self.device), self._backs_up_in_passing()
+        self._fused.noise_move(*self._tables(), seed, sample, scale, backup=backup)
+        self._moved, self._at_center = moved, False
+        self._look_ahead(sample, spread)
 
-    def climb(self, at: Evaluation, scale: Tensor) -> None:
+    def _noise_scale(self, sample: int, spread: Spread) -> tuple[Tensor, Tensor]:
+        """What a sample's noise is multiplied by, and the length it then has."""
+        assert self._fused is not None
+        if sample in self._scales:
+            self.rejoin()
+            return self._scales[sample]
+        return self._fused.noise_scale(self.streams.number(self.device), sample, spread, ahead=False)
+
+    def _look_ahead(self, sample: int, spread: Spread) -> None:
+        """In a graph, find the scales of later samples' noise beside the passes of this one."""
+        assert self._fused is not None
+        if self._side is None or self._scales:
+            return
+        seed = self.streams.number(self.device)
+        with self.aside():
+            for later in range(sample + 1, self._num_samples):
+                self._scales[later] = self._fused.noise_scale(seed, later, spread, ahead=True)
+        self._read_aside = spread  # held, or its memory would be lent out again before the branch reads it
+
+    def climb(self, at: Evaluation, rho: Tensor) -> None:
         """See :class:`Space`."""
         table = self._table_of(at.gradient)
-        if self._fused is not None and table is not None and scale.dim() == 0:
-            point, center = self._fused.named("point", self.point), self._fused.named("center", self.center)
-            self._moved, self._at_center = self._fused.climb(point, center, table, scale, at.finite), False
+        if self._fused is not None and table is not None and rho.dim() == 0:
+            backup = self._backs_up_in_passing()
+            self._moved = self._fused.climb(*self._tables(), table, rho, at, backup=backup)
+            self._at_center = False
             return
-        from_center = self._at_center and scale.dim() == 0
+        from_center = self._at_center and rho.dim() == 0
+        scale = rho / (at.norm + EPS)
         self.keep_(at.gradient, at.finite)
         self.add_scaled_(self.point, at.gradient, scale)
         if from_center:
             self._moved = scale * at.norm
 
+    def _tables(self) -> tuple[Tensor, Tensor]:
+        """The addresses of the point and the centre."""
+        assert self._fused is not None
+        return self._fused.named("point", self.point), self._fused.named("center", self._center)
+
     def normal_(self, x: Sequence[Tensor], sample: int) -> None:
         """See :class:`Space`. Drawn tensor by tensor in parameter order, whatever the grouping."""
         self._writes(x)
         for a in x:
-            a.normal_(generator=self._stream(sample, a.device))
+            a.normal_(generator=self.streams.generator(sample, a.device))
 
     def uniform(self, sample: int) -> Tensor:
         """See :class:`Space`."""
-        stream = self._stream(sample, self.device)
+        stream = self.streams.generator(sample, self.device)
         return torch.rand((), generator=stream, dtype=self.dtype, device=self.device)
 
     def norm(self, x: Sequence[Tensor | None]) -> Tensor:
@@ -406,17 +451,12 @@ class ParameterSpace:
 
     def copy_(self, x: Sequence[Tensor], y: Sequence[Tensor | None]) -> None:
         """See :class:`Space`. Where ``y`` is missing, ``x`` becomes zero."""
-        home = x is self.point and y is self.center
-        if home and self._at_center:
-            return
         self._writes(x)
         for _, a, b in self._pairs(x, y):
             vectors.copy_(a, b, foreach=self.foreach)
         for at, source in zip(x, y, strict=True):
             if source is None:
                 at.zero_()
-        if home:
-            self._at_center, self._moved = True, self._zero
 
     def scale_(self, x: Sequence[Tensor | None], scale: Tensor) -> None:
         """See :class:`Space`."""
@@ -470,6 +510,7 @@ class ParameterSpace:
 
     def _writes(self, x: object) -> None:
         if x is self.point:
+            self._back_up()
             self._moved, self._at_center = None, False
 
     def _copy(self, x: list[Tensor], y: list[Tensor]) -> None:
@@ -527,20 +568,3 @@ def _check_storage(params: Sequence[Tensor]) -> None:
                 f"two parameters of shape {tuple(p.shape)} share memory, so each would be perturbed twice: tie weights "
                 "by using one Parameter object in both places"
             )
-
-
-_MASK = (1 << 64) - 1
-
-
-def _stream_seed(seed: int, step: int, sample: int, device: torch.device) -> int:
-    """A 63-bit seed from (seed, step, sample), and the device so that two GPUs do not draw the same noise.
-
-    Splitmix64's finaliser after each word: neighbouring steps and samples get unrelated streams.
-    """
-    state = 0
-    for word in (seed, step, sample, 0 if device.index is None else device.index):
-        state = (state + word + 0x9E3779B97F4A7C15) & _MASK
-        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
-        state ^= state >> 31
-    return state >> 1

@@ -57,6 +57,9 @@ class Passes:
     def of_one_step(self) -> Iterator[None]:
         """Around all passes of a step. If the body raises, buffers are as they were before."""
         self._count = 0
+        if self._captured is not None:  # nothing has run if it fails, and all of it runs if it does not
+            yield
+            return
         self._live = _buffers(self.model)
         self._start = _save(self._live, self._start)
         try:

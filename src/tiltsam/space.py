@@ -10,9 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
+import torch
 from torch import Tensor
 
-__all__ = ["Evaluation", "Space", "Vector"]
+__all__ = ["EPS", "Evaluation", "Space", "Spread", "Vector"]
+
+EPS = 1e-12  # n(v) = v / (‖v‖ + EPS)
 
 Vector: TypeAlias = Any
 """A vector of a :class:`Space`, opaque to samplers: only the space's own methods work on it."""
@@ -29,19 +32,37 @@ class Evaluation(NamedTuple):
     """Whether loss and gradient are."""
 
 
+class Spread(NamedTuple):
+    """How far noise reaches: uniform in a ball of ``radius``, or of standard deviation ``std``, at most ``longest``."""
+
+    radius: Tensor | None = None
+    std: Tensor | None = None
+    longest: Tensor | None = None
+
+    def scale(self, norm: Tensor, uniform: Callable[[], Tensor], dim: int) -> Tensor:
+        """What Gaussian noise of that norm is multiplied by: ``R U^(1/d)/norm``, or ``min(std, longest/norm)``."""
+        if self.radius is not None:
+            return self.radius * uniform() ** (1 / dim) / (norm + EPS)
+        assert self.std is not None
+        return self.std if self.longest is None else torch.minimum(self.std, self.longest / (norm + EPS))
+
+
 class Space(Protocol):
     """What a sampler may do. Scalars are 0-dim tensors (or one entry per chain, or per block of ``rho``)."""
 
     dim: int
     """Number of real coordinates d."""
-    center: Vector
-    """θ; read only."""
     point: Vector
     """Where the next evaluation happens; samplers write it."""
     noisy: bool
     """Whether ``radius`` is nonzero, known to the host: without noise none is drawn."""
     ascending: bool
     """Whether any ``rho`` is nonzero, known to the host: without ascent no gradient is spent on it."""
+
+    @property
+    def center(self) -> Vector:
+        """θ."""
+        ...
 
     @property
     def rho(self) -> Tensor:
@@ -69,12 +90,16 @@ class Space(Protocol):
         """Forward at ``point``, without a gradient; the last gradient stays valid."""
         ...
 
-    def scatter(self, sample: int, scale: Callable[[Tensor], Tensor]) -> None:
-        """``point <- θ + scale(‖z‖) z`` with ``z`` N(0, I) of the given sample's stream."""
+    def go_home(self) -> None:
+        """``point <- θ``."""
         ...
 
-    def climb(self, at: Evaluation, scale: Tensor) -> None:
-        """``point <- point + scale gradient``, or nothing where ``at`` is not finite; uses the gradient up."""
+    def scatter(self, sample: int, spread: Spread) -> None:
+        """``point <- θ + noise`` of the given sample's stream, as far as ``spread`` says."""
+        ...
+
+    def climb(self, at: Evaluation, rho: Tensor) -> None:
+        """``point <- point + rho n(gradient)``, or nothing where ``at`` is not finite; uses the gradient up."""
         ...
 
     def normal_(self, x: Vector, sample: int) -> None:

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,8 +20,8 @@ from torch.optim import Optimizer
 
 from tiltsam.parameters import Closure, ParameterSpace
 from tiltsam.passes import Passes
-from tiltsam.samplers import Center, Draw, Sampler
-from tiltsam.tilting import effective_sample_size
+from tiltsam.samplers import Center, Sampler
+from tiltsam.weighing import Ledger, OneSample, Weighing
 
 __all__ = ["Schedule", "SharpnessAware", "StepInfo"]
 
@@ -64,66 +64,6 @@ class StepInfo:
     """Backward passes of this step: its cost in gradient evaluations."""
     sampler: Mapping[str, Tensor] = field(default_factory=dict)
     """(s,) each: what the kernel reports (HMC: ``acceptance``, ``energy_error``, ``divergence``)."""
-
-
-class Weighing(Protocol):
-    """Takes the losses of a step one by one and says what share of the aggregate each newcomer gets."""
-
-    def add(self, losses: Tensor, valid: Tensor) -> Tensor:
-        """The newcomer's share of the total weight."""
-        ...
-
-    def loss(self) -> Tensor:
-        """The aggregate loss."""
-        ...
-
-    def weights(self, losses: Tensor, valid: Tensor) -> Tensor:
-        """The final weights of all samples."""
-        ...
-
-
-class OneSample:
-    """A single sample has all the weight, unless it is not finite."""
-
-    def add(self, losses: Tensor, valid: Tensor) -> Tensor:
-        """See :class:`Weighing`."""
-        self._loss = losses.masked_fill(~valid, torch.nan)
-        return valid.to(losses.dtype)
-
-    def loss(self) -> Tensor:
-        """See :class:`Weighing`."""
-        return self._loss
-
-    def weights(self, losses: Tensor, valid: Tensor) -> Tensor:
-        """See :class:`Weighing`."""
-        return valid.to(losses.dtype)
-
-
-class FixedWeights:
-    """A plain weighted mean: sample j counts ``weights[j]``, a sample that is not finite counts nothing."""
-
-    def __init__(self, weights: Tensor) -> None:
-        self._given = weights
-        self._count = 0
-        self._mass = torch.zeros_like(weights[0])
-        self._mean = torch.zeros_like(weights[0])
-
-    def add(self, losses: Tensor, valid: Tensor) -> Tensor:
-        """See :class:`Weighing`."""
-        mine = torch.where(valid, self._given[self._count], 0.0)
-        self._count += 1
-        self._mass = self._mass + mine
-        share = torch.where(self._mass > 0, mine / self._mass.clamp_min(1e-30), 0.0)
-        self._mean = self._mean + torch.where(valid, share * (losses - self._mean), 0.0)
-        return share
-
-    def loss(self) -> Tensor:
-        """See :class:`Weighing`."""
-        return torch.where(self._mass > 0, self._mean, torch.nan)
-
-    def weights(self, losses: Tensor, valid: Tensor) -> Tensor:
-        """See :class:`Weighing`."""
-        return torch.where(valid, self._given, 0.0) / self._mass.clamp_min(1e-30)
 
 
 class SharpnessAware(Optimizer):
@@ -298,7 +238,6 @@ class SharpnessAware(Optimizer):
         """Put this method's numbers where the kernels read them."""
         if "rho" in self._keys:
             space.set_rho([float(group[self._keys["rho"]]) for group in self.param_groups])
-        space.set_radius(0.0)
 
     def _num_samples(self) -> int:
         return 1
@@ -342,7 +281,7 @@ class SharpnessAware(Optimizer):
     def prepare(self, closure: Closure, ascent_closure: Closure | None = None) -> ParameterSpace:
         """The host's part of a step: schedules, checks, numbers and seeds, put where the device reads them."""
         space = self._settle()
-        space.seed(self._setting("seed"), self._setting("steps_taken"))
+        space.streams.begin(self._setting("seed"), self._setting("steps_taken"))
         space.closure, space.ascent_closure = closure, ascent_closure
         return space
 
@@ -358,11 +297,12 @@ class SharpnessAware(Optimizer):
         self._write_settings(space)
         return space
 
-    def execute(self, space: ParameterSpace) -> StepInfo:
-        """The device's part of a step. Nothing in it looks at a value (but for ``skip_nonfinite``)."""
-        draws, norms, weighing = self._gather(space)
-        with space.aside():
-            info = self._report(space, draws, norms, weighing)
+    def execute(self, space: ParameterSpace, watch: Callable[[StepInfo], None] = lambda info: None) -> StepInfo:
+        """The device's part of a step. Nothing in it looks at a value (but for ``skip_nonfinite``).
+
+        ``watch`` is shown the info as soon as it is there: inside a capture, in a branch beside the base's update.
+        """
+        info = self._gather(space, watch)
         space.hand_over()
         if not self.skip_nonfinite or bool((info.num_nonfinite < len(info.losses)).item()):
             self.base.step()
@@ -395,42 +335,34 @@ class SharpnessAware(Optimizer):
         training = self.model is not None and self.model.training
         return self._space_key, self._plan(), space.shape_of_settings(), training, base
 
-    def _gather(self, space: ParameterSpace) -> tuple[list[Draw], list[Tensor], Weighing]:
+    def _gather(self, space: ParameterSpace, watch: Callable[[StepInfo], None]) -> StepInfo:
         """Visit, evaluate, accumulate, come back."""
-        draws: list[Draw] = []
-        norms: list[Tensor] = []
+        infos: list[Mapping[str, Tensor]] = []
         sampler, num_samples = self._plan()
-        weighing = self._weighing(space) if num_samples > 1 else OneSample()
+        ledger = space.ledger(self._weighing(space) if num_samples > 1 else OneSample(), num_samples)
         with space.visiting(num_samples):
             state = sampler.begin(space)
             for j in range(num_samples):
                 draw, state = sampler.sample(space, j, state)
-                share = weighing.add(draw.loss, draw.valid)
+                share = ledger.add(draw, space.displacement())
                 space.accumulate(draw.gradient, share, draw.valid, first=j == 0)
-                norms.append(space.displacement())
-                draws.append(draw)
-        return draws, norms, weighing
+                infos.append(draw.info)
+            with space.aside():
+                info = self._report(space, ledger, infos)
+                watch(info)
+        return info
 
-    def _report(self, space: ParameterSpace, draws: list[Draw], norms: list[Tensor], weighing: Weighing) -> StepInfo:
-        losses = torch.stack([d.loss for d in draws])
-        valid = torch.stack([d.valid for d in draws])
-        weights = weighing.weights(losses, valid)
-        bad = (~valid).sum()
+    def _report(self, space: ParameterSpace, ledger: Ledger, infos: list[Mapping[str, Tensor]]) -> StepInfo:
+        numbers = ledger.numbers()
+        bad = numbers["num_nonfinite"]
         if self._nonfinite is None or self._nonfinite.device != bad.device:
             self._nonfinite = torch.zeros_like(bad)
         self._nonfinite.add_(bad)
         return StepInfo(
-            loss=weighing.loss(),
-            losses=losses,
-            weights=weights,
-            effective_sample_size=effective_sample_size(weights),
-            start_losses=torch.stack([d.start_loss for d in draws]),
-            perturbation_norms=torch.stack(norms),
-            gradient_norms=torch.stack([d.gradient_norm for d in draws]),
-            num_nonfinite=bad,
+            **numbers,
             num_forwards=space.num_forwards,
             num_backwards=space.num_backwards,
-            sampler={name: torch.stack([d.info[name] for d in draws]) for name in draws[0].info},
+            sampler={name: torch.stack([info[name] for info in infos]) for name in infos[0]},
         )
 
     @property

@@ -17,7 +17,7 @@ __all__ = ["AdaptiveAscent", "Ascent", "CenterThenAscent", "LineSearch", "Random
 
 def _ascend(space: Space, at: Evaluation) -> None:
     """``point <- point + ρ n(gradient)``. A gradient that is not finite moves nothing: weights stay finite."""
-    space.climb(at, space.rho / (at.norm + EPS))
+    space.climb(at, space.rho)
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Ascent:
         """The shared gradient, where there is one: ρ n(∇L(θ)) goes into the vector ``ascent``."""
         if not (self.shared and space.ascending):
             return None
-        space.copy_(space.point, space.center)
+        space.go_home()
         at = space.evaluate(ascent=True)
         space.keep_(at.gradient, at.finite)
         space.copy_(space.vector("ascent"), at.gradient)
@@ -72,7 +72,7 @@ class AdaptiveAscent(Stateless):
 
     def sample(self, space: Space, index: int, state: None) -> tuple[Draw, None]:
         """Ascend from θ in the metric of the weights, evaluate."""
-        space.copy_(space.point, space.center)
+        space.go_home()
         if not space.ascending:
             return evaluated(space.evaluate()), None
         first = space.evaluate(ascent=True)
@@ -108,7 +108,7 @@ class LineSearch(Stateless):
 
     def sample(self, space: Space, index: int, state: None) -> tuple[Draw, None]:
         """Search along the gradient, evaluate at the worst point found."""
-        space.copy_(space.point, space.center)
+        space.go_home()
         if not space.ascending:
             return evaluated(space.evaluate()), None
         first = space.evaluate(ascent=True)
@@ -120,7 +120,7 @@ class LineSearch(Stateless):
             losses.append(space.forward())
         found = torch.stack(losses)
         worst = found.masked_fill(~found.isfinite(), -torch.inf).argmax(0) + 1  # k
-        space.copy_(space.point, space.center)
+        space.go_home()
         space.add_scaled_(space.point, first.gradient, worst.to(first.norm.dtype))
         return after_ascent(first, space.evaluate()), None
 
@@ -138,7 +138,7 @@ class RandomAscent(Stateless):
     def sample(self, space: Space, index: int, state: None) -> tuple[Draw, None]:
         """Smooth by noise, ascend, evaluate."""
         if not space.ascending:
-            space.copy_(space.point, space.center)
+            space.go_home()
             return evaluated(space.evaluate()), None
         gamma = space.setting("gamma")
         space.normal_(space.point, index)
@@ -169,7 +169,7 @@ class CenterThenAscent:
 
     def sample(self, space: Space, index: int, state: Evaluation | None) -> tuple[Draw, Evaluation | None]:
         """Evaluate at θ, then at SAM's point."""
-        space.copy_(space.point, space.center)
+        space.go_home()
         if state is None or not space.ascending:
             at = space.evaluate()
             return evaluated(at), at

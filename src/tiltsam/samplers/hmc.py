@@ -21,8 +21,8 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from tiltsam.samplers.kernel import Draw, length_in_ball
-from tiltsam.space import Evaluation, Space, Vector
+from tiltsam.samplers.kernel import Draw
+from tiltsam.space import Evaluation, Space, Spread, Vector
 
 __all__ = ["HMC"]
 
@@ -76,7 +76,8 @@ class HMC:
         """Start in the ball, propose, accept or go back."""
         position = space.vector("position")
         space.normal_(position, index)
-        space.scale_(position, length_in_ball(space, index, space.norm(position)))
+        reach = Spread(radius=space.radius)
+        space.scale_(position, reach.scale(space.norm(position), lambda: space.uniform(index), space.dim))
         here = _visit(space)
         start_loss, valid = here.loss, here.finite
         infos = []
@@ -100,7 +101,7 @@ class HMC:
         refuse = ~accept
         space.select_(position, old_position, refuse)
         space.select_(there.gradient, old_gradient, refuse)
-        space.copy_(space.point, space.center)
+        space.go_home()
         space.add_(space.point, position)
         chosen = Evaluation(
             torch.where(accept, there.loss, here.loss),
@@ -192,6 +193,6 @@ def bounce(space: Space, position: Vector, momentum: Vector, time: Tensor) -> No
 
 def _visit(space: Space) -> Evaluation:
     """Evaluate at θ + position."""
-    space.copy_(space.point, space.center)
+    space.go_home()
     space.add_(space.point, space.vector("position"))
     return space.evaluate()

@@ -7,11 +7,9 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 from torch import Tensor
 
-from tiltsam.space import Evaluation, Space, Vector
+from tiltsam.space import EPS, Evaluation, Space, Vector
 
-__all__ = ["EPS", "Draw", "Sampler", "Start", "Stateless", "after_ascent", "evaluated", "length_in_ball"]
-
-EPS = 1e-12  # n(v) = v / (‖v‖ + EPS)
+__all__ = ["EPS", "Draw", "Sampler", "Start", "Stateless", "after_ascent", "evaluated"]
 
 
 class Draw(NamedTuple):
@@ -48,11 +46,6 @@ class Start(Protocol):
     def move(self, space: Space, index: int) -> None:
         """Put the point somewhere near θ."""
         ...
-
-
-def length_in_ball(space: Space, index: int, norm: Tensor) -> Tensor:
-    """What a Gaussian vector of that norm is multiplied by to be uniform in the ball: ``R U^(1/d) / norm``."""
-    return space.radius * space.uniform(index) ** (1 / space.dim) / (norm + EPS)
 
 
 def evaluated(evaluation: Evaluation) -> Draw:

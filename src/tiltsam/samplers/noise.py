@@ -7,8 +7,8 @@ from typing import ClassVar
 
 import torch
 
-from tiltsam.samplers.kernel import EPS, Draw, Stateless, evaluated, length_in_ball
-from tiltsam.space import Space
+from tiltsam.samplers.kernel import Draw, Stateless, evaluated
+from tiltsam.space import Space, Spread
 
 __all__ = ["Center", "Gaussian", "Uniform"]
 
@@ -21,7 +21,7 @@ class Center(Stateless):
 
     def move(self, space: Space, index: int) -> None:
         """``point <- θ``."""
-        space.copy_(space.point, space.center)
+        space.go_home()
 
     def sample(self, space: Space, index: int, state: None) -> tuple[Draw, None]:
         """Evaluate at θ."""
@@ -42,9 +42,9 @@ class Uniform(Stateless):
     def move(self, space: Space, index: int) -> None:
         """``point <- θ + δ``."""
         if not space.noisy:
-            space.copy_(space.point, space.center)
+            space.go_home()
             return
-        space.scatter(index, lambda norm: length_in_ball(space, index, norm))
+        space.scatter(index, Spread(radius=space.radius))
 
     def sample(self, space: Space, index: int, state: None) -> tuple[Draw, None]:
         """Evaluate at a random point."""
@@ -72,11 +72,10 @@ class Gaussian(Stateless):
     def move(self, space: Space, index: int) -> None:
         """``point <- θ + δ``."""
         if self.std == 0 or not space.noisy:
-            space.copy_(space.point, space.center)
+            space.go_home()
             return
         std = space.radius / space.dim**0.5 if self.std is None else torch.full_like(space.radius, self.std)
-        longest = space.radius if self.clip else torch.full_like(space.radius, torch.inf)
-        space.scatter(index, lambda norm: torch.minimum(std, longest / (norm + EPS)))
+        space.scatter(index, Spread(std=std, longest=space.radius if self.clip else None))
 
     def sample(self, space: Space, index: int, state: None) -> tuple[Draw, None]:
         """Evaluate at a random point."""

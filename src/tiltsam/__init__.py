@@ -3,12 +3,14 @@
 - The methods: :class:`TSAM`, and :class:`ERM`, :class:`SAM`, :class:`ASAM`, :class:`LineSearchSAM`, :class:`PGN`,
   :class:`RSAM` that it is compared with; :data:`METHODS` maps the paper's names to them.
 - The fast step: :func:`capture` runs a whole step as one CUDA graph.
+- Several processes: :class:`Parallel`; DDP and FSDP2 are noticed by themselves.
 - Measuring flatness: :mod:`tiltsam.sharpness`, :mod:`tiltsam.curvature`, :mod:`tiltsam.landscape`.
 - The mathematics: :mod:`tiltsam.tilting`, :mod:`tiltsam.samplers`.
 """
 
 from tiltsam import curvature, landscape, samplers, sharpness, tilting
 from tiltsam.capture import capture
+from tiltsam.distributed import Parallel
 from tiltsam.optim import ASAM, ERM, METHODS, PGN, RSAM, SAM, TSAM, LineSearchSAM
 from tiltsam.tilting import tilted_loss, tilted_mean, tilted_var, tilted_weights
 from tiltsam.wrapper import SharpnessAware, StepInfo
@@ -24,6 +26,7 @@ __all__ = [
     "SAM",
     "TSAM",
     "LineSearchSAM",
+    "Parallel",
     "SharpnessAware",
     "StepInfo",
     "__version__",

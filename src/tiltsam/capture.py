@@ -275,6 +275,8 @@ def _obstacle(optimizer: SharpnessAware) -> str | None:
     devices = {p.device.type for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
     if devices != {"cuda"}:
         return f"the parameters are on the {' and the '.join(sorted(devices - {'cuda'}))}"
+    if not optimizer.current_space().world.alone:
+        return "several processes take the step together"
     if optimizer.skip_nonfinite:
         return "skip_nonfinite reads a value back to the host at every step"
     return None

@@ -154,9 +154,13 @@ class ChainSpace:
         """See :class:`~tiltsam.space.Space`."""
         x.copy_(torch.where(mask[:, None], y, x))
 
-    def map_(self, x: Tensor, y: Tensor, function: Callable[[Tensor, Tensor], Tensor]) -> None:
+    def map_(self, x: Tensor, function: Callable[..., Tensor], *others: Tensor) -> None:
         """See :class:`~tiltsam.space.Space`. Each chain is a vector of its own."""
-        x.copy_(torch.vmap(function)(x, y))
+        x.copy_(torch.vmap(function)(x, *others))
+
+    def filter_norms(self, x: Tensor) -> Tensor:
+        """See :class:`~tiltsam.space.Space`. Each chain is one filter."""
+        return self.norm(x)[:, None]
 
 
 def sample_chains(sampler: Sampler, space: ChainSpace, num_samples: int = 1) -> tuple[list[Draw], Tensor]:

@@ -6,14 +6,16 @@ scratch vector, evaluates the closure wherever they stand, and puts every bit ba
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from tiltsam import fused, vectors
+from tiltsam.distributed import Parallel, Sharding, World, local_part, reshard
 from tiltsam.passes import CapturedRandom, Passes, WithoutBackward
 from tiltsam.space import EPS, Evaluation, Spread
 from tiltsam.streams import Streams
@@ -43,11 +45,17 @@ class ParameterSpace:
     Args:
         groups: The parameters, group by group: those of one group share ``rho``. Frozen ones are left alone.
         passes: What to keep alike among the passes of a step.
+        parallel: Which processes take the step together.
         foreach: Fused kernels, or the plain loop.
     """
 
     def __init__(
-        self, groups: Sequence[Sequence[Tensor]], *, passes: Passes | None = None, foreach: bool = True
+        self,
+        groups: Sequence[Sequence[Tensor]],
+        *,
+        passes: Passes | None = None,
+        parallel: Parallel | None = None,
+        foreach: bool = True,
     ) -> None:
         trainable = [(p, g) for g, group in enumerate(groups) for p in group if p.requires_grad]
         # Empty tensors have no coordinates; leaving them out spares every kernel the special case.
@@ -56,6 +64,9 @@ class ParameterSpace:
         if not members:
             raise ValueError("no trainable parameters: every tensor is frozen (requires_grad=False) or empty")
         self.params = [p for p, _ in members]
+        self.passes = passes if passes is not None else Passes()
+        self.sharding = Sharding(self.params)
+        self.world = World(parallel, self.passes.model, self.sharding)
         _check_storage(self.params)
         self.foreach = foreach
         self.device = self.params[0].device
@@ -63,12 +74,14 @@ class ParameterSpace:
         self.dim = sum(p.numel() * (2 if p.is_complex() else 1) for p in self.params)
         self._blocks = self._partition([0] * len(members))
         self._group_blocks = self._partition([g for _, g in members])
-        self.point = [_real(p) for p in self.params]
+        self.point = [_real(local_part(p)) for p in self.params]
         self._center, _ = vectors.allocate(self.point)
         self._backed_up = False  # whether it holds θ
         self._gradient: list[Tensor | None] = []  # of the last evaluation
         self._mean: list[Tensor | None] = [None] * len(self.params)
-        self._fused = fused.FusedVectors(self.point) if foreach and fused.supported(self.point) else None
+        self._mean_buffers: list[Tensor] = []  # the memory it lies in
+        whole = foreach and self.sharding.mesh is None
+        self._fused = fused.FusedVectors(self.point) if whole and fused.supported(self.point) else None
         self._table: Tensor | None = None  # addresses of the last gradient, where the fused kernels can take it
         self._moved: Tensor | None = None  # ‖point − θ‖, where it is known without looking
         self._at_center = True  # whether the point is θ
@@ -87,7 +100,8 @@ class ParameterSpace:
         self.set_radius(0.0)
         self.closure: Closure = _no_closure
         self.ascent_closure: Closure | None = None
-        self.passes = passes if passes is not None else Passes()
+        self.scaler: torch.amp.GradScaler | None = None
+        self.scale_free = True  # whether the sampler asks for directions alone
         self.num_forwards = self.num_backwards = 0
 
     def _partition(self, group_of: list[int]) -> list[_Block]:
@@ -150,7 +164,7 @@ class ParameterSpace:
         tilt = weighing.t if isinstance(weighing, StreamingTilt) else None
         if isinstance(weighing, OneSample):
             tilt = self._zero  # any tilt gives a single sample all the weight
-        if self._fused is None or not isinstance(tilt, Tensor):
+        if self._fused is None or not isinstance(tilt, Tensor) or self.world.splits_samples:
             return TorchLedger(weighing)
         return self._fused.ledger(tilt, num_samples)
 
@@ -202,7 +216,7 @@ class ParameterSpace:
         If the body raises, gradients are present where they were before and absent where they were not, and the
         model's buffers are as they were.
         """
-        self.point = [_real(p) for p in self.params]  # anew at each step: p.data may have been swapped
+        self.point = [_real(local_part(p)) for p in self.params]  # anew at each step: p.data may have been swapped
         self._at_center, self._moved, self._backed_up = True, self._zero, False
         before = [p.grad for p in self.params + self._empty]
         self._seen = [False] * len(self.params)
@@ -223,8 +237,8 @@ class ParameterSpace:
         for p, grad in zip(self.params + self._empty, before, strict=True):
             p.grad = grad
         for p, mean, seen in zip(self.params, self._mean, self._seen, strict=True):
-            if seen and p.grad is not None and mean is not None and p.grad.data_ptr() == mean.data_ptr():
-                p.grad.zero_()
+            if seen and p.grad is not None and mean is not None and local_part(p.grad).data_ptr() == mean.data_ptr():
+                mean.zero_()
 
     @property
     def center(self) -> list[Tensor]:
@@ -269,11 +283,12 @@ class ParameterSpace:
         self._gradient.clear()  # whoever still holds the last one holds an empty list: its memory is free
         for p in self.params:
             p.grad = None  # autograd then hands its own buffer over instead of adding to ours
-        with self.passes.one(), torch.enable_grad():
-            loss = self._loss((self.ascent_closure if ascent and self.ascent_closure else self.closure)())
+        closure = self.ascent_closure if ascent and self.ascent_closure else self.closure
+        with self.passes.one(), self.world.ascending() if ascent else nullcontext(), torch.enable_grad():
+            loss = self._loss(closure())
         self.num_forwards += 1
         self.num_backwards += 1
-        gradient = [None if p.grad is None else _real(_strided(p.grad)) for p in self.params]
+        gradient = [None if p.grad is None else _real(_strided(local_part(p.grad))) for p in self.params]
         for p in self.params:
             p.grad = None  # the list is the one owner
         if all(g is None for g in gradient):
@@ -282,19 +297,52 @@ class ParameterSpace:
                 "not clear the gradients afterwards"
             )
         self._gradient, self._table = gradient, None
+        loss = self.world.average(loss)
+        if self.scaler is not None and not self.scale_free:
+            self.scale_(gradient, 1 / self.loss_scale())
         if self._fused is not None and self._fused.fits(gradient):
             self._table = self._fused.table(gradient)
-            return Evaluation(loss, gradient, *self._fused.evaluate(self._table, loss))
-        norm = self.norm(gradient)
-        finite = torch.isfinite(loss) & torch.isfinite(norm)
-        return Evaluation(loss, gradient, norm.masked_fill(~finite, 0.0), finite)
+            norm, finite = self._fused.evaluate(self._table, loss)
+        else:
+            norm = self.norm(gradient)
+            finite = torch.isfinite(loss) & torch.isfinite(norm)
+            norm = norm.masked_fill(~finite, 0.0)
+        if ascent and self.world.local_ascent:
+            finite = self.world.all(finite)  # each rank has a gradient of its own: all have to judge alike
+        return Evaluation(loss, gradient, norm, finite)
+
+    def loss_scale(self) -> Tensor:
+        """What the scaler multiplies losses by."""
+        assert self.scaler is not None
+        return self.scaler.scale(torch.ones((), dtype=self.dtype, device=self.device))
+
+    def step_scaled(self, base: Optimizer, num_samples: int, num_nonfinite: Tensor) -> None:
+        """Unscale the mean and let ``base`` step, unless no sample was finite; tell the scaler of any that was not."""
+        scaler = self.scaler
+        assert scaler is not None
+        if not self.scale_free:  # unscaled already: scaled again for the scaler to unscale and look at
+            for buffer in self._mean_buffers:
+                buffer.mul_(self.loss_scale().to(buffer.device))
+        scaler.unscale_(base)
+        overflows = scaler._found_inf_per_device(base).values()
+        for found in overflows:
+            found.add_((num_nonfinite == num_samples).to(found))
+        scaler.step(base)
+        for found in overflows:
+            found.add_((num_nonfinite > 0).to(found))
 
     def forward(self) -> Tensor:
         """See :class:`Space`. The closure runs without building a graph, and its ``backward()`` does nothing."""
         with self.passes.one(), torch.no_grad(), WithoutBackward():
             loss = self._loss(self.closure())
         self.num_forwards += 1
-        return loss
+        if self.sharding.mesh is not None:
+            if self.passes.model is None:
+                raise ValueError(
+                    "a forward pass alone through sharded parameters needs model=, to reshard them after it"
+                )
+            reshard(self.passes.model)
+        return self.world.average(loss)
 
     def _loss(self, value: Any) -> Tensor:
         if not isinstance(value, Tensor | float | int):
@@ -335,11 +383,43 @@ class ParameterSpace:
                 vectors.scale_(_pick(self._mean, gone), 1 - part, foreach=self.foreach)
         self._seen = [seen or g is not None for seen, g in zip(self._seen, gradient, strict=True)]
 
+    def stand_by(self) -> None:
+        """What a rank does that holds no sample while others do: one pass at θ, whose gradient counts nothing.
+
+        So its random numbers move on as theirs do, and it knows which parameters have a gradient.
+        """
+        self.go_home()
+        at = self.evaluate()
+        self.accumulate(at.gradient, self._zero, torch.zeros_like(at.finite), first=True)
+
+    def join_samples(self, mine: Ledger, indices: Sequence[int], joined: Ledger) -> Ledger:
+        """Put together what the ranks that share the samples have found: ``joined`` gets all samples, the mean too.
+
+        One exchange of scalars, and one sum of gradients, each rank's weighted by what its samples weigh in all.
+        """
+        assert isinstance(mine, TorchLedger)
+        assert isinstance(joined, TorchLedger)
+        rows = torch.zeros(self._num_samples, 5, dtype=self.dtype, device=self.device)
+        for j, row in zip(indices, mine.rows(), strict=True):
+            rows[j] = row
+        self.world.sum_over_samples(rows)
+        for row in rows:
+            joined.add_row(row)
+        weights = joined.numbers()["weights"]
+        weight = weights[list(indices)].sum() if indices else self._zero
+        for buffer in self._mean_buffers:
+            buffer.mul_(weight.to(buffer.device))
+            self.world.sum_over_samples(buffer)
+        if self.passes.buffers_once:
+            self.world.copy_from_first(self.passes.buffers())
+        return joined
+
     def _make_room(self, gradient: list[Tensor | None]) -> None:
         """An accumulator for every parameter that has a gradient and none yet: at the first step, as a rule for all."""
         missing = [i for i, g in enumerate(gradient) if g is not None and self._mean[i] is None]
         if missing:
-            new, _ = vectors.allocate([self.point[i] for i in missing])
+            new, buffers = vectors.allocate([self.point[i] for i in missing])
+            self._mean_buffers += buffers
             for i, mean in zip(missing, new, strict=True):
                 self._mean[i] = mean
 
@@ -349,8 +429,8 @@ class ParameterSpace:
 
     def hand_over(self) -> None:
         """Make the accumulated mean the gradient of every parameter that had one in any pass."""
-        for p, mean, seen in zip(self.params, self._mean, self._seen, strict=True):
-            p.grad = None if not seen or mean is None else _like(mean, p)
+        for i, (p, mean, seen) in enumerate(zip(self.params, self._mean, self._seen, strict=True)):
+            p.grad = None if not seen or mean is None else self.sharding.wrap(i, _like(mean, p))
 
     # ---------------------------------------------------------------- vectors
 
@@ -427,8 +507,8 @@ class ParameterSpace:
     def normal_(self, x: Sequence[Tensor], sample: int) -> None:
         """See :class:`Space`. Drawn tensor by tensor in parameter order, whatever the grouping."""
         self._writes(x)
-        for a in x:
-            a.normal_(generator=self.streams.generator(sample, a.device))
+        for i, a in enumerate(x):
+            self.sharding.normal_(i, a, self.streams.generator(sample, a.device))
 
     def uniform(self, sample: int) -> Tensor:
         """See :class:`Space`."""
@@ -437,6 +517,9 @@ class ParameterSpace:
 
     def norm(self, x: Sequence[Tensor | None]) -> Tensor:
         """See :class:`Space`. Missing tensors count as zero."""
+        if self.sharding.mesh is not None:
+            lengths = {i: torch.linalg.vector_norm(a, dtype=self.dtype) for i, a in enumerate(x) if a is not None}
+            return self._total({i: length.square() for i, length in lengths.items()}).sqrt()
         parts = []
         for block in self._blocks:
             if here := [a for i in block.indices if (a := x[i]) is not None]:
@@ -446,8 +529,28 @@ class ParameterSpace:
 
     def dot(self, x: Sequence[Tensor | None], y: Sequence[Tensor | None]) -> Tensor:
         """See :class:`Space`. Missing tensors count as zero."""
+        if self.sharding.mesh is not None:
+            both = ((i, a, b) for i, (a, b) in enumerate(zip(x, y, strict=True)) if a is not None and b is not None)
+            return self._total({i: (a * b).sum(dtype=self.dtype) for i, a, b in both})
         parts = [vectors.dot(a, b, self.dtype).to(self.device) for _, a, b in self._pairs(x, y)]
         return torch.stack(parts).sum()
+
+    def _total(self, numbers: Mapping[int, Tensor]) -> Tensor:
+        """The sum of one number for each tensor, where some tensors are held in parts by several ranks."""
+        sums = [self._zero, self._zero]
+        for i, number in numbers.items():
+            sums[self.sharding.split(i)] = sums[self.sharding.split(i)] + number.to(self.device)
+        return sums[0] + self.sharding.sum(sums[1])
+
+    def filter_norms(self, x: Sequence[Tensor]) -> list[Tensor]:
+        """See :class:`Space`."""
+        squares = [_filter_squares(a, self.dtype) for a in x]
+        apart = [i for i in range(len(x)) if not self.sharding.rows_are_whole(i)]
+        if self.sharding.mesh is not None:  # every rank holds a part of each of these filters
+            flat = self.sharding.sum(torch.cat([self._zero[None], *(squares[i].reshape(-1) for i in apart)]))
+            for i, total in zip(apart, flat[1:].split([squares[i].numel() for i in apart]), strict=True):
+                squares[i] = total.view(squares[i].shape)
+        return [square.sqrt().to(a.dtype) for square, a in zip(squares, x, strict=True)]
 
     def copy_(self, x: Sequence[Tensor], y: Sequence[Tensor | None]) -> None:
         """See :class:`Space`. Where ``y`` is missing, ``x`` becomes zero."""
@@ -492,14 +595,12 @@ class ParameterSpace:
             if a is not None and b is None:
                 vectors.keep_([a], ~mask.to(a.device), foreach=self.foreach)
 
-    def map_(
-        self, x: Sequence[Tensor], y: Sequence[Tensor | None], function: Callable[[Tensor, Tensor], Tensor]
-    ) -> None:
-        """See :class:`Space`."""
+    def map_(self, x: Sequence[Tensor | None], function: Callable[..., Tensor], *others: Sequence[Tensor]) -> None:
+        """See :class:`Space`. Where ``x`` is missing, nothing happens."""
         self._writes(x)
-        for _, xs, ys in self._pairs(x, y):
-            for a, b in zip(xs, ys, strict=True):
-                a.copy_(function(a, b))
+        for a, *rest in zip(x, *others, strict=True):
+            if a is not None:
+                a.copy_(function(a, *rest))
 
     def displacement(self) -> Tensor:
         """``‖point − θ‖``. Uses the point up: it is left at some place that is not to be evaluated."""
@@ -534,6 +635,13 @@ def _no_closure() -> Tensor:
     raise RuntimeError("no closure was set")
 
 
+def _filter_squares(w: Tensor, dtype: torch.dtype) -> Tensor:
+    """The sum of squares of each slice along the first dimension, shaped to be multiplied with ``w``."""
+    rows = w.reshape(1, -1) if w.dim() <= 1 else w.flatten(1)
+    squares = rows.to(dtype).square().sum(1)
+    return squares.view(-1, *[1] * (w.dim() - 1)) if w.dim() > 1 else squares.squeeze(0)
+
+
 def _real(x: Tensor) -> Tensor:
     """The tensor as real numbers, sharing memory."""
     x = x.detach()
@@ -563,7 +671,8 @@ def _check_storage(params: Sequence[Tensor]) -> None:
     for p in params:
         if not p.is_floating_point() and not p.is_complex():
             raise TypeError(f"parameters must be floating point or complex, got {p.dtype}")
-        if seen.setdefault((p.device, p.data_ptr()), p) is not p:
+        mine = local_part(p)
+        if mine.numel() and seen.setdefault((mine.device, mine.data_ptr()), p) is not p:
             raise ValueError(
                 f"two parameters of shape {tuple(p.shape)} share memory, so each would be perturbed twice: tie weights "
                 "by using one Parameter object in both places"

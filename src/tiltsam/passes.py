@@ -53,6 +53,10 @@ class Passes:
         self._count = 0
         self._captured: CapturedRandom | None = None
 
+    def buffers(self) -> list[Tensor]:
+        """The model's buffers."""
+        return [b for part in _buffers(self.model) for b in part]
+
     @contextmanager
     def of_one_step(self) -> Iterator[None]:
         """Around all passes of a step. If the body raises, buffers are as they were before."""

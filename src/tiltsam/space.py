@@ -154,6 +154,13 @@ class Space(Protocol):
         """``x <- y`` where ``mask``."""
         ...
 
-    def map_(self, x: Vector, y: Vector, function: Callable[[Tensor, Tensor], Tensor]) -> None:
-        """``x_i <- function(x_i, y_i)`` tensor by tensor."""
+    def map_(self, x: Vector, function: Callable[..., Tensor], *others: Vector) -> None:
+        """``x_i <- function(x_i, others_i...)`` tensor by tensor."""
+        ...
+
+    def filter_norms(self, x: Vector) -> Vector:
+        """The norm of each filter, shaped to be multiplied with it.
+
+        A filter is a slice along a tensor's first dimension; a tensor of one dimension (a bias) is one filter.
+        """
         ...

@@ -54,7 +54,7 @@ def allocate(like: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         starts = [0]
         for i in members:
             starts.append(starts[-1] + -(-like[i].numel() // unit) * unit)
-        buffer = torch.empty(starts[-1], device=device, dtype=dtype)
+        buffer = torch.zeros(starts[-1], device=device, dtype=dtype)
         for i, start in zip(members, starts, strict=False):
             x = like[i]
             part = buffer[start : start + x.numel()]

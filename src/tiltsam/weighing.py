@@ -103,6 +103,18 @@ class TorchLedger:
         self._distances.append(distance)
         return self._weighing.add(draw.loss, draw.valid)
 
+    def rows(self) -> list[Tensor]:
+        """Each sample as five numbers, for other ranks: loss, validity, start loss, distance, gradient norm."""
+        return [
+            torch.stack([d.loss, d.valid.to(d.loss.dtype), d.start_loss, distance, d.gradient_norm])
+            for d, distance in zip(self._draws, self._distances, strict=True)
+        ]
+
+    def add_row(self, row: Tensor) -> None:
+        """Take in a sample that another rank has drawn."""
+        loss, valid, start_loss, distance, norm = row.unbind()
+        self.add(Draw(loss, None, norm, valid != 0, start_loss), distance)
+
     def numbers(self) -> dict[str, Tensor]:
         """See :class:`Ledger`."""
         losses = torch.stack([d.loss for d in self._draws])

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from tiltsam.distributed import Parallel
 from tiltsam.parameters import Closure, ParameterSpace
 from tiltsam.passes import Passes
 from tiltsam.samplers import Center, Sampler
@@ -36,6 +37,17 @@ _HELP = """{name}.step() needs a closure, because it evaluates the loss at sever
         return loss
 
     loss = optimizer.step(closure)"""
+
+_SCALER_HELP = """scaler.step(optimizer, ...) cannot step {name}, which runs several passes a step. Write:
+
+    def closure():
+        with torch.autocast("cuda", torch.float16):
+            loss = criterion(model(inputs), targets)
+        scaler.scale(loss).backward()
+        return loss
+
+    loss = optimizer.step(closure, scaler=scaler)
+    scaler.update()"""
 
 
 @dataclass(frozen=True)
@@ -87,6 +99,8 @@ class SharpnessAware(Optimizer):
         buffers_once: Turn the first of ``model``'s effects off.
         same_dropout: Turn the second off.
         every: Look around at every k-th step only, and take plain steps (one pass at θ) between.
+        parallel: Which processes take each step together, see :class:`tiltsam.Parallel`; by default found out (DDP,
+            FSDP2, or all processes of ``torch.distributed``). ``None``: this process trains on its own.
         skip_nonfinite: If no sample of a step is finite, do not step the base at all. Costs one host synchronisation a
             step; without it the base is stepped with a zero gradient.
         foreach: Fused kernels on lists of tensors, or the plain loop; both give the same numbers.
@@ -105,6 +119,7 @@ class SharpnessAware(Optimizer):
         buffers_once: bool = True,
         same_dropout: bool = True,
         every: int = 1,
+        parallel: Parallel | None = Parallel(),  # noqa: B008 (frozen)
         skip_nonfinite: bool = False,
         foreach: bool = True,
     ) -> None:
@@ -117,6 +132,9 @@ class SharpnessAware(Optimizer):
         self.base = base
         self.sampler = sampler
         self.model = model
+        if parallel is not None and not isinstance(parallel, Parallel):
+            raise TypeError(f"parallel must be a tiltsam.Parallel or None, got {type(parallel).__name__}")
+        self.parallel = parallel
         self.skip_nonfinite = skip_nonfinite
         self._passes_options = {"buffers_once": buffers_once, "same_random": same_dropout}
         self._foreach = foreach
@@ -253,7 +271,13 @@ class SharpnessAware(Optimizer):
 
     # ---------------------------------------------------------------- a step
 
-    def step(self, closure: Closure | None = None, ascent_closure: Closure | None = None) -> Tensor:  # type: ignore[override]
+    def step(  # type: ignore[override]
+        self,
+        closure: Closure | None = None,
+        ascent_closure: Closure | None = None,
+        *,
+        scaler: torch.amp.GradScaler | None = None,
+    ) -> Tensor:
         """Evaluate around θ, come back to θ, and let the base descend the aggregate gradient.
 
         Args:
@@ -261,6 +285,9 @@ class SharpnessAware(Optimizer):
                 not clear gradients. For gradient accumulation, loop over micro-batches inside and return the total.
             ascent_closure: Used in its place where a gradient only points the way up (the first pass of SAM, the first
                 of each sample of TSAM): the same on part of the mini-batch makes those passes cheaper.
+            scaler: For float16: the closure calls ``scaler.scale(loss).backward()`` and returns the loss as it is. The
+                aggregate is unscaled once, before the base's step hooks see it; samples that overflow count nothing,
+                the base does not step if all do, and the scaler hears of it. Call ``scaler.update()`` afterwards.
 
         Returns:
             The loss that was descended: the tilted loss of the samples for TSAM, the loss at the perturbed point for
@@ -270,10 +297,12 @@ class SharpnessAware(Optimizer):
             raise TypeError(_HELP.format(name=type(self).__name__))
         with torch.no_grad():
             space = self.prepare(closure, ascent_closure)
+            space.scaler = scaler if scaler is not None and scaler.is_enabled() else None
             try:
-                self._info = (self._run or self.execute)(space)
+                with space.world.explaining(self._setting("steps_taken")):
+                    self._info = (self._run or self.execute)(space)
             finally:
-                space.closure, space.ascent_closure = _released, None
+                space.closure, space.ascent_closure, space.scaler = _released, None, None
         for group in self.param_groups:
             group[self._keys["steps_taken"]] += 1
         return self._info.loss
@@ -304,7 +333,9 @@ class SharpnessAware(Optimizer):
         """
         info = self._gather(space, watch)
         space.hand_over()
-        if not self.skip_nonfinite or bool((info.num_nonfinite < len(info.losses)).item()):
+        if space.scaler is not None:
+            space.step_scaled(self.base, len(info.losses), info.num_nonfinite)
+        elif not self.skip_nonfinite or bool((info.num_nonfinite < len(info.losses)).item()):
             self.base.step()
         space.rejoin()
         return info
@@ -337,16 +368,26 @@ class SharpnessAware(Optimizer):
 
     def _gather(self, space: ParameterSpace, watch: Callable[[StepInfo], None]) -> StepInfo:
         """Visit, evaluate, accumulate, come back."""
-        infos: list[Mapping[str, Tensor]] = []
         sampler, num_samples = self._plan()
-        ledger = space.ledger(self._weighing(space) if num_samples > 1 else OneSample(), num_samples)
+        infos: list[Mapping[str, Tensor]] = []
+
+        def weighing() -> Weighing:
+            return self._weighing(space) if num_samples > 1 else OneSample()
+
+        space.scale_free = sampler.scale_free
         with space.visiting(num_samples):
-            state = sampler.begin(space)
-            for j in range(num_samples):
+            mine = space.world.my_samples(num_samples, independent=sampler.independent)
+            ledger = space.ledger(weighing(), num_samples)
+            if not mine:
+                space.stand_by()
+            state = sampler.begin(space) if mine else None
+            for j in mine:
                 draw, state = sampler.sample(space, j, state)
                 share = ledger.add(draw, space.displacement())
-                space.accumulate(draw.gradient, share, draw.valid, first=j == 0)
+                space.accumulate(draw.gradient, share, draw.valid, first=j == mine[0])
                 infos.append(draw.info)
+            if space.world.splits_samples:
+                ledger = space.join_samples(ledger, mine, space.ledger(weighing(), num_samples))
             with space.aside():
                 info = self._report(space, ledger, infos)
                 watch(info)
@@ -354,6 +395,8 @@ class SharpnessAware(Optimizer):
 
     def _report(self, space: ParameterSpace, ledger: Ledger, infos: list[Mapping[str, Tensor]]) -> StepInfo:
         numbers = ledger.numbers()
+        if space.scaler is not None and space.scale_free:
+            numbers["gradient_norms"] = numbers["gradient_norms"] / space.loss_scale()
         bad = numbers["num_nonfinite"]
         if self._nonfinite is None or self._nonfinite.device != bad.device:
             self._nonfinite = torch.zeros_like(bad)
@@ -362,8 +405,13 @@ class SharpnessAware(Optimizer):
             **numbers,
             num_forwards=space.num_forwards,
             num_backwards=space.num_backwards,
-            sampler={name: torch.stack([info[name] for info in infos]) for name in infos[0]},
+            sampler={name: torch.stack([info[name] for info in infos]) for name in (infos[0] if infos else ())},
         )
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """What GradScaler.step asks first of an optimizer. It cannot step this one: say what to write."""
+        raise RuntimeError(_SCALER_HELP.format(name=type(self).__name__))
 
     @property
     def last(self) -> StepInfo:
@@ -396,7 +444,7 @@ class SharpnessAware(Optimizer):
         if self._space is None or key != self._space_key:
             devices = [p.device for group in groups for p in group]
             passes = Passes(self.model, devices=devices, **self._passes_options)
-            self._space = ParameterSpace(groups, passes=passes, foreach=self._foreach)
+            self._space = ParameterSpace(groups, passes=passes, parallel=self.parallel, foreach=self._foreach)
             self._space_key = key
             _warn_low_precision(self._space.params)
         return self._space

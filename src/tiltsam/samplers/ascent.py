@@ -15,9 +15,9 @@ from tiltsam.space import Evaluation, Space
 __all__ = ["AdaptiveAscent", "Ascent", "CenterThenAscent", "LineSearch", "RandomAscent"]
 
 
-def _ascend(space: Space, at: Evaluation) -> None:
-    """``point <- point + ρ n(gradient)``. A gradient that is not finite moves nothing: weights stay finite."""
-    space.climb(at, space.rho)
+def _ascend(space: Space, at: Evaluation, parts: int = 1) -> None:
+    """``point <- point + ρ/parts n(gradient)``. A gradient that is not finite moves nothing: weights stay finite."""
+    space.climb(at, space.rho if parts == 1 else space.rho / parts)
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,8 @@ class Ascent:
         start: Where δ comes from; :class:`Uniform` as in the paper, or ``Gaussian(clip=True)``.
         shared: Take one ascent gradient, at θ, for all samples of a step: ``ε = δ + ρ n(∇L(θ))``, s+1 passes instead
             of 2s, and one more vector in memory.
+        num_steps: The paper's N: that many ascents of ρ/N each, every one along the gradient where it begins; N+1
+            passes a sample. Above 1 not with ``shared``.
 
     Note:
         Not consistent: the draws follow neither μ nor μ·exp(δL), so no weights make the aggregate tend to the gradient
@@ -38,7 +40,16 @@ class Ascent:
 
     start: Start = field(default_factory=Uniform)
     shared: bool = False
+    num_steps: int = 1
     tilted: ClassVar[bool] = True
+    independent: ClassVar[bool] = True
+    scale_free: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if self.num_steps < 1:
+            raise ValueError(f"num_steps must be at least 1, got {self.num_steps}")
+        if self.shared and self.num_steps > 1:
+            raise ValueError(f"one ascent gradient is shared: num_steps must be 1, got {self.num_steps}")
 
     def begin(self, space: Space) -> Evaluation | None:
         """The shared gradient, where there is one: ρ n(∇L(θ)) goes into the vector ``ascent``."""
@@ -57,8 +68,11 @@ class Ascent:
         if not space.ascending:
             return evaluated(space.evaluate()), None
         if state is None:
-            first = space.evaluate(ascent=True)
-            _ascend(space, first)
+            first = at = space.evaluate(ascent=True)
+            _ascend(space, at, self.num_steps)
+            for _ in range(self.num_steps - 1):
+                at = space.evaluate(ascent=True)
+                _ascend(space, at, self.num_steps)
             return after_ascent(first, space.evaluate()), None
         space.add_(space.point, space.vector("ascent"))
         return after_ascent(state, space.evaluate()), state
@@ -69,6 +83,8 @@ class AdaptiveAscent(Stateless):
     """ASAM's ascent, scaled to each weight: ``ε = ρ T²g/‖Tg‖``, ``T = |w| + η`` (Kwon et al. 2021). Two passes."""
 
     tilted: ClassVar[bool] = True
+    independent: ClassVar[bool] = True
+    scale_free: ClassVar[bool] = True
 
     def sample(self, space: Space, index: int, state: None) -> tuple[Draw, None]:
         """Ascend from θ in the metric of the weights, evaluate."""
@@ -82,9 +98,9 @@ class AdaptiveAscent(Stateless):
         def stretch(g: Tensor, w: Tensor) -> Tensor:
             return g * (w.abs() + eta.to(w.device))
 
-        space.map_(first.gradient, space.center, stretch)
+        space.map_(first.gradient, stretch, space.center)
         norm = space.norm(first.gradient)
-        space.map_(first.gradient, space.center, stretch)
+        space.map_(first.gradient, stretch, space.center)
         space.add_scaled_(space.point, first.gradient, space.rho / (norm + EPS))
         return after_ascent(first, space.evaluate()), None
 
@@ -101,6 +117,8 @@ class LineSearch(Stateless):
 
     num_points: int = 10
     tilted: ClassVar[bool] = True
+    independent: ClassVar[bool] = True
+    scale_free: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.num_points < 1:
@@ -134,6 +152,8 @@ class RandomAscent(Stateless):
     """
 
     tilted: ClassVar[bool] = True
+    independent: ClassVar[bool] = True
+    scale_free: ClassVar[bool] = False
 
     def sample(self, space: Space, index: int, state: None) -> tuple[Draw, None]:
         """Smooth by noise, ascend, evaluate."""
@@ -142,7 +162,8 @@ class RandomAscent(Stateless):
             return evaluated(space.evaluate()), None
         gamma = space.setting("gamma")
         space.normal_(space.point, index)
-        space.map_(space.point, space.center, lambda z, w: z * _filter_norms(w) * gamma.to(w.device) + w)
+        norms = space.filter_norms(space.center)
+        space.map_(space.point, lambda z, w, norm: z * norm * gamma.to(w.device) + w, space.center, norms)
         first = space.evaluate(ascent=True)
         space.keep_(first.gradient, first.finite)
         space.add_(space.point, space.center, alpha=-1.0)  # the point now holds Δ
@@ -152,17 +173,13 @@ class RandomAscent(Stateless):
         return after_ascent(first, space.evaluate()), None
 
 
-def _filter_norms(w: Tensor) -> Tensor:
-    rows = w.reshape(1, -1) if w.dim() <= 1 else w.flatten(1)
-    norms: Tensor = torch.linalg.vector_norm(rows, dim=1)
-    return norms.view(-1, *[1] * (w.dim() - 1)) if w.dim() > 1 else norms.squeeze(0)
-
-
 @dataclass(frozen=True)
 class CenterThenAscent:
     """PGN's two points: sample 0 is θ, sample 1 is ``θ + ρ n(∇L(θ))``, from the same gradient. Two passes in all."""
 
     tilted: ClassVar[bool] = True
+    independent: ClassVar[bool] = False
+    scale_free: ClassVar[bool] = True
 
     def begin(self, space: Space) -> None:
         """Nothing to share before θ is evaluated."""

@@ -56,6 +56,8 @@ class HMC:
     boundary: Literal["reflect", "reject"] = "reflect"
     num_proposals: int = 1
     tilted: ClassVar[bool] = True
+    independent: ClassVar[bool] = True
+    scale_free: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         for name in ("num_steps", "num_proposals"):

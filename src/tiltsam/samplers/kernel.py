@@ -30,6 +30,10 @@ class Sampler(Protocol):
     """A kernel. ``tilted`` says what its draws are meant to follow: μ·exp(δL) if true, μ itself if not."""
 
     tilted: ClassVar[bool]
+    independent: ClassVar[bool]
+    """Whether a sample can be drawn without those before it, and so on another rank."""
+    scale_free: ClassVar[bool]
+    """Whether gradients may come multiplied by some number (a GradScaler's): their direction alone counts."""
 
     def begin(self, space: Space) -> Any:
         """Work that all samples of a step share; what it returns is handed to the first ``sample``."""

@@ -18,6 +18,8 @@ class Center(Stateless):
     """ε = 0: plain training. One pass a sample."""
 
     tilted: ClassVar[bool] = False
+    independent: ClassVar[bool] = True
+    scale_free: ClassVar[bool] = True
 
     def move(self, space: Space, index: int) -> None:
         """``point <- θ``."""
@@ -38,6 +40,8 @@ class Uniform(Stateless):
     """
 
     tilted: ClassVar[bool] = False
+    independent: ClassVar[bool] = True
+    scale_free: ClassVar[bool] = True
 
     def move(self, space: Space, index: int) -> None:
         """``point <- θ + δ``."""
@@ -64,6 +68,8 @@ class Gaussian(Stateless):
     std: float | None = None
     clip: bool = False
     tilted: ClassVar[bool] = False
+    independent: ClassVar[bool] = True
+    scale_free: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.std is not None and self.std < 0:

@@ -1,0 +1,262 @@
+"""Steps that several processes take together: data-parallel (DDP), sharded (FSDP2), and sample-parallel.
+
+Three things have to agree on all ranks, or their weights drift apart:
+
+- **losses** are averaged over the ranks that see different batches *before* weights are computed from them;
+- **noise** follows from (seed, step, sample) alone, so every rank draws the same, and of a sharded tensor its own part
+  of what one process would have drawn;
+- **norms** of sharded vectors are those of the whole.
+
+Sample-parallel ranks see the *same* batch and divide the s samples of a step among them, so that s ranks take a step of
+TSAM in the time of a step of SAM. They exchange a handful of scalars, and one weighted sum of gradients:
+
+    mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("data", "samples"))
+    model = DistributedDataParallel(model, process_group=mesh["data"].get_group())
+    parallel = tiltsam.Parallel(samples=mesh["samples"].get_group())
+    optimizer = tiltsam.TSAM(base, num_samples=4, model=model, parallel=parallel)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+__all__ = ["Parallel", "Sharding", "World"]
+
+Group: TypeAlias = Any
+"""A ``torch.distributed.ProcessGroup``."""
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """Which processes take a step together.
+
+    Left out, it is found out: the group of a DDP module, the mesh of sharded parameters, or else all processes of
+    ``torch.distributed``, as ranks that see different batches. Pass ``parallel=None`` to an optimizer whose process
+    trains on its own although others are there.
+
+    Args:
+        data: Ranks that see different batches and average their gradients; ``None`` means as found out.
+        samples: Ranks that see the same batch and divide a step's samples among them.
+        ascent: ``"global"`` ascends the gradient of all data ranks together; ``"local"`` lets each rank ascend its own
+            (m-SAM), which saves an all-reduce a sample and needs a DDP module.
+    """
+
+    data: Group | None = None
+    samples: Group | None = None
+    ascent: Literal["global", "local"] = "global"
+
+    def __post_init__(self) -> None:
+        if self.ascent not in ("global", "local"):
+            raise ValueError(f"ascent must be 'global' or 'local', got {self.ascent!r}")
+        for name in ("data", "samples"):
+            group = getattr(self, name)
+            if group is not None and not isinstance(group, dist.ProcessGroup):
+                raise TypeError(
+                    f"{name} must be a process group, got {type(group).__name__}: take mesh['{name}'].get_group()"
+                )
+
+
+class World:
+    """What the ranks of a step have in common. One process alone has nothing to exchange, and does not.
+
+    Args:
+        parallel: What the user said; ``None`` for one process alone.
+        model: The user's model, where given.
+        sharding: How the parameters are split.
+    """
+
+    def __init__(self, parallel: Parallel | None, model: torch.nn.Module | None, sharding: Sharding) -> None:
+        self._data: list[Group] = []
+        self._samples: Group | None = None
+        self._ddp: DistributedDataParallel | None = None
+        if parallel is None or not (dist.is_available() and dist.is_initialized()):
+            if sharding.groups:
+                raise ValueError("sharded parameters cannot be stepped by one process alone: leave parallel out")
+            return
+        if isinstance(model, DistributedDataParallel):
+            self._ddp = model
+        self._samples = _unless_alone(parallel.samples)
+        self._data = [g for g in self._data_groups(parallel, sharding) if _unless_alone(g) is not None]
+        self.local_ascent = parallel.ascent == "local" and bool(self._data)
+        if self.local_ascent and self._ddp is None:
+            raise ValueError("ascent='local' needs model=DistributedDataParallel(...), whose no_sync() it uses")
+
+    local_ascent: bool = False
+    """Whether gradients of ascents are this rank's own."""
+
+    def _data_groups(self, parallel: Parallel, sharding: Sharding) -> list[Group]:
+        if parallel.data is not None:
+            return [parallel.data]
+        if sharding.mesh is not None:
+            return [sharding.mesh.get_group(i) for i in range(sharding.mesh.ndim)]
+        if self._ddp is not None:
+            return [self._ddp.process_group]
+        return [] if parallel.samples is not None else [dist.group.WORLD]
+
+    @property
+    def alone(self) -> bool:
+        """Whether nothing is ever exchanged."""
+        return not self._data and self._samples is None
+
+    # ---------------------------------------------------------------- ranks with different batches
+
+    def average(self, x: Tensor) -> Tensor:
+        """The mean over data ranks, bitwise the same on all of them."""
+        for group in self._data:
+            x = x.clone()
+            dist.all_reduce(x, group=group)
+            x = x / dist.get_world_size(group)
+        return x
+
+    def all(self, flag: Tensor) -> Tensor:
+        """Whether it is true on every data rank."""
+        return self.average((~flag).to(torch.float32)) == 0
+
+    def ascending(self) -> AbstractContextManager[object]:
+        """Around a pass whose gradient only points the way up."""
+        if self.local_ascent:
+            assert self._ddp is not None
+            return self._ddp.no_sync()
+        return nullcontext()
+
+    # ---------------------------------------------------------------- ranks with the same batch
+
+    @property
+    def splits_samples(self) -> bool:
+        """Whether the samples of a step are divided among ranks."""
+        return self._samples is not None
+
+    def my_samples(self, num_samples: int, *, independent: bool) -> range:
+        """The samples of this rank. Those that build on each other stay together, on the first rank."""
+        if self._samples is None:
+            return range(num_samples)
+        rank, size = dist.get_rank(self._samples), dist.get_world_size(self._samples)
+        if not independent:
+            return range(num_samples if rank == 0 else 0)
+        return range(rank, num_samples, size)
+
+    def sum_over_samples(self, x: Tensor) -> None:
+        """Add up over the ranks that share the samples, in place."""
+        dist.all_reduce(x, group=self._samples)
+
+    def copy_from_first(self, tensors: Sequence[Tensor]) -> None:
+        """Take over what the rank that holds sample 0 has."""
+        kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        for x in tensors:
+            kinds.setdefault((x.device, x.dtype), []).append(x)
+        for parts in kinds.values():
+            flat = torch.cat([x.reshape(-1) for x in parts])
+            dist.broadcast(flat, group=self._samples, group_src=0)
+            for x, part in zip(parts, flat.split([x.numel() for x in parts]), strict=True):
+                x.copy_(part.view(x.shape))
+
+    @contextmanager
+    def explaining(self, step: int) -> Iterator[None]:
+        """Around a step: an error in it says on which rank, for it may be another's that died."""
+        if self.alone:
+            yield
+            return
+        try:
+            yield
+        except RuntimeError as error:
+            error.add_note(
+                f"tiltsam: step {step} broke off on rank {dist.get_rank()} of {dist.get_world_size()}; if the error "
+                "speaks of connections, peers or a timeout, another rank died or hangs: look at its output first. The "
+                "weights on this rank are those from before the step; restart all ranks from the last checkpoint."
+            )
+            raise
+
+
+class Sharding:
+    """How parameters are split over processes: not at all, or as DTensors over one device mesh (FSDP2).
+
+    Args:
+        params: The parameters.
+    """
+
+    def __init__(self, params: Sequence[Tensor]) -> None:
+        meshes = {p.device_mesh for p in params if is_sharded(p)}  # type: ignore[attr-defined]
+        if len(meshes) > 1:
+            raise ValueError(f"parameters lie on {len(meshes)} device meshes; they have to share one")
+        self.mesh: Any = next(iter(meshes), None)
+        self._specs: list[Any] = [p if is_sharded(p) else None for p in params]
+        self._dims = sorted({i for p in params if is_sharded(p) for i in _sharded_dims(p)})
+        self.groups: list[Group] = [self.mesh.get_group(i) for i in self._dims] if self.mesh is not None else []
+        """The groups whose ranks hold different parts."""
+        for p in params:
+            if is_sharded(p) and _sharded_dims(p) not in ([], self._dims):
+                raise ValueError(
+                    "parameters are sharded over different dimensions of their mesh, which is not supported"
+                )
+
+    def split(self, i: int) -> bool:
+        """Whether parameter ``i`` is held in parts."""
+        return self._specs[i] is not None and bool(_sharded_dims(self._specs[i]))
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Add up over the ranks that hold different parts."""
+        for group in self.groups:
+            x = x.clone()
+            dist.all_reduce(x, group=group)
+        return x
+
+    def wrap(self, i: int, local: Tensor) -> Tensor:
+        """A tensor in the place of parameter ``i``, from its local part."""
+        spec = self._specs[i]
+        if spec is None:
+            return local
+        from torch.distributed.tensor import DTensor
+
+        return DTensor.from_local(
+            local, spec.device_mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride()
+        )
+
+    def normal_(self, i: int, x: Tensor, generator: torch.Generator) -> None:
+        """Fill the local part of parameter ``i`` with its part of the noise that one process would draw."""
+        spec = self._specs[i]
+        if spec is None or not self.split(i):
+            x.normal_(generator=generator)
+            return
+        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+        whole = torch.empty(spec.shape, dtype=x.dtype, device=x.device).normal_(generator=generator)
+        shape, offset = compute_local_shape_and_global_offset(spec.shape, spec.device_mesh, spec.placements)
+        x.copy_(whole[tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))])
+
+    def rows_are_whole(self, i: int) -> bool:
+        """Whether slices of parameter ``i`` along its first dimension lie on one rank each."""
+        spec = self._specs[i]
+        return not self.split(i) or (spec.dim() > 1 and all(p.dim == 0 for p in spec.placements if p.is_shard()))
+
+
+def is_sharded(p: Tensor) -> bool:
+    """Whether a tensor is a DTensor, asked without importing them."""
+    return hasattr(p, "device_mesh") and hasattr(p, "placements")
+
+
+def local_part(p: Tensor) -> Tensor:
+    """What this process holds of a tensor, sharing memory."""
+    return p.detach().to_local() if is_sharded(p) else p.detach()  # type: ignore[attr-defined]
+
+
+def reshard(model: torch.nn.Module | None) -> None:
+    """Let FSDP drop the gathered copies of its weights, which a forward pass without backward leaves standing."""
+    for module in model.modules() if model is not None else ():
+        if callable(drop := getattr(module, "reshard", None)):
+            drop()
+
+
+def _sharded_dims(p: Any) -> list[int]:
+    return [i for i, placement in enumerate(p.placements) if placement.is_shard()]
+
+
+def _unless_alone(group: Group | None) -> Group | None:
+    return None if group is None or dist.get_world_size(group) == 1 else group

@@ -1,0 +1,239 @@
+"""What the ranks of the distributed tests run. Each job takes its rank first and returns what the tests compare."""
+
+import os
+import time
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import tiltsam
+from cases import METHODS, Net, sgd
+
+BY_NAME = {m.name: m for m in METHODS}
+EXAMPLES = 12  # of a joined batch: two or three ranks have equal parts of it
+
+
+def adamw(params):
+    return torch.optim.AdamW(params, lr=0.01)
+
+
+BASES = {"sgd": sgd, "adamw": adamw}
+
+
+def mlp():
+    """Sizes that neither two nor three ranks can share evenly."""
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(6, 11), nn.Tanh(), nn.Linear(11, 7), nn.Tanh(), nn.Linear(7, 3)).double()
+
+
+def batch(step, part=0, parts=1):
+    generator = torch.Generator().manual_seed(step)
+    x = torch.randn(EXAMPLES, 6, generator=generator, dtype=torch.float64)
+    y = torch.randint(3, (EXAMPLES,), generator=generator)
+    return x[part::parts], y[part::parts]
+
+
+def train(model, optimizer, steps, part=0, parts=1, before_step=lambda step: None):
+    """The user's loop: closures on this rank's part of each batch."""
+    for step in steps:
+        x, y = batch(step, part, parts)
+        before_step(step)
+
+        def closure(x=x, y=y):
+            loss = nn.functional.cross_entropy(model(x), y)
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+
+
+def flat(model):
+    """All parameters, gathered where they are sharded."""
+    parts = [p.detach().full_tensor() if hasattr(p, "full_tensor") else p.detach() for p in model.parameters()]
+    return torch.cat([p.flatten() for p in parts])
+
+
+def alone(method, base, steps, **options):
+    """One process on the joined batches."""
+    model = mlp()
+    optimizer = BY_NAME[method](BASES[base](model.parameters()), model=model, parallel=None, **options)
+    train(model, optimizer, range(steps))
+    return flat(model)
+
+
+def data_parallel(rank, method, base, steps, options):
+    model = DistributedDataParallel(mlp())
+    optimizer = BY_NAME[method](BASES[base](model.parameters()), model=model, **options)
+    train(model, optimizer, range(steps), rank, dist.get_world_size())
+    return flat(model), optimizer.last.losses
+
+
+def data_parallel_with_everything(rank, method, steps):
+    """BatchNorm, dropout, tied, frozen, unused parameters."""
+    torch.manual_seed(1)
+    net = Net().double()
+    del net.empty  # DDP cannot take an empty parameter
+    net.register_buffer("empty", torch.zeros(1, dtype=torch.float64))
+    model = DistributedDataParallel(net, find_unused_parameters=True)
+    torch.manual_seed(rank)  # masks differ
+    optimizer = BY_NAME[method](sgd(model.parameters()), model=model)
+    train(model, optimizer, range(steps), rank, dist.get_world_size())
+    return flat(net)
+
+
+def without_the_model(rank, method, steps):
+    """A user who did not say model=: all processes are taken for data ranks."""
+    model = DistributedDataParallel(mlp())
+    optimizer = BY_NAME[method](sgd(model.parameters()))
+    train(model, optimizer, range(steps), rank, dist.get_world_size())
+    return flat(model)
+
+
+def local_ascent(rank, steps):
+    model = DistributedDataParallel(mlp())
+    optimizer = tiltsam.SAM(
+        torch.optim.SGD(model.parameters(), lr=0.05), rho=0.1, model=model, parallel=tiltsam.Parallel(ascent="local")
+    )
+    train(model, optimizer, range(steps), rank, dist.get_world_size())
+    return flat(model)
+
+
+def local_ascent_by_hand(steps, parts):
+    """m-SAM: the mean of the gradients at each part's own ascent."""
+    model = mlp()
+    params = list(model.parameters())
+    for step in range(steps):
+        total = [torch.zeros_like(p) for p in params]
+        for part in range(parts):
+            x, y = batch(step, part, parts)
+            g = torch.autograd.grad(nn.functional.cross_entropy(model(x), y), params)
+            length = torch.cat([a.flatten() for a in g]).norm()
+            home = [p.detach().clone() for p in params]
+            with torch.no_grad():
+                for p, a in zip(params, g, strict=True):
+                    p.add_(0.1 * a / length)
+            g = torch.autograd.grad(nn.functional.cross_entropy(model(x), y), params)
+            with torch.no_grad():
+                for p, h, a, t in zip(params, home, g, total, strict=True):
+                    p.copy_(h)
+                    t.add_(a / parts)
+        with torch.no_grad():
+            for p, t in zip(params, total, strict=True):
+                p.sub_(0.05 * t)
+    return flat(model)
+
+
+def sharded_model(mesh=None):
+    model = mlp()
+    for layer in model:
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def sharded(rank, method, base, steps, options):
+    model = sharded_model(init_device_mesh("cpu", (dist.get_world_size(),)))
+    optimizer = BY_NAME[method](BASES[base](model.parameters()), model=model, **options)
+    train(model, optimizer, range(steps), rank, dist.get_world_size())
+    return flat(model)
+
+
+def split_samples(rank, method, steps, options):
+    """The same batch and the same dropout masks on every rank."""
+    torch.manual_seed(1)
+    model = Net().double()
+    torch.manual_seed(2)
+    parallel = tiltsam.Parallel(samples=dist.group.WORLD)
+    optimizer = BY_NAME[method](sgd(model.parameters()), model=model, parallel=parallel, **options)
+    train(model, optimizer, range(steps))
+    info = optimizer.info
+    return model.state_dict(), {"losses": info.losses, "weights": info.weights, "size": info.effective_sample_size}
+
+
+def samples_of_one(method, steps, options):
+    torch.manual_seed(1)
+    model = Net().double()
+    torch.manual_seed(2)
+    optimizer = BY_NAME[method](sgd(model.parameters()), model=model, **options)
+    train(model, optimizer, range(steps))
+    info = optimizer.info
+    return model.state_dict(), {"losses": info.losses, "weights": info.weights, "size": info.effective_sample_size}
+
+
+def on_a_mesh(rank, kind, steps):
+    """Two by two ranks: data × samples with DDP or FSDP2, or hybrid sharding."""
+    names = ("data", "samples") if kind != "hybrid" else ("replicate", "shard")
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+    options = {} if kind == "hybrid" else {"parallel": tiltsam.Parallel(samples=mesh["samples"].get_group())}
+    if kind == "ddp":
+        model = DistributedDataParallel(mlp(), process_group=mesh["data"].get_group())
+    else:
+        model = sharded_model(mesh if kind == "hybrid" else mesh["data"])
+    optimizer = BY_NAME["tsam"](sgd(model.parameters()), model=model, **options)
+    part, parts = (rank, 4) if kind == "hybrid" else (mesh["data"].get_local_rank(), 2)
+    train(model, optimizer, range(steps), part, parts)
+    return flat(model)
+
+
+def save_sharded(rank, folder, steps):
+    model = sharded_model(init_device_mesh("cpu", (dist.get_world_size(),)))
+    optimizer = BY_NAME["tsam"](adamw(model.parameters()), model=model)
+    train(model, optimizer, range(steps), rank, dist.get_world_size())
+    state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer.base)}
+    dcp.save(state, checkpoint_id=folder)
+
+
+def resume_sharded(rank, folder, start, steps):
+    model = sharded_model(init_device_mesh("cpu", (dist.get_world_size(),)))
+    optimizer = BY_NAME["tsam"](adamw(model.parameters()), model=model)
+    load(model, optimizer, folder)
+    train(model, optimizer, range(start, start + steps), rank, dist.get_world_size())
+    return flat(model), optimizer.param_groups[0]["steps_taken"]
+
+
+def load(model, optimizer, folder):
+    state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer.base)}
+    dcp.load(state, checkpoint_id=folder, no_dist=not dist.is_initialized())
+    set_model_state_dict(model, state["model"])
+    set_optimizer_state_dict(model, optimizer.base, state["optimizer"])
+
+
+def die_in_a_step(rank, kind):
+    """Rank 1 dies in a pass of the third step; the others say what became of theirs."""
+    model = mlp()
+    options = {}
+    if kind == "ddp":
+        model = DistributedDataParallel(model)
+    else:
+        options = {"parallel": tiltsam.Parallel(samples=dist.group.WORLD)}
+    optimizer = BY_NAME["tsam"](sgd(model.parameters()), model=model, **options)
+    train(model, optimizer, range(2), rank if kind == "ddp" else 0, 2 if kind == "ddp" else 1)
+    before = flat(model).clone()
+    passes = [0]
+
+    def closure():
+        passes[0] += 1
+        if rank == 1 and passes[0] == 2:
+            os._exit(1)
+        x, y = batch(2)
+        loss = nn.functional.cross_entropy(model(x), y)
+        loss.backward()
+        return loss
+
+    start = time.monotonic()
+    try:
+        optimizer.step(closure)
+    except RuntimeError as error:
+        return time.monotonic() - start, torch.equal(flat(model), before), "\n".join(error.__notes__)
+    return None

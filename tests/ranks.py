@@ -1,0 +1,71 @@
+"""Processes that take steps together: started once, they run one job after another."""
+
+import os
+import tempfile
+import traceback
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+class Ranks:
+    """A world of processes on this machine, connected by gloo.
+
+    Calling it runs a function (of a module, so that it can be pickled) on every rank and returns what each returned.
+    """
+
+    def __init__(self, size, timeout=60):
+        self.size = size
+        self._folder = tempfile.TemporaryDirectory()
+        context = mp.get_context("spawn")
+        self.pipes, self.processes = [], []
+        for rank in range(size):
+            mine, theirs = context.Pipe()
+            store = os.path.join(self._folder.name, "store")
+            process = context.Process(target=_serve, args=(rank, size, store, timeout, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self.pipes.append(mine)
+            self.processes.append(process)
+
+    def send(self, function, *args):
+        for pipe in self.pipes:
+            pipe.send((function, args))
+
+    def receive(self, rank, timeout=120):
+        """What that rank's job returned; an error in it is raised here."""
+        if not self.pipes[rank].poll(timeout):
+            raise TimeoutError(f"rank {rank} gave no answer in {timeout} s")
+        result, error = self.pipes[rank].recv()
+        if error is not None:
+            raise RuntimeError(error)
+        return result
+
+    def __call__(self, function, *args):
+        self.send(function, *args)
+        return [self.receive(rank) for rank in range(self.size)]
+
+    def close(self):
+        for process in self.processes:
+            process.kill()
+            process.join()
+        self._folder.cleanup()
+
+
+def _serve(rank, size, store, timeout, pipe):
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=timeout)
+    )
+    while True:
+        try:
+            function, args = pipe.recv()
+        except EOFError:
+            return
+        try:
+            pipe.send((function(rank, *args), None))
+        except Exception as error:
+            notes = "\n".join(getattr(error, "__notes__", []))
+            pipe.send((None, f"{traceback.format_exc()}\n{notes}"))

@@ -1,0 +1,167 @@
+"""Several processes, one step: equal to one process, and bitwise equal among themselves."""
+
+import pytest
+import torch
+
+import jobs
+import tiltsam
+from cases import METHODS
+from ranks import Ranks
+
+pytestmark = [
+    pytest.mark.xdist_group("ranks"),
+    pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without torch.distributed"),
+]
+names = [m.name for m in METHODS]
+every_method = pytest.mark.parametrize("method", names)
+CLOSE = {"rtol": 0, "atol": 1e-10}
+
+
+@pytest.fixture(scope="module", params=[2, 3], ids=["2ranks", "3ranks"])
+def ranks(request):
+    world = Ranks(request.param)
+    yield world
+    world.close()
+
+
+@pytest.fixture(scope="module")
+def four():
+    world = Ranks(4)
+    yield world
+    world.close()
+
+
+def same(results):
+    return all(torch.equal(results[0], other) for other in results[1:])
+
+
+# ---------------------------------------------------------------- data-parallel
+
+
+@every_method
+def test_ddp_ranks_are_bitwise_alike_and_equal_one_process(ranks, method):
+    found = [weights for weights, _ in ranks(jobs.data_parallel, method, "sgd", 50, {})]
+    assert same(found)
+    torch.testing.assert_close(found[0], jobs.alone(method, "sgd", 50), **CLOSE)
+
+
+@every_method
+def test_ddp_ranks_stay_alike_with_batchnorm_dropout_and_unused_parameters(ranks, method):
+    assert same(ranks(jobs.data_parallel_with_everything, method, 10))
+
+
+def test_weights_from_local_losses_drift_apart(ranks):
+    """What parallel=None does under DDP: every rank weighs its samples by its own losses. Do not reintroduce it."""
+    tilt = {"t": 50.0}
+    drifted = ranks(jobs.data_parallel, "tsam", "sgd", 20, {"parallel": None, **tilt})
+    assert (drifted[0][0] - drifted[1][0]).abs().max() > 1e-4
+    kept = ranks(jobs.data_parallel, "tsam", "sgd", 20, tilt)
+    assert same([weights for weights, _ in kept])
+    assert same([losses for _, losses in kept])
+
+
+def test_a_user_who_does_not_pass_the_model_is_safe(ranks):
+    found = ranks(jobs.without_the_model, "tsam", 10)
+    assert same(found)
+    torch.testing.assert_close(found[0], jobs.alone("tsam", "sgd", 10), **CLOSE)
+
+
+def test_local_ascent_is_m_sam(ranks):
+    found = ranks(jobs.local_ascent, 10)
+    assert same(found)
+    torch.testing.assert_close(found[0], jobs.local_ascent_by_hand(10, ranks.size), **CLOSE)
+
+
+# ---------------------------------------------------------------- sharded
+
+
+@pytest.mark.parametrize("base", ["sgd", "adamw"])
+@every_method
+def test_fsdp_equals_one_process(ranks, method, base):
+    found = ranks(jobs.sharded, method, base, 20, {})
+    torch.testing.assert_close(found[0], jobs.alone(method, base, 20), **CLOSE)
+
+
+def test_fsdp_without_foreach(ranks):
+    found = ranks(jobs.sharded, "tsam", "sgd", 5, {"foreach": False})
+    torch.testing.assert_close(found[0], jobs.alone("tsam", "sgd", 5), **CLOSE)
+
+
+# ---------------------------------------------------------------- sample-parallel
+
+
+@pytest.mark.parametrize("num_samples", [1, 2, 3, 5])
+def test_samples_on_several_ranks_equal_one_process(ranks, num_samples):
+    """More ranks than samples, as many, fewer; BatchNorm's statistics and dropout as in one process."""
+    options = {"num_samples": num_samples}
+    found = ranks(jobs.split_samples, "tsam", 20, options)
+    expected, numbers = jobs.samples_of_one("tsam", 20, options)
+    for weights, info in found:
+        torch.testing.assert_close(weights, expected, **CLOSE)
+        torch.testing.assert_close(info, numbers, rtol=0, atol=1e-9)
+        assert all(torch.equal(weights[k], found[0][0][k]) for k in weights)
+
+
+@every_method
+def test_every_method_runs_with_its_samples_on_several_ranks(ranks, method):
+    found = ranks(jobs.split_samples, method, 5, {})
+    expected, _ = jobs.samples_of_one(method, 5, {})
+    for weights, _ in found:
+        torch.testing.assert_close(weights, expected, **CLOSE)
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp", "hybrid"])
+def test_meshes_of_two_dimensions(four, kind):
+    found = four(jobs.on_a_mesh, kind, 10)
+    assert same(found)
+    torch.testing.assert_close(found[0], jobs.alone("tsam", "sgd", 10), **CLOSE)
+
+
+# ---------------------------------------------------------------- checkpoints and deaths
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # what we want when one process loads alone
+def test_a_checkpoint_of_one_world_size_is_resumed_by_another(ranks, tmp_path):
+    """Saved by two or three ranks, resumed by as many, and by one process without any sharding."""
+    folder = str(tmp_path / "checkpoint")
+    ranks(jobs.save_sharded, folder, 5)
+    expected = jobs.alone("tsam", "adamw", 10)
+    others = Ranks(5 - ranks.size)
+    try:
+        for world in (ranks, others):
+            for weights, steps in world(jobs.resume_sharded, folder, 5, 5):
+                torch.testing.assert_close(weights, expected, **CLOSE)
+                assert steps == 10
+    finally:
+        others.close()
+    model = jobs.mlp()
+    optimizer = jobs.BY_NAME["tsam"](jobs.adamw(model.parameters()), model=model)
+    jobs.load(model, optimizer, folder)
+    jobs.train(model, optimizer, range(5, 10))
+    torch.testing.assert_close(jobs.flat(model), expected, **CLOSE)
+
+
+@pytest.mark.parametrize("kind", ["ddp", "samples"])
+def test_a_rank_that_dies_leaves_the_others_with_a_clear_error(kind):
+    world = Ranks(2, timeout=20)
+    try:
+        world.send(jobs.die_in_a_step, kind)
+        seconds, untouched, note = world.receive(0, timeout=60)
+    finally:
+        world.close()
+    assert seconds < 25
+    assert untouched
+    assert "step 2 broke off on rank 0 of 2" in note
+    assert "another rank died" in note
+
+
+# ---------------------------------------------------------------- arguments
+
+
+def test_bad_arguments():
+    with pytest.raises(ValueError, match="ascent must be 'global' or 'local', got 'both'"):
+        tiltsam.Parallel(ascent="both")
+    with pytest.raises(TypeError, match=r"samples must be a process group, got int: take mesh\['samples'\]"):
+        tiltsam.Parallel(samples=2)
+    with pytest.raises(TypeError, match=r"parallel must be a tiltsam\.Parallel or None, got str"):
+        tiltsam.SAM(torch.optim.SGD([torch.nn.Parameter(torch.ones(2))]), parallel="ddp")

@@ -76,7 +76,7 @@ class ChainSpace:
         """See :class:`~tiltsam.space.Space`; one entry per chain."""
         return self.center.new_full((len(self.center),), self._numbers[name])
 
-    def evaluate(self, *, ascent: bool = False) -> Evaluation:
+    def evaluate(self, *, ascent: bool = False, after: Evaluation | None = None) -> Evaluation:
         """See :class:`~tiltsam.space.Space`."""
         with torch.enable_grad():
             point = self.point.detach().requires_grad_()
@@ -84,6 +84,8 @@ class ChainSpace:
             (gradient,) = torch.autograd.grad(loss.sum(), point)
         norm = self.norm(gradient)
         finite = loss.isfinite() & norm.isfinite()
+        if after is not None:
+            finite = finite & after.finite
         return Evaluation(loss.detach(), gradient, norm.masked_fill(~finite, 0.0), finite)
 
     def forward(self) -> Tensor:

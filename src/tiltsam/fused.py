@@ -78,6 +78,7 @@ class FusedVectors:
         # Two of each: what runs in a branch of a graph must not write what the main line writes.
         self._partial = [torch.empty(self.num_chunks, device=self.device) for _ in range(2)]
         self._counter = [torch.zeros((), dtype=torch.int32, device=self.device) for _ in range(2)]
+        self._true = torch.ones((), dtype=torch.bool, device=self.device)
         self._infinity = torch.full((), torch.inf, device=self.device)
         self._dim = sum(x.numel() for x in like)
         self._fixed: dict[str, tuple[list[int], Tensor]] = {}
@@ -165,12 +166,13 @@ class FusedVectors:
         """``point <- center + scale z``; with ``backup`` the point is θ and ``center`` becomes its copy."""
         self._launch(kernels.noise_move, point, center, seed, sample, scale, BACKUP=backup)
 
-    def evaluate(self, gradient: Tensor, loss: Tensor) -> tuple[Tensor, Tensor]:
-        """The norm of a gradient (0 if not finite), and whether it and the loss are finite."""
+    def evaluate(self, gradient: Tensor, loss: Tensor, after: Evaluation | None) -> tuple[Tensor, Tensor]:
+        """The norm of a gradient (0 if not finite), and whether it, the loss and what came before are finite."""
         norm = torch.empty((), device=self.device)
         finite = torch.empty((), dtype=torch.bool, device=self.device)
         sums = self._partial[0], self._counter[0]
-        self._launch(kernels.gradient_norm, gradient, *sums, loss, norm, finite, self.num_chunks)
+        before = self._true if after is None else after.finite
+        self._launch(kernels.gradient_norm, gradient, *sums, loss, before, norm, finite, self.num_chunks)
         return norm, finite
 
     def climb(

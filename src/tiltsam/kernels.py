@@ -141,16 +141,16 @@ def noise_move(
 
 @triton.jit
 def gradient_norm(
-    owners, starts, lengths, gradient, partial, counter, loss, norm, finite, count, LANES: tl.constexpr
+    owners, starts, lengths, gradient, partial, counter, loss, before, norm, finite, count, LANES: tl.constexpr
 ):  # fmt: skip
-    """The norm of a gradient, 0 unless it and the loss are finite; and whether they are."""
+    """The norm of a gradient, 0 unless it, the loss and what came before are finite; and whether they are."""
     chunk = tl.program_id(0)
     owner, start, length = tl.load(owners + chunk), tl.load(starts + chunk), tl.load(lengths + chunk)
     lanes = tl.arange(0, 4 * LANES)
     g = tl.load(row(gradient, owner, start, lanes), lanes < length, other=0.0)
     if last_to_finish(partial, counter, chunk, tl.sum(g * g, 0), count):
         found, value = tl.sqrt(total(partial, count)), tl.load(loss)
-        ok = (found - found == 0) & (value - value == 0)  # x − x is 0 for a finite x alone
+        ok = (found - found == 0) & (value - value == 0) & (tl.load(before) != 0)  # x − x is 0 for a finite x alone
         tl.store(norm, tl.where(ok, found, 0.0))
         tl.store(finite, ok)
 
@@ -166,7 +166,7 @@ def climb(
     lanes = tl.arange(0, 4 * LANES)
     here = lanes < length
     x, c = row(point, owner, start, lanes), row(center, owner, start, lanes)
-    g = tl.load(row(gradient, owner, start, lanes), here, other=0.0)
+    g = tl.load(row(gradient, owner, start, lanes), here, other=0.0, eviction_policy="evict_first")
     before = tl.load(x, here, other=0.0)
     if BACKUP:
         home = before
@@ -188,7 +188,7 @@ def mix(owners, starts, lengths, mean, gradient, share, valid, FIRST: tl.constex
     lanes = tl.arange(0, 4 * LANES)
     here = lanes < length
     m = row(mean, owner, start, lanes)
-    g = tl.load(row(gradient, owner, start, lanes), here, other=0.0)
+    g = tl.load(row(gradient, owner, start, lanes), here, other=0.0, eviction_policy="evict_first")
     g = tl.where(tl.load(valid) != 0, g, 0.0)
     if FIRST:
         tl.store(m, g, here)

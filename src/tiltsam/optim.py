@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -117,7 +118,7 @@ class TSAM(SharpnessAware):
         if share_ascent:
             if not isinstance(kernel, Ascent):
                 raise ValueError(f'share_ascent needs sampler="ascent", got {sampler!r}')
-            kernel = Ascent(kernel.start, shared=True)
+            kernel = replace(kernel, shared=True)
         settings = {"t": t, "rho": rho, "radius": radius, "num_samples": num_samples, "delta": delta}
         super().__init__(base, kernel, settings, model=model, seed=seed, **options)
 

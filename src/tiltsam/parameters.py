@@ -278,7 +278,7 @@ class ParameterSpace:
         if interrupt is not None:
             raise interrupt
 
-    def evaluate(self, *, ascent: bool = False) -> Evaluation:
+    def evaluate(self, *, ascent: bool = False, after: Evaluation | None = None) -> Evaluation:
         """See :class:`Space`."""
         self._gradient.clear()  # whoever still holds the last one holds an empty list: its memory is free
         for p in self.params:
@@ -302,10 +302,12 @@ class ParameterSpace:
             self.scale_(gradient, 1 / self.loss_scale())
         if self._fused is not None and self._fused.fits(gradient):
             self._table = self._fused.table(gradient)
-            norm, finite = self._fused.evaluate(self._table, loss)
+            norm, finite = self._fused.evaluate(self._table, loss, after)
         else:
             norm = self.norm(gradient)
             finite = torch.isfinite(loss) & torch.isfinite(norm)
+            if after is not None:
+                finite = finite & after.finite
             norm = norm.masked_fill(~finite, 0.0)
         if ascent and self.world.local_ascent:
             finite = self.world.all(finite)  # each rank has a gradient of its own: all have to judge alike

@@ -79,10 +79,11 @@ class Space(Protocol):
         """The tilt δ that a tilted sampler draws with."""
         ...
 
-    def evaluate(self, *, ascent: bool = False) -> Evaluation:
+    def evaluate(self, *, ascent: bool = False, after: Evaluation | None = None) -> Evaluation:
         """Forward and backward at ``point``. The gradient lives until the next call, and is free to be overwritten.
 
-        ``ascent`` says that it will only point the way up, for which part of the batch may do.
+        ``ascent`` says that it will only point the way up, for which part of the batch may do. ``after`` is what led
+        here: unless that was finite, this does not count as finite either.
         """
         ...
 

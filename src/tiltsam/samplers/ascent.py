@@ -71,11 +71,11 @@ class Ascent:
             first = at = space.evaluate(ascent=True)
             _ascend(space, at, self.num_steps)
             for _ in range(self.num_steps - 1):
-                at = space.evaluate(ascent=True)
+                at = space.evaluate(ascent=True, after=at)
                 _ascend(space, at, self.num_steps)
-            return after_ascent(first, space.evaluate()), None
+            return after_ascent(first, space.evaluate(after=at)), None
         space.add_(space.point, space.vector("ascent"))
-        return after_ascent(state, space.evaluate()), state
+        return after_ascent(state, space.evaluate(after=state)), state
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class AdaptiveAscent(Stateless):
         norm = space.norm(first.gradient)
         space.map_(first.gradient, stretch, space.center)
         space.add_scaled_(space.point, first.gradient, space.rho / (norm + EPS))
-        return after_ascent(first, space.evaluate()), None
+        return after_ascent(first, space.evaluate(after=first)), None
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ class LineSearch(Stateless):
         worst = found.masked_fill(~found.isfinite(), -torch.inf).argmax(0) + 1  # k
         space.go_home()
         space.add_scaled_(space.point, first.gradient, worst.to(first.norm.dtype))
-        return after_ascent(first, space.evaluate()), None
+        return after_ascent(first, space.evaluate(after=first)), None
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ class RandomAscent(Stateless):
         space.add_scaled_(space.point, first.gradient, space.setting("lam"))
         space.scale_(space.point, space.rho / (space.norm(space.point) + EPS))
         space.add_(space.point, space.center)
-        return after_ascent(first, space.evaluate()), None
+        return after_ascent(first, space.evaluate(after=first)), None
 
 
 @dataclass(frozen=True)
@@ -191,4 +191,4 @@ class CenterThenAscent:
             at = space.evaluate()
             return evaluated(at), at
         _ascend(space, state)
-        return after_ascent(state, space.evaluate()), state
+        return after_ascent(state, space.evaluate(after=state)), state

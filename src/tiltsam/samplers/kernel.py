@@ -58,8 +58,8 @@ def evaluated(evaluation: Evaluation) -> Draw:
 
 
 def after_ascent(first: Evaluation, last: Evaluation) -> Draw:
-    """A sample that began at ``first`` and ascended to ``last``."""
-    return Draw(last.loss, last.gradient, last.norm, first.finite & last.finite, first.loss)
+    """A sample that began at ``first`` and ascended to ``last``, evaluated ``after`` it."""
+    return Draw(last.loss, last.gradient, last.norm, last.finite, first.loss)
 
 
 class Stateless:

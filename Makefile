@@ -13,7 +13,7 @@ help:
 	@echo "make test    run all tests"
 	@echo "make lint    formatting, lint and types"
 	@echo "make format  rewrite files as make lint wants them"
-	@echo "make bench   cost and memory of a step"
+	@echo "make bench   cost and memory of a step, time of a report"
 	@echo "make clean   remove the environment and all caches"
 
 # Torch goes first and alone: what follows then takes the version that is there and never picks another.
@@ -30,7 +30,7 @@ demo: $(READY)
 	$(BIN)/tiltsam compare digits --rho 0.5 --seeds 2 --epochs 40 --out runs/demo
 
 test: $(READY)
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: $(READY)
 	$(BIN)/ruff format --check $(CODE)
@@ -44,6 +44,7 @@ format: $(READY)
 bench: $(READY)
 	$(BIN)/python benchmarks/bench_sam.py
 	$(BIN)/python benchmarks/bench_step.py
+	$(BIN)/python benchmarks/bench_report.py
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis dist build site

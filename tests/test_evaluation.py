@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import sys
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from measuring import MEASUREMENTS, Bowl, call, convnet, cross_entropy, images, mse, unequal_batches
 from tiltsam.flatness.evaluation import LossSurface, batch_size, generator, layers, supervised, trainable
+from tiltsam.flatness.progress import Bars
 
 every = pytest.mark.parametrize("measure", MEASUREMENTS.values(), ids=MEASUREMENTS)
 
@@ -235,12 +237,16 @@ def test_progress_counts_up_to_the_total() -> None:
         assert [done for done, _ in told] == sorted(done for done, _ in told)
 
 
-def test_progress_bar_draws(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("terminal", [True, False])
+def test_bars(terminal: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("rich")
-    from tiltsam.flatness.evaluation import progress_bar
-
-    with progress_bar("counting") as bar:
-        bar(1, 2)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+    with Bars() as bars:
+        tell = bars("a model")
+        tell(1, 4)
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "25%" in err if terminal else err == "measuring a model\n"
 
 
 def test_supervised_calls_the_model() -> None:

@@ -43,6 +43,7 @@ CORE = {
     "curvature": {"flatness"},
     "landscape": {"flatness"},
     "flatness": {"curvature", "landscape", "palette", "sharpness", "tilting"},
+    "integrations": {"parameters", "wrapper"},
     "toys": {"chains", "palette", "samplers", "tilting"},
 }
 

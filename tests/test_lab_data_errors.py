@@ -142,7 +142,7 @@ def append(folder, row):
 def test_a_damaged_file_is_named(tmp_path, name, damage, message):
     damage(tmp_path)
     with pytest.raises(DataError, match=message) as caught:
-        load(name, root=tmp_path, image_size=8)
+        load(name, root=tmp_path)
     assert "\n" not in str(caught.value)
     assert str(tmp_path) in str(caught.value)
 

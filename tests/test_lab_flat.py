@@ -1,5 +1,6 @@
 """The command ``tiltsam sharpness`` on runs of the lab."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -9,6 +10,7 @@ from tiltsam.flatness.comparison import Plan
 from tiltsam.lab.config import ConfigError, TrainConfig
 from tiltsam.lab.flat import find_runs, measure_runs
 from tiltsam.lab.record import Record, RecordError
+from tiltsam.lab.report import write_report
 from tiltsam.lab.train import train
 
 QUICK = Plan(
@@ -36,6 +38,19 @@ def test_measures_every_run_on_the_same_examples(runs):
     assert other[0].loss != flats[0].loss
 
 
+def test_a_run_is_measured_with_the_labels_it_was_trained_on(tmp_path):
+    """A fifth of the labels is wrong, which ones is the seed's choice: the loss on them tells whose were taken."""
+    for seed in (0, 1):
+        config = TrainConfig(method="erm", epochs=40, batch_size=128, seed=seed)
+        train(config, Record.of(tmp_path, config))
+    found = find_runs([tmp_path])
+    together = measure_runs(found, plan=QUICK)
+    for name, flat in zip(found, together, strict=True):
+        (apart,) = measure_runs({name: found[name]}, plan=QUICK)
+        assert flat.loss == apart.loss
+    assert abs(together[0].loss - together[1].loss) < 0.2
+
+
 def test_the_command_prints_a_table_and_draws(runs, tmp_path, capsys):
     folder = next(runs.rglob("config.json")).parent
     arguments = ["sharpness", str(folder), "--examples", "60", "--samples", "3", "--out", str(tmp_path / "figures")]
@@ -48,6 +63,13 @@ def test_the_command_prints_a_table_and_draws(runs, tmp_path, capsys):
         "slices.png",
         "spectrum.png",
     ]
+    saved = json.loads((folder / "flatness.json").read_text())
+    assert saved["about"] == {"task": "digits", "split": "train", "examples": 60}
+    assert len(saved["neighborhood"]["std"]) == len(saved["neighborhood"]["variance_error"]) == 9
+    assert f"{saved['eigenvalues']['values'][0]:.4g}"[:3] in out
+    assert [line["label"] for line in saved["slices"]] == ["random direction", "top eigenvector"]
+    report = write_report([folder], tmp_path / "report", figures=False)
+    assert "on 60 train examples of digits" in report.page.read_text()
 
 
 def test_mistakes(runs, tmp_path, capsys):

@@ -2,14 +2,10 @@
 
 import subprocess
 import sys
-import types
 
 import pytest
 
-from lab_files import check, glue
 from tiltsam.lab import text
-from tiltsam.lab.errors import DataError
-from tiltsam.lab.tasks import load
 
 
 def test_the_built_in_tokenizer_is_the_same_everywhere():
@@ -33,32 +29,3 @@ def test_long_sentences_are_cut_the_longer_first():
     assert text.encode(["a " * 50], max_length=7)["input_ids"].tolist() == [[1, a, a, a, a, a, 2]]
     with pytest.raises(ValueError, match=r"5 or more .* got 4"):
         text.encode(["a"], max_length=4)
-
-
-def test_another_tokenizer_comes_from_transformers(monkeypatch, tmp_path):
-    class Tokenizer:
-        padding_side = "left"
-
-        @classmethod
-        def from_pretrained(cls, name, trust_remote_code):
-            assert not trust_remote_code
-            if name != "here":
-                raise OSError(f"{name} is not a folder\nand more lines")
-            return cls()
-
-        def __call__(self, first, second, padding, truncation, max_length):
-            assert self.padding_side == "right"
-            lengths = [len((a + b).split()) for a, b in zip(first, second, strict=True)]
-            mask = [[1] * n + [0] * (max_length - n) for n in lengths]
-            return {"input_ids": mask, "attention_mask": mask, "token_type_ids": mask}
-
-    glue(tmp_path, "rte")
-    monkeypatch.setitem(sys.modules, "transformers", types.SimpleNamespace(AutoTokenizer=Tokenizer))
-    data = load("glue/rte", root=tmp_path, tokenizer="here", max_length=32)
-    check(data)
-    assert set(data.train.inputs) == {"input_ids", "attention_mask"}
-    with pytest.raises(DataError, match=r"no usable tokenizer in 'there'.*not a folder$"):
-        load("glue/rte", root=tmp_path, tokenizer="there")
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(DataError, match=r"pip install tiltsam\[text\]"):
-        load("glue/rte", root=tmp_path, tokenizer="here")

@@ -1,11 +1,7 @@
 """Training, records and comparison: what is asked is what runs, and nothing is lost on the way."""
 
 import json
-import os
 import random
-import signal
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from lab_processes import start
 from tiltsam.cli import main
 from tiltsam.lab.compare import compare, format_rows, summarise
 from tiltsam.lab.config import METHOD_SETTINGS, ConfigError, TrainConfig, field_docs
@@ -67,7 +64,7 @@ def test_budgets(tmp_path):
     assert 0.4 < result["seconds"] < 3
 
 
-@pytest.mark.parametrize("schedule", ["constant", "step", "cosine"])
+@pytest.mark.parametrize("schedule", ["constant", "step", "cosine", "linear"])
 def test_schedules(schedule, tmp_path):
     config = replace(SMALL, method="erm", epochs=8, schedule=schedule, lr=0.1, warmup=0.2)
     rates = []
@@ -108,30 +105,33 @@ def test_stopped_and_resumed_is_bitwise_unbroken(method, optimizer, tmp_path):
     assert one == two
 
 
-def start(out: Path, *arguments: str) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "tiltsam", *arguments, "--out", str(out), "--epochs", "12", "--num-samples", "2"]
-    environment = {**os.environ, "TILTSAM_CHECKPOINT_SECONDS": "0", "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment)
+def ends_well(process) -> bool:
+    process.join(240)
+    return process.exitcode == 0
 
 
-def test_killed_at_random_moments_it_ends_where_an_unbroken_run_ends(tmp_path):
-    assert start(tmp_path / "a", "train", "digits").wait(120) == 0
-    unbroken = next((tmp_path / "a").rglob("result.json")).parent
-    rng, kills = random.Random(0), 0
-    for _ in range(40):
-        process = start(tmp_path / "b", "train", "digits")
-        try:
-            process.wait(rng.uniform(2.0, 4.5) if kills < 10 else 120)
-        except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGKILL)
-            process.wait()
-            kills += 1
-            continue
-        assert process.returncode == 0
-        break
-    broken = next((tmp_path / "b").rglob("result.json")).parent
-    assert kills >= 1
-    assert same(weights(Record(unbroken)), weights(Record(broken)))
+def lines(out: Path) -> int:
+    return sum(len(path.read_text().splitlines()) for path in out.rglob("metrics.jsonl"))
+
+
+def test_killed_at_ten_random_moments_it_ends_where_an_unbroken_run_ends(tmp_path):
+    command = ["train", "digits", "--epochs", "60", "--num-samples", "2", "--batch-size", "128", "--out"]
+    assert ends_well(start(*command, str(tmp_path / "unbroken")))
+    rng, broken = random.Random(0), tmp_path / "broken"
+    for _ in range(10):
+        before = lines(broken)
+        process = start(*command, str(broken))
+        while lines(broken) == before:
+            assert process.is_alive()
+            time.sleep(0.01)
+        time.sleep(rng.uniform(0.0, 0.15))  # within a step, an evaluation, a checkpoint
+        assert process.is_alive()
+        process.kill()
+        process.join()
+    assert ends_well(start(*command, str(broken)))
+    one, two = (Record(next((tmp_path / n).rglob("result.json")).parent) for n in ("unbroken", "broken"))
+    assert same(weights(one), weights(two))
+    assert [row["epoch"] for row in two.metrics()[0]] == [float(k) for k in range(1, 61)]
 
 
 def test_a_damaged_checkpoint_falls_back_to_the_one_before(tmp_path):
@@ -196,9 +196,9 @@ def test_compare_reuses_what_is_done_and_averages_over_seeds(tmp_path):
 
 
 def test_two_processes_never_run_the_same_cell(tmp_path):
-    arguments = ["compare", "digits", "--methods", "erm", "sam", "tsam", "--seeds", "2"]
-    both = [start(tmp_path, *arguments) for _ in range(2)]
-    assert [p.wait(timeout=200) for p in both] == [0, 0]
+    arguments = ["compare", "digits", "--methods", "erm", "sam", "tsam", "--seeds", "2", "--epochs", "12"]
+    both = [start(*arguments, "--num-samples", "2", "--out", str(tmp_path)) for _ in range(2)]
+    assert [ends_well(process) for process in both] == [True, True]
     finished = list(tmp_path.rglob("result.json"))
     assert len(finished) == 6
     for result in finished:

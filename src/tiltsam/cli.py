@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import os
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import tiltsam
 
@@ -42,7 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     args = parser.parse_args(argv)
     try:
-        args.run(args)
+        with _plain_warnings(args.command):
+            args.run(args)
     except (UserError, ImportError) as error:
         return _mistake(args.command, error)
     except _known_mistakes() as error:
@@ -54,27 +60,59 @@ def main(argv: Sequence[str] | None = None) -> int:
         where = f" ({error.filename})" if error.filename else ""
         return _mistake(args.command, f"{error.strerror or error}{where}")
     except KeyboardInterrupt:
-        print(f"tiltsam {args.command}: interrupted", file=sys.stderr)
+        resumes = args.command in ("train", "compare", "reproduce")
+        more = "; the same command goes on from the last checkpoint" if resumes else ""
+        print(f"tiltsam {args.command}: interrupted{more}", file=sys.stderr)
         return 130
     return 0
 
 
+@contextmanager
+def _plain_warnings(command: str) -> Iterator[None]:
+    """Inside, a warning is one line for the user, without the line of code that gave it."""
+
+    def show(message: Warning | str, *_: object, **__: object) -> None:
+        print(f"tiltsam {command}: warning: {' '.join(str(message).split())}", file=sys.stderr, flush=True)
+
+    with warnings.catch_warnings():
+        warnings.showwarning = show
+        yield
+
+
 def _mistake(command: str, error: object) -> int:
-    print(f"tiltsam {command}: {error}", file=sys.stderr)
+    if os.environ.get("RANK", "0") == "0":  # of several processes one speaks
+        print(f"tiltsam {command}: {error}", file=sys.stderr)
     return 2
 
 
 def _add_lab(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     from tiltsam.lab.config import add_arguments
+    from tiltsam.lab.recipes.command import add_reproduce
+    from tiltsam.lab.report.command import add_report
+    from tiltsam.lab.sweeping.command import add_sweep
 
     train = commands.add_parser(
         "train",
         help="train one model with one method",
         description="Train a model. Killed at any moment, the same command goes on where it was.",
-        epilog="example: tiltsam train digits --method tsam --t 20 --rho 0.5 --seed 1",
+        epilog=(
+            "examples:\n"
+            "  tiltsam train digits --method tsam --t 20 --rho 0.5 --seed 1\n"
+            "  tiltsam train glue/rte --model minilm --optimizer adamw --lr 5e-5 --epochs 3\n"
+            "  torchrun --nproc-per-node 3 -m tiltsam train cifar100 --method tsam --parallel samples"
+        ),
+        usage="tiltsam train [-h] TASK [options]",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     train.add_argument("task", help="what to learn (see: tiltsam tasks)")
     add_arguments(train, leave_out=("task",))
+    train.add_argument(
+        "--parallel",
+        choices=("data", "samples"),
+        default="data",
+        help="what processes started by torchrun divide: each batch, or tsam's samples (default: %(default)s)",
+    )
     train.set_defaults(run=_train)
 
     compare = commands.add_parser(
@@ -82,6 +120,8 @@ def _add_lab(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         help="train several methods and compare them",
         description="Run what is missing, reuse what is done, print mean ± standard error over seeds.",
         epilog="example: tiltsam compare digits --methods erm sam tsam --seeds 3",
+        usage="tiltsam compare [-h] TASK [options]",
+        allow_abbrev=False,  # or --seed would be --seeds
     )
     compare.add_argument("task", help="what to learn (see: tiltsam tasks)")
     compare.add_argument("--methods", nargs="+", default=list(tiltsam.METHODS), help="default: all seven")
@@ -92,7 +132,8 @@ def _add_lab(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     for command in (train, compare):
         command.add_argument("--out", type=Path, default=Path("runs"), help="folder of the runs (default: %(default)s)")
         command.add_argument("--data-root", type=Path, help="folder of the data sets (default: $TILTSAM_DATA, or data)")
-        command.add_argument("--download", action="store_true", help="fetch a data set that is missing")
+        command.add_argument("--download", action="store_true", help="fetch a data set or encoder that is missing")
+        command.add_argument("--tensorboard", action="store_true", help="write the metrics for TensorBoard, too")
 
     sharpness = commands.add_parser(
         "sharpness",
@@ -116,6 +157,10 @@ def _add_lab(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     sharpness.add_argument("--no-figures", action="store_true", help="print the table only")
     sharpness.set_defaults(run=_sharpness)
 
+    add_report(commands)
+    add_reproduce(commands)
+    add_sweep(commands)
+
     tasks = commands.add_parser("tasks", help="the tasks and where their data belongs", epilog="example: tiltsam tasks")
     tasks.set_defaults(run=_tasks)
 
@@ -123,43 +168,60 @@ def _add_lab(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
 def _known_mistakes() -> tuple[type[Exception], ...]:
     """Errors that speak to the user in one line."""
     from tiltsam.lab.config import ConfigError
+    from tiltsam.lab.recipes.book import RecipeError
     from tiltsam.lab.record import RecordError
+    from tiltsam.lab.sweeping.grids import SweepError
     from tiltsam.lab.tasks import DataError
     from tiltsam.lab.train import TrainError
 
-    return ConfigError, DataError, RecordError, TrainError
+    return ConfigError, DataError, RecipeError, RecordError, SweepError, TrainError
 
 
 def _train(args: argparse.Namespace) -> None:
     from tiltsam.lab.config import from_arguments
     from tiltsam.lab.record import Record
     from tiltsam.lab.screen import Screen
+    from tiltsam.lab.tasks import find_task
+    from tiltsam.lab.team import team_of_this_process
     from tiltsam.lab.train import train
 
     config = from_arguments(args)
+    find_task(config.task)  # before a folder is made for it
     record = Record.of(args.out, config)
-    with record.working() as mine:
-        if not mine:
+    with team_of_this_process(args.parallel, config.device) as team, ExitStack() as held:
+        mine = held.enter_context(record.working()) if team.first else None
+        if not team.tell(mine):
             raise UserError(f"another process is training this run in {record.folder}")
-        with Screen() as screen:
-            result = train(
-                config,
-                record,
-                root=args.data_root,
-                download=args.download,
-                report=lambda progress: screen.report(config, progress),
-            )
-    print(f"test {result['metric']} {100 * result['score']:.2f} after {result['epoch']:g} epochs, ", end="")
-    print(f"{result['passes']:.0f} passes, {result['seconds']:.1f} s: {record.folder}")
+        shown: dict[str, Any] = {}
+        if team.first:
+            screen = held.enter_context(Screen())
+            report = partial(screen.report, config)
+            shown = {"loading": screen.loading, "report": report, "tick": report}
+        result = train(
+            config,
+            record,
+            root=args.data_root,
+            download=args.download,
+            tensorboard=args.tensorboard,
+            team=team,
+            **shown,
+        )
+    if team.first:
+        print(f"test {result['metric']} {100 * result['score']:.2f} after {result['epoch']:g} epochs, ", end="")
+        print(f"{result['passes']:.0f} passes, {result['seconds']:.1f} s: {record.folder}")
 
 
 def _compare(args: argparse.Namespace) -> None:
     from tiltsam.lab.compare import compare, format_rows
     from tiltsam.lab.config import from_arguments
+    from tiltsam.lab.record import Record
+    from tiltsam.lab.report.command import report
     from tiltsam.lab.screen import Screen, print_table
+    from tiltsam.lab.tasks import find_task
 
     if args.seeds < 1:
         raise UserError(f"--seeds must be at least 1, got {args.seeds}")
+    find_task(args.task)  # before a folder is made for it
     cells = [from_arguments(args, method=m, seed=s) for s in range(args.seeds) for m in dict.fromkeys(args.methods)]
     with Screen() as screen:
         rows = compare(
@@ -167,7 +229,10 @@ def _compare(args: argparse.Namespace) -> None:
             args.out,
             root=args.data_root,
             download=args.download,
+            loading=screen.loading,
+            tensorboard=args.tensorboard,
             report=screen.report,
+            tick=screen.report,
             failed=lambda config, error: screen.say(f"{config.method} seed {config.seed}: {error}"),
         )
     first = cells[0]
@@ -175,12 +240,14 @@ def _compare(args: argparse.Namespace) -> None:
     if first.reestimate_batchnorm:
         print("BatchNorm's statistics were estimated anew at the trained weights before each test.")
     print(f"runs: {args.out}")
+    report([Record.of(args.out, first).folder.parents[1]])  # of all runs of the task
 
 
 def _sharpness(args: argparse.Namespace) -> None:
     from tiltsam.flatness.comparison import Plan, format_table, table_rows
     from tiltsam.flatness.figures import write_figures
-    from tiltsam.lab.flat import Bars, find_runs, measure_runs
+    from tiltsam.flatness.progress import Bars
+    from tiltsam.lab.flat import find_runs, measure_runs, save_flatness
 
     if not args.no_figures:
         _writable(args.out)
@@ -202,16 +269,26 @@ def _sharpness(args: argparse.Namespace) -> None:
             progress=bars,
         )
     print(format_table(table_rows(flats)))
+    task = args.task or next(iter(runs.values())).config().task
+    about = {"task": task, "split": args.split, "examples": args.examples}
+    for record, flat in zip(runs.values(), flats, strict=True):
+        save_flatness(record, flat, about)
+    print("saved as flatness.json in each run's folder: tiltsam report shows it")
     for path in () if args.no_figures else write_figures(flats, args.out):
         print(f"wrote {path}")
 
 
 def _tasks(args: argparse.Namespace) -> None:
-    from tiltsam.lab.tasks import TASKS
+    from tiltsam.lab.tasks import TASKS, data_root
 
     width = max(len(name) for name in TASKS)
     for name, task in TASKS.items():
         print(f"{name:{width}}  {task.description}")
+        print(f"{'':{width}}    {task.files}")
+    print(
+        f"\nThe second lines say which files belong below the data root, {data_root()}: --data-root, or $TILTSAM_DATA."
+    )
+    print("GLUE and Tiny ImageNet keep the labels of their test sets: their dev sets are the test sets here.")
 
 
 def _toys(args: argparse.Namespace) -> None:

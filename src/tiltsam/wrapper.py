@@ -331,7 +331,7 @@ class SharpnessAware(Optimizer):
 
         ``watch`` is shown the info as soon as it is there: inside a capture, in a branch beside the base's update.
         """
-        info = self._gather(space, watch)
+        info = self.gather(space, watch)
         space.hand_over()
         if space.scaler is not None:
             space.step_scaled(self.base, len(info.losses), info.num_nonfinite)
@@ -366,8 +366,8 @@ class SharpnessAware(Optimizer):
         training = self.model is not None and self.model.training
         return self._space_key, self._plan(), space.shape_of_settings(), training, base
 
-    def _gather(self, space: ParameterSpace, watch: Callable[[StepInfo], None]) -> StepInfo:
-        """Visit, evaluate, accumulate, come back."""
+    def gather(self, space: ParameterSpace, watch: Callable[[StepInfo], None] = lambda info: None) -> StepInfo:
+        """All of a step but the base's part: visit, evaluate, accumulate, come back. See :meth:`execute`."""
         sampler, num_samples = self._plan()
         infos: list[Mapping[str, Tensor]] = []
 

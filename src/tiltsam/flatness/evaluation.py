@@ -36,7 +36,6 @@ __all__ = [
     "batch_size",
     "generator",
     "layers",
-    "progress_bar",
     "supervised",
     "trainable",
     "walk",
@@ -284,36 +283,6 @@ def generator(device: torch.device, *key: int | str) -> torch.Generator:
     """
     digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
     return torch.Generator(device=device).manual_seed(int.from_bytes(digest, "big") >> 1)
-
-
-def progress_bar(label: str) -> _Bar:
-    """A ``progress`` callback that draws a bar on the terminal, by rich; use it as a context manager.
-
-    Example:
-        >>> with progress_bar("measuring") as bar:  # doctest: +SKIP
-        ...     neighborhood(model, loss_fn, batches, std=0.01, progress=bar)
-    """
-    return _Bar(label)
-
-
-class _Bar:
-    def __init__(self, label: str) -> None:
-        try:
-            from rich.progress import Progress as RichProgress
-        except ImportError as error:
-            raise ImportError("a progress bar needs rich: pip install 'tiltsam[lab]'") from error
-        self._bar = RichProgress(transient=True)
-        self._task = self._bar.add_task(label, total=None)
-
-    def __enter__(self) -> _Bar:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
-
-    def __call__(self, done: int, total: int, /) -> None:
-        self._bar.update(self._task, completed=done, total=total)
 
 
 def walk(batches: Batches) -> Iterable[Any]:

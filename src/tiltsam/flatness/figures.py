@@ -1,7 +1,8 @@
 """Figures of what was measured: neighbourhoods, spectra, slices. Needs matplotlib (``pip install 'tiltsam[plots]'``).
 
-Each function takes matplotlib axes or makes its own, and returns them. Colours are those of Okabe and Ito, which
-people with any kind of colour vision tell apart; line styles say the same thing once more, for print.
+Each function takes matplotlib axes or makes its own, and returns them. A model whose name begins with a method's has
+that method's colour, others have Okabe and Ito's, which people with any kind of colour vision tell apart; line styles
+say the same thing once more, for print.
 """
 
 from __future__ import annotations
@@ -17,15 +18,13 @@ from torch import Tensor
 from tiltsam.curvature import Density, Eigenpairs
 from tiltsam.flatness.comparison import Flatness
 from tiltsam.landscape import Slice1D, Slice2D
-from tiltsam.palette import OKABE_ITO
+from tiltsam.palette import color_of
 from tiltsam.sharpness import Neighborhood
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 __all__ = ["plot_density", "plot_neighborhood", "plot_plane", "plot_slices", "write_figures"]
-
-"""The palette, strongest contrasts first; yellow last, since it is faint on white."""
 
 _DASHES: tuple[Any, ...] = ("-", (0, (6, 2)), (0, (2, 1)), (0, (6, 2, 1, 2)))
 
@@ -53,7 +52,7 @@ def plot_neighborhood(
         order = around.std.argsort()
         y = getattr(around, statistic)[order]
         error = getattr(around, f"{statistic}_error")[order]
-        style = _style(number)
+        style = _style(name, number)
         ax.plot(around.std[order].numpy(), y.numpy(), label=name, marker="o", markersize=3.5, **style)
         _band(ax, around.std[order], y, error, style["color"])
     ax.set_xscale("log")
@@ -85,7 +84,7 @@ def plot_density(
     curves = {name: density.smooth(grid, width) for name, density in densities.items()}
     floor = 1e-6 * max(float(values.max()) for values, _ in curves.values())
     for number, (name, (values, error)) in enumerate(curves.items()):
-        style = _style(number)
+        style = _style(name, number)
         shown = values.masked_fill(values < floor, math.nan)  # a gap, not a line at some floor
         ax.plot(grid.numpy(), shown.numpy(), label=name, **style)
         _band(ax, grid, shown, error, style["color"])
@@ -107,7 +106,7 @@ def plot_slices(slices: Mapping[str, Slice1D], ax: Axes | None = None, *, logari
     """The loss along lines, one curve per name."""
     ax = _axes(ax)
     for number, (name, line) in enumerate(slices.items()):
-        ax.plot(line.positions.numpy(), line.losses.numpy(), label=name, **_style(number))
+        ax.plot(line.positions.numpy(), line.losses.numpy(), label=name, **_style(name, number))
     if logarithmic:
         ax.set_yscale("log")
     kinds = {line.label for line in slices.values()}
@@ -183,9 +182,9 @@ def _band(ax: Axes, x: Tensor, y: Tensor, error: Tensor, color: str) -> None:
     ax.fill_between(x.numpy(), (y / factor).numpy(), (y * factor).numpy(), color=color, alpha=0.2, linewidth=0)
 
 
-def _style(number: int) -> dict[str, Any]:
+def _style(name: str, number: int) -> dict[str, Any]:
     return {
-        "color": OKABE_ITO[number % len(OKABE_ITO)],
+        "color": color_of(name, number),
         "linestyle": _DASHES[number % len(_DASHES)],
         "linewidth": 1.6,
     }

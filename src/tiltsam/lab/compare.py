@@ -7,13 +7,15 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
+from tiltsam.lab import download as downloads
 from tiltsam.lab.config import TrainConfig
+from tiltsam.lab.data import Data
 from tiltsam.lab.record import Record
-from tiltsam.lab.train import Progress, TrainError, train
+from tiltsam.lab.train import Progress, TrainError, data_key, load_data, train
 
 __all__ = ["Row", "compare", "format_rows", "summarise"]
 
@@ -43,7 +45,10 @@ def compare(
     *,
     root: Path | None = None,
     download: bool = False,
+    loading: downloads.Progress | None = None,
+    tensorboard: bool = False,
     report: Callable[[TrainConfig, Progress], None] = lambda config, progress: None,
+    tick: Callable[[TrainConfig, Progress], None] = lambda config, progress: None,
     failed: Callable[[TrainConfig, TrainError], None] = lambda config, error: None,
     poll_seconds: float = 1.0,
 ) -> list[Row]:
@@ -57,10 +62,21 @@ def compare(
         out: Folder of the records.
         root: Where data sets lie.
         download: Fetch what is missing.
+        loading: Told how far downloads and the decoding of images are.
+        tensorboard: Write the metrics for TensorBoard, too.
         report: Called after every epoch.
+        tick: Called about twice a second within one.
         failed: Called when a run diverges; the others go on.
         poll_seconds: Time between looks at runs that other processes hold.
     """
+
+    @lru_cache(1)  # cells of one seed come one after the other, and decoding images takes its time
+    def load(key: TrainConfig) -> Data:
+        return load_data(key, root, download=download, progress=loading)
+
+    def data(config: TrainConfig) -> Data:
+        return load(data_key(config))
+
     pending = list(configs)
     broken: list[TrainConfig] = []
     while pending:
@@ -72,7 +88,14 @@ def compare(
                     elsewhere.append(config)
                     continue
                 try:
-                    train(config, record, root=root, download=download, report=partial(report, config))
+                    train(
+                        config,
+                        record,
+                        data=data,
+                        tensorboard=tensorboard,
+                        report=partial(report, config),
+                        tick=partial(tick, config),
+                    )
                 except TrainError as error:
                     broken.append(config)
                     failed(config, error)
@@ -124,6 +147,7 @@ def format_rows(rows: Sequence[Row]) -> list[list[str]]:
     for row in rows:
         spread = "" if math.isnan(row.error) else f" ± {row.error:.2f}"
         runs = f"{row.runs}" + (f", {row.failed} diverged" if row.failed else "")
-        numbers = [f"{row.mean:.2f}{spread}", f"{row.at_best:.2f}", f"{row.seconds:.1f}", f"{row.passes:.0f}"]
+        at_best = "–" if math.isnan(row.at_best) else f"{row.at_best:.2f}"  # there was no validation split
+        numbers = [f"{row.mean:.2f}{spread}", at_best, f"{row.seconds:.1f}", f"{row.passes:.0f}"]
         table.append([row.method, *(numbers if row.runs else ["–"] * 4), runs])
     return table

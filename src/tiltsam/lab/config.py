@@ -10,7 +10,7 @@ import json
 import textwrap
 import types
 import typing
-from argparse import ArgumentParser, ArgumentTypeError, BooleanOptionalAction
+from argparse import ArgumentParser, ArgumentTypeError, BooleanOptionalAction, _ActionsContainer
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -28,8 +28,11 @@ METHOD_SETTINGS: dict[str, tuple[str, ...]] = {
     "esam2": ("rho", "num_points"),
     "pgn": ("rho", "alpha"),
     "rsam": ("rho", "gamma", "lam"),
-    "tsam": ("rho", "t", "radius", "num_samples", "delta", "sampler", "share_ascent"),
+    "tsam": ("rho", "t", "radius", "num_samples", "delta", "sampler", "share_ascent", "ascent_steps", "t_schedule"),
 }
+
+# Fields that came later: at these values a run is the one it was before them, and has the same name.
+_SAYS_NOTHING: dict[str, Any] = {"image_size": None, "ascent_steps": 1, "t_schedule": "constant"}
 
 
 class ConfigError(Exception):
@@ -45,7 +48,8 @@ class TrainConfig:
     method: str = "tsam"
     """erm, sam, esam1, asam, esam2, pgn, rsam or tsam."""
     model: str = "auto"
-    """mlp, cnn, resnet18, resnet34, wrn16-8, vit-s, bag-of-words, hf:FOLDER-OR-NAME; auto picks by the task."""
+    """mlp, cnn, resnet18, resnet34, wrn16-8, vit-s, bag-of-words; pretrained minilm or hf:FOLDER-OR-NAME; auto picks
+    by the task."""
 
     epochs: float = 60.0
     """How long, in passes through the training examples; with a budget below, how long at most."""
@@ -56,8 +60,8 @@ class TrainConfig:
 
     lr: float = 0.05
     """Learning rate."""
-    schedule: Literal["constant", "step", "cosine"] = "constant"
-    """Constant as in the paper; step divides by 10 at half and three quarters; cosine falls to zero."""
+    schedule: Literal["constant", "step", "cosine", "linear"] = "constant"
+    """Constant as in the paper; step divides by 10 at half and three quarters; cosine and linear fall to zero."""
     warmup: float = 0.0
     """Share of the budget over which the rate rises from zero."""
     optimizer: Literal["sgd", "adamw"] = "sgd"
@@ -77,6 +81,8 @@ class TrainConfig:
     """Length of the ascent; by default the method's own (sam 0.05, tsam 0.1, asam 0.5)."""
     t: float = 20.0
     """Tilt of tsam."""
+    t_schedule: Literal["constant", "up", "down"] = "constant"
+    """Whether the tilt stays, rises from zero to t over the budget, or falls from t to zero."""
     radius: float | None = None
     """Radius of tsam's random start; by default 0.006 √d."""
     num_samples: int = 3
@@ -87,6 +93,8 @@ class TrainConfig:
     """Where tsam looks."""
     share_ascent: bool = False
     """One ascent gradient for all samples of tsam: s+1 passes a step in place of 2s."""
+    ascent_steps: int = 1
+    """Ascents a sample of tsam, of rho/N each (the paper's N): s(N+1) passes a step."""
     every: int = 1
     """Look around at every k-th step only."""
     eta: float = 0.01
@@ -114,26 +122,35 @@ class TrainConfig:
     """Before each test, estimate BatchNorm's statistics anew at the weights themselves, on training examples."""
     max_length: int = 64
     """Tokens of a text."""
+    image_size: int | None = None
+    """Pixels that image files are brought to; by default the task's own (see: tiltsam tasks)."""
 
     def __post_init__(self) -> None:
         if self.method not in METHOD_SETTINGS:
             raise ConfigError(f"unknown method {self.method!r}: one of {', '.join(METHOD_SETTINGS)}")
-        for name in ("epochs", "batch_size", "lr", "num_samples", "every"):
+        for name in ("epochs", "batch_size", "lr", "num_samples", "every", "ascent_steps"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} must be > 0, got {getattr(self, name)}")
-        for name in ("passes", "seconds", "clip"):
+        for name in ("passes", "seconds", "clip", "image_size"):
             if getattr(self, name) is not None and not getattr(self, name) > 0:
                 raise ConfigError(f"{name} must be > 0, got {getattr(self, name)}")
         for name, low, high in (("validation", 0, 1), ("label_smoothing", 0, 1), ("warmup", 0, 1), ("noise", 0, 1)):
             value = getattr(self, name)
             if value is not None and not low <= value < high:
                 raise ConfigError(f"{name} must be in [{low}, {high}), got {value}")
+        if self.t_schedule != "constant" and self.delta is not None:
+            raise ConfigError(f"delta goes with t, which the schedule {self.t_schedule!r} moves: leave it out")
+        if self.ascent_steps > 1 and (self.sampler != "ascent" or self.share_ascent):
+            raise ConfigError("ascent_steps above 1 is for the sampler ascent, without share_ascent")
 
     def method_options(self) -> dict[str, Any]:
         """What the method's constructor gets, beside the base and the model."""
         own = {name: getattr(self, name) for name in METHOD_SETTINGS[self.method]}
         if self.rho is None:
             own.pop("rho", None)
+        own.pop("t_schedule", None)  # the training loop's business: it knows how much of the budget is used up
+        if own.pop("ascent_steps", 1) > 1:
+            own["sampler"] = tiltsam.samplers.Ascent(num_steps=self.ascent_steps)
         return own | {"every": self.every}
 
     def constructor(self) -> Callable[..., tiltsam.SharpnessAware]:
@@ -146,8 +163,9 @@ class TrainConfig:
         others = set().union(*METHOD_SETTINGS.values()) - set(METHOD_SETTINGS[self.method])
         if self.method == "esam1":
             others.discard("num_samples")
-        # Another method's settings make no other run, nor does 2 for 2.0.
-        body = {k: float(v) if isinstance(v, int) else v for k, v in body.items() if k not in others}
+        # Another method's settings make no other run, nor does 2 for 2.0, nor a field added later that says nothing.
+        body = {k: v for k, v in body.items() if k not in others and (k not in _SAYS_NOTHING or v != _SAYS_NOTHING[k])}
+        body = {k: float(v) if isinstance(v, int) else v for k, v in body.items()}
         digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()[:10]
         return f"{self.method}-{digest}"
 
@@ -163,10 +181,23 @@ def field_docs(cls: type) -> dict[str, str]:
     return docs
 
 
+# Where a part of the help begins, and its heading.
+_PARTS = {
+    "task": "what is trained",
+    "epochs": "how long (whichever is reached first)",
+    "lr": "base optimizer and loss",
+    "rho": "settings of the methods",
+    "seed": "the run",
+}
+
+
 def add_arguments(parser: ArgumentParser, *, leave_out: tuple[str, ...] = ()) -> None:
     """A flag for every field."""
     docs, hints = field_docs(TrainConfig), get_type_hints(TrainConfig)
+    part: _ActionsContainer = parser
     for field in dataclasses.fields(TrainConfig):
+        if field.name in _PARTS:
+            part = parser.add_argument_group(_PARTS[field.name])
         if field.name in leave_out:
             continue
         flag = f"--{field.name.replace('_', '-')}"
@@ -174,11 +205,12 @@ def add_arguments(parser: ArgumentParser, *, leave_out: tuple[str, ...] = ()) ->
         text = docs[field.name].replace("%", "%%") + default
         hint = hints[field.name]
         if hint is bool:
-            parser.add_argument(flag, action=BooleanOptionalAction, help=text, default=None)
+            part.add_argument(flag, action=BooleanOptionalAction, help=text, default=None)
         elif get_origin(hint) is Literal:
-            parser.add_argument(flag, choices=get_args(hint), help=text, default=None)
+            part.add_argument(flag, choices=get_args(hint), help=text, default=None)
         else:
-            parser.add_argument(flag, type=_parser_of(hint), metavar=_plain(hint).__name__.upper(), help=text)
+            name = "NAME" if hint is str else _plain(hint).__name__.upper()
+            part.add_argument(flag, type=_parser_of(hint), metavar=name, help=text)
 
 
 def from_arguments(args: Any, **fixed: Any) -> TrainConfig:

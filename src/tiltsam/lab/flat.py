@@ -1,9 +1,14 @@
-"""How flat are trained runs? The measurements of flatness, on records of the lab."""
+"""How flat are trained runs? The measurements of flatness, on records of the lab.
+
+RUN/flatness.json       what was measured, on which examples; ``tiltsam report`` reads it
+"""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Sequence
+import json
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -12,13 +17,16 @@ import torch
 from torch import Tensor, nn
 
 from tiltsam.flatness.comparison import Flatness, Plan, compare
+from tiltsam.flatness.evaluation import Progress
+from tiltsam.flatness.objectives import CrossEntry, CrossTable, Objective, cross_objectives
 from tiltsam.lab.augment import normalise
-from tiltsam.lab.config import ConfigError
+from tiltsam.lab.config import ConfigError, TrainConfig
 from tiltsam.lab.data import Data
+from tiltsam.lab.devices import resolve_device
 from tiltsam.lab.record import Record, RecordError
-from tiltsam.lab.train import load_data, load_model, resolve_device
+from tiltsam.lab.train import data_key, load_data, load_model
 
-__all__ = ["find_runs", "measure_runs"]
+__all__ = ["cross_runs", "find_runs", "measure_runs", "save_flatness"]
 
 
 def find_runs(paths: Sequence[Path]) -> dict[str, Record]:
@@ -53,12 +61,15 @@ def measure_runs(
     plan: Plan | None = None,
     progress: Callable[[str], Any] | None = None,
 ) -> list[Flatness]:
-    """Measure every run's model on the same examples of one task.
+    """Measure every run's model on examples of one task, with the labels that it was trained on.
+
+    Runs of one seed are measured on the same examples. Another seed means another validation split and, on a noisy
+    task, other wrong labels, so its runs are measured on theirs.
 
     Args:
         runs: What :func:`find_runs` found.
         task: The task; by default the runs' own, which must be one.
-        split: Which examples; the labels are those that were trained on.
+        split: Which examples.
         examples: How many of them, the first ones of the split.
         batch_size: Examples at a time.
         device: Where.
@@ -66,16 +77,101 @@ def measure_runs(
         plan: What to measure.
         progress: ``progress("what is measured")`` gives a callback.
     """
-    configs = [record.config() for record in runs.values()]
-    tasks = {config.task for config in configs} if task is None else {task}
+    flats: dict[str, Flatness] = {}
+    for data, models, where in _by_data(runs, task, device, root):
+        batches = _batches(data, split, examples, batch_size, where)
+        flats |= {flat.name: flat for flat in compare(models, _loss_fn(data), batches, plan, progress=progress)}
+    return [flats[name] for name in runs]
+
+
+def cross_runs(
+    runs: dict[str, Record],
+    objectives: Mapping[str, Objective],
+    *,
+    batch_size: int = 64,
+    device: str = "auto",
+    root: Path | None = None,
+    progress: Progress | None = None,
+) -> CrossTable:
+    """The losses of every run's model under several objectives, on all training and all test examples of its task.
+
+    Args:
+        runs: Runs of one task, by name.
+        objectives: By name; see :func:`tiltsam.sharpness.cross_objectives`.
+        batch_size: Examples that an objective looks for its worst case on; that of training.
+        device: Where.
+        root: Where data sets lie.
+        progress: Called as ``progress(done, total)``.
+    """
+    entries: list[CrossEntry] = []
+    for data, models, where in _by_data(runs, None, device, root):
+        splits = {
+            split: _batches(data, split, len(getattr(data, split)), batch_size, where) for split in ("train", "test")
+        }
+        entries += cross_objectives(models, _loss_fn(data), splits, objectives, progress=progress).entries
+    return CrossTable(tuple(entries))
+
+
+def _by_data(
+    runs: dict[str, Record], task: str | None, device: str, root: Path | None
+) -> Iterator[tuple[Data, dict[str, nn.Module], torch.device]]:
+    """The runs that share a data set, one set after the other: the data, and their models on the device."""
+    configs = {name: record.config() for name, record in runs.items()}
+    tasks = {config.task for config in configs.values()} if task is None else {task}
     if len(tasks) > 1:
         raise ConfigError(f"the runs are of several tasks ({', '.join(sorted(tasks))}): choose one with --task")
-    # One data set for all: the split and the label noise follow the first run's seed.
-    data = load_data(replace(configs[0], task=tasks.pop()), root)
+    (task,) = tasks
     where = resolve_device(device)
-    models = {name: load_model(record, data).to(where) for name, record in runs.items()}
-    batches = _batches(data, split, examples, batch_size, where)
-    return compare(models, _loss_fn(data), batches, plan, progress=progress)
+    groups: dict[TrainConfig, list[str]] = {}
+    for name, config in configs.items():
+        groups.setdefault(data_key(replace(config, task=task)), []).append(name)
+    for key, names in groups.items():
+        data = load_data(key, root)
+        yield data, {name: load_model(runs[name], data).to(where) for name in names}, where
+
+
+def save_flatness(record: Record, flat: Flatness, about: dict[str, Any]) -> Path:
+    """Write a run's measurements into its folder as ``flatness.json``, in place of older ones.
+
+    Args:
+        record: The run.
+        flat: What was measured of it.
+        about: What it was measured on: models measured on different examples cannot be compared.
+    """
+    around, pairs, density, plane = flat.neighborhood, flat.eigenpairs, flat.density, flat.plane
+    statistics = ("mean", "variance", "tilted_mean", "tilted_variance")
+    columns = ("std", *statistics, *(f"{name}_error" for name in statistics))
+    content: dict[str, Any] = {
+        "about": about,
+        "loss": _plain(flat.loss),
+        "neighborhood": {"t": around.t} | {name: _plain(getattr(around, name)) for name in columns},
+        "slices": [
+            {"label": s.label, "positions": _plain(s.positions), "losses": _plain(s.losses)} for s in flat.slices
+        ],
+    }
+    for name, estimate in (("worst_case", flat.worst_case), ("adaptive", flat.adaptive), ("trace", flat.trace)):
+        if estimate is not None:
+            content[name] = {"value": _plain(estimate.value), "error": _plain(estimate.error)}
+    if pairs is not None:
+        content["eigenvalues"] = {"values": _plain(pairs.values), "residuals": _plain(pairs.residuals)}
+    if density is not None:
+        content["density"] = {"grid": _plain(density.grid), "values": _plain(density.values)}
+    if plane is not None:
+        content["plane"] = {name: _plain(getattr(plane, name)) for name in ("x", "y", "losses")}
+    path = record.folder / "flatness.json"
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    draft.write_text(json.dumps(content, allow_nan=False) + "\n")
+    draft.rename(path)
+    return path
+
+
+def _plain(x: Any) -> Any:
+    """Numbers as JSON has them: lists for tensors, null for what is not finite."""
+    if isinstance(x, Tensor):
+        x = x.tolist()
+    if isinstance(x, list):
+        return [_plain(entry) for entry in x]
+    return x if math.isfinite(x) else None
 
 
 def _batches(data: Data, split: str, examples: int, batch_size: int, device: torch.device) -> list[Any]:
@@ -96,32 +192,3 @@ def _loss_fn(data: Data) -> Callable[[nn.Module, Any], Tensor]:
         return nn.functional.cross_entropy(outputs, targets)
 
     return loss
-
-
-class Bars:
-    """A bar for each measurement on a terminal, a line elsewhere."""
-
-    def __init__(self) -> None:
-        self._bar: Any = None
-        self._live = sys.stderr.isatty()
-
-    def __enter__(self) -> Bars:
-        if self._live:
-            from rich.console import Console
-            from rich.progress import Progress
-
-            self._bar = Progress(console=Console(stderr=True), transient=True)
-            self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-
-    def __call__(self, what: str) -> Callable[[int, int], None] | None:
-        """The callback for one measurement."""
-        if self._bar is None:
-            print(f"measuring {what}", file=sys.stderr, flush=True)
-            return None
-        task = self._bar.add_task(what, total=None)
-        return lambda done, total: self._bar.update(task, completed=done, total=total, visible=done < total)

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from tiltsam.lab.data import Data
+from tiltsam.lab.encoders import PACKAGED, Encoder, ImageEncoder, source_of
 
 __all__ = [
     "MODELS",
     "BagOfWords",
-    "Encoder",
     "ResNet",
     "ViT",
     "WideResNet",
@@ -253,52 +253,44 @@ class BagOfWords(nn.Module):
         return logits
 
 
-class Encoder(nn.Module):
-    """A transformer encoder of the package ``transformers``, from a folder or by name, with a classifier on top."""
-
-    def __init__(self, source: str, num_classes: int) -> None:
-        super().__init__()
-        try:
-            from transformers import AutoModelForSequenceClassification
-        except ImportError:
-            raise ModuleNotFoundError("models hf:… need transformers: pip install tiltsam[text]") from None
-        self.model = AutoModelForSequenceClassification.from_pretrained(source, num_labels=num_classes)
-
-    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """Logits."""
-        logits: Tensor = self.model(input_ids=input_ids, attention_mask=attention_mask).logits
-        return logits
-
-
 def build(name: str, data: Data) -> nn.Module:
     """The model of that name with the inputs and outputs that a task has; ``auto`` picks one by the task.
 
     Raises:
         ValueError: If there is no such model, or it cannot take such inputs.
+        DataError: If it is a pretrained one whose files are not here.
     """
-    if "image" in data.train.inputs:
-        channels, size = data.train.inputs["image"].shape[1], data.train.inputs["image"].shape[-1]
-        if name == "auto":
-            name = "resnet18" if size >= 32 else "cnn" if size >= 16 else "mlp"
-        if name in MODELS and channels == 3:
-            return MODELS[name](data.num_classes, image_size=size)
-        if name in MODELS:
-            raise ValueError(f"model {name} takes images of 3 channels, the task's have {channels}: use cnn or mlp")
-        if name == "cnn":
-            return cnn(data.num_classes, channels=channels)
-        if name == "mlp":
-            return mlp(data.train.inputs["image"][0].numel(), data.num_classes)
-    elif "input_ids" in data.train.inputs:
+    inputs = data.train.inputs
+    if "image" in inputs:
+        return _for_images(name, inputs["image"][0], data.num_classes)
+    if "input_ids" in inputs:
         if name in ("auto", "bag-of-words"):
             return BagOfWords(data.num_classes)
-        if name.startswith("hf:"):
-            return Encoder(name.removeprefix("hf:"), data.num_classes)
-    elif name in ("auto", "mlp"):
-        return mlp(data.train.inputs["x"][0].numel(), data.num_classes)
-    kind = (
-        "images" if "image" in data.train.inputs else "texts" if "input_ids" in data.train.inputs else "rows of numbers"
-    )
-    raise ValueError(f"no model {name!r} for {kind}")
+        if (source := source_of(name)) is not None:
+            return Encoder(source, data.num_classes)
+        raise ValueError(f"no model {name!r} for texts: bag-of-words, {', '.join(PACKAGED)}, hf:FOLDER-OR-NAME")
+    if name in ("auto", "mlp"):
+        return mlp(inputs["x"][0].numel(), data.num_classes)
+    raise ValueError(f"no model {name!r} for rows of numbers: mlp")
+
+
+def _for_images(name: str, image: Tensor, num_classes: int) -> nn.Module:
+    channels, height, width = image.shape
+    if name == "auto":
+        name = "mlp" if width < 16 else "cnn" if width < 32 or channels != 3 else "resnet18"
+    if name == "cnn":
+        return cnn(num_classes, channels=channels)
+    if name == "mlp":
+        return mlp(image.numel(), num_classes)
+    if name not in MODELS and not name.startswith("hf:"):
+        raise ValueError(f"no model {name!r} for images: mlp, cnn, {', '.join(MODELS)}, hf:FOLDER-OR-NAME")
+    if channels != 3:
+        raise ValueError(f"model {name} takes images of 3 channels, the task's have {channels}: use cnn or mlp")
+    if name == "vit-s" and height != width:
+        raise ValueError(f"model vit-s takes square images, the task's are {height} by {width}")
+    if name in MODELS:
+        return MODELS[name](num_classes, image_size=width)
+    return ImageEncoder(str(source_of(name)), num_classes)
 
 
 MODELS: dict[str, Callable[..., nn.Module]] = {

@@ -17,7 +17,6 @@ from tiltsam.lab.tables import Table, read_table
 __all__ = ["arrays", "image_folder", "sentences"]
 
 TEST_SHARE = 0.2  # of data that comes in one piece
-SMALL = 64  # pixels that images are brought to unless asked otherwise
 
 
 def image_folder(request: Request) -> Data:
@@ -32,8 +31,8 @@ def image_folder(request: Request) -> Data:
         if unknown := sorted(set(classes) - set(number)):
             raise DataError(f"{part / unknown[0]} is a class that {parts[0]} does not have")
         files = [path for paths in classes.values() for path in paths]
-        size = request.image_size or SMALL
-        images = readers.read_images(files, size, what=f"images of {part.name}", progress=request.progress)
+        what = f"images of {part.name}"
+        images = readers.read_images(files, request.image_size, what=what, progress=request.progress)
         labels = [number[name] for name, paths in classes.items() for _ in paths]
         splits.append(Split({"image": images}, torch.tensor(labels)))
     test = splits[1] if len(splits) == 2 else None

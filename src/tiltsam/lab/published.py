@@ -81,10 +81,10 @@ def tiny_imagenet(request: Request) -> Data:
             raise DataError(f"{annotations} is damaged: line {row} names no class of {names}")
         files[1].append(_below(folder / "val" / "images", file, annotations))
         labels[1].append(number[wnid])
-    splits = [
-        Split({"image": readers.read_images(paths, 64, what=what, progress=request.progress)}, torch.tensor(classes))
-        for what, paths, classes in zip(("training images", "test images"), files, labels, strict=True)
-    ]
+    splits = []
+    for what, paths, classes in zip(("training images", "test images"), files, labels, strict=True):
+        images = readers.read_images(paths, request.image_size, what=what, progress=request.progress)
+        splits.append(Split({"image": images}, torch.tensor(classes)))
     return assemble(request, splits[0], splits[1], len(number), augment=CUSTOMARY)
 
 
@@ -105,8 +105,8 @@ def dtd(request: Request) -> Data:
     parts = []
     for path, found in zip(lists, lines, strict=True):
         files = [_below(folder / "images", line, path) for line in found]
-        size = request.image_size or 224  # what the paper's ViT was pretrained at
-        images = readers.read_images(files, size, what=f"images of {path.stem}", progress=request.progress)
+        what = f"images of {path.stem}"
+        images = readers.read_images(files, request.image_size, what=what, progress=request.progress)
         parts.append(Split({"image": images}, torch.tensor([number[line.split("/")[0]] for line in found])))
     pool = Split(
         {"image": torch.cat([parts[0].inputs["image"], parts[1].inputs["image"]])},

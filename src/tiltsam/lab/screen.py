@@ -13,22 +13,22 @@ from tiltsam.lab.train import Progress
 
 __all__ = ["Screen", "print_table"]
 
-LINE_SECONDS = 5.0  # plain lines come no more often, but for a run's last
+LINE_SECONDS = 5.0  # plain lines come no more often, but for the last of a run or a file
 
 
 class Screen:
-    """Shows runs as they go. A context; ``report`` fits :func:`tiltsam.lab.compare.compare`."""
+    """Shows runs as they go. A context; ``report`` and ``loading`` fit :func:`tiltsam.lab.compare.compare`."""
 
     def __init__(self) -> None:
         self._bar: Any = None
         self._task: Any = None
-        self._shown: TrainConfig | None = None
+        self._shown: object = None
         self._last_line = 0.0
         if sys.stdout.isatty():
-            from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+            from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
             text = "{task.description}  {task.fields[note]}"
-            self._bar = Progress(TextColumn(text), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+            self._bar = Progress(TextColumn(text, markup=False), BarColumn(), TaskProgressColumn())
 
     def __enter__(self) -> Screen:
         if self._bar is not None:
@@ -47,26 +47,52 @@ class Screen:
             print(line, flush=True)
 
     def report(self, config: TrainConfig, progress: Progress) -> None:
-        """An epoch has ended."""
-        row = progress.row
-        score = next((v for k, v in row.items() if k.startswith("test_")), float("nan"))
-        rate = progress.passes / max(progress.seconds, 1e-9)
-        note = f"loss {row['train_loss']:.3f}  test {100 * score:.2f}  {rate:.0f} passes/s"
-        name = f"{config.method} seed {config.seed}"
+        """A run is that far."""
+        notes = []
+        if row := progress.row:
+            metric, score = next(((k, v) for k, v in row.items() if k.startswith("test_")), ("test_", float("nan")))
+            notes = [f"loss {row['train_loss']:.3f}", f"{metric.replace('_', ' ')} {100 * score:.2f}"]
+        notes.append(f"{progress.passes / max(progress.seconds, 1e-9):.3g} passes/s")
+        if 0 < progress.done < 1:
+            notes.append(f"{_clock(progress.seconds * (1 / progress.done - 1))} left")
+        name, note = f"{config.method} seed {config.seed}", "  ".join(notes)
         if self._bar is None:
-            self._line(f"{config.task} {name}  {100 * progress.done:3.0f}%  {note}", last=progress.done >= 1)
-            return
-        if self._shown != config:
+            self._line(f"{config.task} {name}  {100 * min(progress.done, 1):3.0f}%  {note}", last=progress.done >= 1)
+        else:
+            self._draw(config, name, min(progress.done, 1.0), 1.0, note)
+
+    def loading(self, what: str, done: int, total: int | None) -> None:
+        """Something is downloaded, unpacked or decoded."""
+        size = _bytes if what.startswith("downloading") else str
+        note = size(done) if total is None else f"{size(done)} of {size(total)}"
+        if self._bar is None:
+            self._line(f"{what}: {note}", last=done == total)
+        else:
+            self._draw(what, what, done, total, note)
+
+    def _draw(self, what: object, name: str, done: float, total: float | None, note: str) -> None:
+        """The one bar: it goes when something else begins."""
+        if self._shown != what:
             if self._task is not None:
                 self._bar.remove_task(self._task)
-            self._task = self._bar.add_task(name, total=1.0, note=note)
-            self._shown = config
-        self._bar.update(self._task, completed=min(progress.done, 1.0), note=note)
+            self._task = self._bar.add_task(name, total=total, note=note)
+            self._shown = what
+        self._bar.update(self._task, completed=done, total=total, note=note)
 
     def _line(self, text: str, *, last: bool) -> None:
         if last or time.monotonic() - self._last_line >= LINE_SECONDS:
             self._last_line = time.monotonic()
             print(text, flush=True)
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def _bytes(count: int) -> str:
+    return f"{count / 1e6:.1f} MB"
 
 
 def print_table(title: str, cells: Sequence[Sequence[str]]) -> None:

@@ -32,7 +32,8 @@ class Request:
     noise: float = 0.0
     tokenizer: str | None = None
     max_length: int = 64
-    image_size: int | None = None
+    image_size: int = 0
+    """Pixels that image files are brought to."""
     download: bool = False
     progress: Progress | None = None
 

@@ -26,7 +26,7 @@ from tiltsam.lab.errors import DataError
 from tiltsam.lab.splits import Request
 from tiltsam.lab.tables import GLUE
 
-__all__ = ["TASKS", "DataError", "Task", "data_root", "load"]
+__all__ = ["TASKS", "DataError", "Task", "data_root", "find_task", "load"]
 
 NOISE = 0.2  # the paper's share of wrong labels
 
@@ -43,11 +43,31 @@ class Task:
     read: Callable[[Request], Data]
     noise: float = 0.0
     """Share of wrong labels in training and validation, unless asked otherwise."""
+    image_size: int | None = None
+    """Pixels that image files are brought to, unless asked otherwise; None where there are no files of any size."""
 
 
 def data_root(root: Path | None = None) -> Path:
     """Where data sets are: the argument, else ``TILTSAM_DATA``, else ``data``."""
     return Path(root or os.environ.get("TILTSAM_DATA") or "data")
+
+
+def find_task(name: str) -> Task:
+    """The task of that name.
+
+    Args:
+        name: Of :data:`TASKS`, or ``images:PATH``, ``text:PATH``, ``npz:PATH`` for one's own data.
+
+    Raises:
+        DataError: There is none.
+    """
+    kind, colon, path = name.partition(":")
+    task = TASKS.get(f"{kind}:PATH") if colon and path else TASKS.get(name)
+    if task is None or name.endswith(":PATH"):
+        close = difflib.get_close_matches(name, TASKS, 1)
+        hint = f"did you mean {close[0]}? " if close else ""
+        raise DataError(f"no task named {name!r}; {hint}tasks are {', '.join(TASKS)}")
+    return task
 
 
 def load(
@@ -73,7 +93,7 @@ def load(
         noise: Share of training and validation labels replaced by other ones; the task's own where None.
         tokenizer: For text: a folder or hub name for ``transformers``, or None for the built-in one.
         max_length: For text: tokens kept.
-        image_size: For image files of any size (``dtd``, ``images:PATH``): height and width they are brought to.
+        image_size: For image files (``tiny-imagenet``, ``dtd``, ``images:PATH``): height and width they are brought to.
         download: Fetch what is missing from its authors.
         progress: Told how far downloads and decoding are.
 
@@ -95,23 +115,21 @@ def load(
         raise ValueError(f"noise is a share of the labels in [0, 1], got {noise}")
     if image_size is not None and not 1 <= image_size <= 4096:
         raise ValueError(f"image_size is a number of pixels in 1…4096, got {image_size}")
-    kind, colon, path = name.partition(":")
-    task = TASKS.get(f"{kind}:PATH") if colon and path else TASKS.get(name)
-    if task is None or name.endswith(":PATH"):
-        close = difflib.get_close_matches(name, TASKS, 1)
-        hint = f"did you mean {close[0]}? " if close else ""
-        raise DataError(f"no task named {name!r}; {hint}tasks are {', '.join(TASKS)}")
+    task = find_task(name)
+    if image_size is not None and task.image_size is None:
+        raise ValueError(f"image_size is for tasks that read image files of any size; {name} is none of them")
+    _, _, path = name.partition(":")
     return task.read(
         Request(
             name=name,
-            path=Path(path).expanduser() if colon else data_root(root),
+            path=Path(path).expanduser() if path else data_root(root),
             files=task.files,
             seed=seed,
             validation=validation,
             noise=task.noise if noise is None else noise,
             tokenizer=tokenizer,
             max_length=max_length,
-            image_size=image_size,
+            image_size=image_size or task.image_size or 0,
             download=download,
             progress=progress,
         )
@@ -161,20 +179,22 @@ _LIST = (
     ),
     Task(
         "tiny-imagenet",
-        "64x64 photographs, 200 classes; the published val set is the test set",
+        "64x64 photographs, 200 classes",
         "tiny-imagenet-200/wnids.txt, train/<class>/images/*.JPEG, val/images/*.JPEG and val/val_annotations.txt",
         published.tiny_imagenet,
+        image_size=64,
     ),
     Task(
         "dtd",
-        "photographs of textures, 47 classes, at 224 pixels unless asked otherwise",
+        "photographs of textures, 47 classes, brought to 224 pixels",
         "dtd/images/<class>/*.jpg and dtd/labels/train1.txt, val1.txt, test1.txt",
         published.dtd,
+        image_size=224,  # what the paper's ViT was pretrained at
     ),
     *(
         Task(
             f"glue/{name}",
-            f"{about}; the published dev set is the test set",
+            about,
             f"glue/{GLUE[name].folder}/{GLUE[name].train[0]} and {GLUE[name].dev[0]}",
             partial(published.glue, task=name),
         )
@@ -182,9 +202,10 @@ _LIST = (
     ),
     Task(
         "images:PATH",
-        "your images, at 64 pixels unless asked otherwise",
+        "your images, brought to 64 pixels",
         "PATH/<class>/*.jpg|png|…, or PATH/train/<class>/… and PATH/test/<class>/…",
         own.image_folder,
+        image_size=64,
     ),
     Task(
         "text:PATH",

@@ -8,7 +8,6 @@ model's own.
 from __future__ import annotations
 
 import functools
-import importlib
 import re
 import zlib
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tiltsam.lab.errors import DataError
+from tiltsam.lab.encoders import tokenizer_of
 
 __all__ = ["CLS", "PAD", "SEP", "VOCABULARY", "encode", "hash_token"]
 
@@ -30,6 +29,8 @@ CLS = 1
 SEP = 2
 """Ends a sentence."""
 _RESERVED = 3
+_KEPT = ("input_ids", "attention_mask", "token_type_ids")  # in the order that encoders take them
+_CHUNK = 8192  # texts at a time: a tokenizer's lists take ten times the memory of a tensor
 
 _WORD = re.compile(r"\w+|[^\w\s]")
 
@@ -57,7 +58,8 @@ def encode(
             longer sentence is cut first.
 
     Returns:
-        ``input_ids`` and ``attention_mask``, int64 (n, length), padded on the right to the longest example.
+        ``input_ids`` and ``attention_mask``, int64 (n, length), padded on the right to the longest example;
+        ``token_type_ids`` too where the tokenizer tells the sentences of a pair apart.
 
     Raises:
         DataError: ``transformers`` is not installed, or has no such tokenizer.
@@ -115,19 +117,16 @@ def _fit(one: list[int], two: list[int], room: int) -> tuple[list[int], list[int
 def _encode_transformers(
     first: Sequence[str], second: Sequence[str] | None, tokenizer: str, max_length: int
 ) -> dict[str, Tensor]:
-    try:
-        transformers = importlib.import_module("transformers")
-    except ImportError as error:
-        raise DataError(f"the tokenizer {tokenizer!r} needs transformers: pip install tiltsam[text]") from error
-    arguments = [list(first)] if second is None else [list(first), list(second)]
+    made = tokenizer_of(tokenizer)
     if not len(first):
         empty = torch.zeros(0, max_length, dtype=torch.int64)
         return {"input_ids": empty, "attention_mask": empty.clone()}
-    try:
-        made = transformers.AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=False)
-        made.padding_side = "right"
-        out = made(*arguments, padding="max_length", truncation=True, max_length=max_length)
-    except (OSError, ValueError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise DataError(f"no usable tokenizer in {tokenizer!r}, a local folder or hub name: {reason}") from error
-    return {name: torch.tensor(out[name], dtype=torch.int64) for name in ("input_ids", "attention_mask")}
+    parts = []
+    for i in range(0, len(first), _CHUNK):
+        texts = [list(x[i : i + _CHUNK]) for x in (first, second) if x is not None]
+        out = made(*texts, padding="max_length", truncation=True, max_length=max_length)
+        parts.append({name: torch.tensor(out[name], dtype=torch.int64) for name in _KEPT if name in out})
+    tokens = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    if not tokens.get("token_type_ids", torch.ones(1)).any():
+        del tokens["token_type_ids"]  # a model that is told nothing takes them to be 0
+    return tokens

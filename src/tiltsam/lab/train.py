@@ -6,8 +6,8 @@ import copy
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,19 +16,21 @@ import torch
 from torch import Tensor, nn
 
 import tiltsam
-from tiltsam.lab import tasks
-from tiltsam.lab.augment import augment, normalise
+from tiltsam.lab import download as downloads
+from tiltsam.lab import encoders, tasks
+from tiltsam.lab.batches import Batches
 from tiltsam.lab.config import ConfigError, TrainConfig
 from tiltsam.lab.data import Data, Split
-from tiltsam.lab.metrics import METRICS
+from tiltsam.lab.devices import Leash, resolve_device, suited_to
 from tiltsam.lab.models import build
 from tiltsam.lab.record import Checkpoint, Record
+from tiltsam.lab.scoring import reestimate_batchnorm, score
+from tiltsam.lab.team import Team
+from tiltsam.lab.tensorboard import Board
 
-__all__ = ["Run", "TrainError", "load_data", "load_model", "train"]
+__all__ = ["Run", "TrainError", "data_key", "load_data", "load_model", "train"]
 
-EVAL_BATCH = 512
-SMALL_MODEL = 500_000  # parameters
-BATCHNORM_BATCHES = 40  # enough for BatchNorm's statistics to settle, far less than an epoch of CIFAR
+TICK_SECONDS = 0.5  # between signs of life within an epoch
 
 
 class TrainError(Exception):
@@ -37,7 +39,7 @@ class TrainError(Exception):
 
 @dataclass
 class Progress:
-    """How far a run is; handed to ``report`` after each epoch."""
+    """How far a run is; handed to ``report`` after each epoch, and to ``tick`` within."""
 
     epoch: float = 0.0
     passes: float = 0.0
@@ -46,7 +48,7 @@ class Progress:
     done: float = 0.0
     """Share of the budget that is used up."""
     row: dict[str, Any] = field(default_factory=dict)
-    """The epoch's line of metrics."""
+    """The line of metrics of the last epoch that ended."""
 
 
 def train(
@@ -55,8 +57,13 @@ def train(
     *,
     root: Path | None = None,
     download: bool = False,
+    loading: downloads.Progress | None = None,
+    data: Callable[[TrainConfig], Data] | None = None,
+    tensorboard: bool = False,
     report: Callable[[Progress], None] = lambda progress: None,
+    tick: Callable[[Progress], None] = lambda progress: None,
     checkpoint_seconds: float | None = None,
+    team: Team | None = None,
 ) -> dict[str, Any]:
     """Train, or go on training, and return the final numbers.
 
@@ -65,37 +72,62 @@ def train(
         record: Its folder. A finished one is not trained again.
         root: Where data sets lie.
         download: Fetch what is missing.
+        loading: Told how far downloads and the decoding of images are.
+        data: Gives the task's data, where the caller has it; by default :func:`load_data` with the three above.
+        tensorboard: Write the metrics for TensorBoard, too; see :mod:`tiltsam.lab.tensorboard`.
         report: Called after every epoch.
+        tick: Called about twice a second within an epoch; does not wait for the device.
         checkpoint_seconds: Time between checkpoints, which lie at ends of epochs; by default the environment variable
             TILTSAM_CHECKPOINT_SECONDS, or 20.
+        team: The processes that train it together, each of which calls this; the first one writes and reports.
     """
-    if (finished := record.result()) is not None:
-        return finished
-    if checkpoint_seconds is None:
-        checkpoint_seconds = float(os.environ.get("TILTSAM_CHECKPOINT_SECONDS", "20"))
-    return Run(config, record, load_data(config, root, download=download)).run(report, checkpoint_seconds)
+    team = team or Team()
+    with ExitStack() as stack:
+        board = stack.enter_context(Board(record)) if tensorboard and team.first else None
+        finished: dict[str, Any] | None = team.tell(record.result())
+        if finished is not None:
+            if board is not None and not (record.folder / "tensorboard").exists():
+                board.update()
+            return finished
+        if checkpoint_seconds is None:
+            checkpoint_seconds = float(os.environ.get("TILTSAM_CHECKPOINT_SECONDS", "20"))
+
+        def tell(progress: Progress) -> None:
+            if board is not None:
+                board.update(progress.steps)
+            report(progress)
+
+        found = data(config) if data else load_data(config, root, download=download, progress=loading)
+        return Run(config, record, found, team).run(tell, checkpoint_seconds, tick)
 
 
 class Run:
-    """A run in progress: the model, its optimizer, and how far they are."""
+    """A run in progress: the model, its optimizer, and how far they are.
 
-    def __init__(self, config: TrainConfig, record: Record, data: Data) -> None:
+    Args:
+        config: The run.
+        record: Its folder.
+        data: The task's data.
+        team: The processes that train it together.
+
+    Attributes:
+        step: Takes one step on a batch and returns its loss: a :class:`tiltsam.capture.CapturedStep`.
+    """
+
+    def __init__(self, config: TrainConfig, record: Record, data: Data, team: Team | None = None) -> None:
         self.config, self.record = config, record
-        self.device = resolve_device(config.device)
+        self.team = team or Team()
+        self.device = resolve_device(self.team.device or config.device)
         self.data = data.to(self.device)
-        self._mean, self._std = (torch.tensor(x, device=self.device) for x in (data.mean, data.std))
         torch.manual_seed(config.seed)
         self.model = _build(config, data).to(self.device)
+        self.trained = self.team.wrap(self.model)
         self.optimizer = self._optimizer()
         self.progress = Progress()
         self.best: dict[str, Any] = {}
-        self.batch_size = min(config.batch_size, len(data.train))
-        self.steps_per_epoch = (
-            len(data.train) // self.batch_size
-        )  # a rest too small for a batch waits for another epoch
-        self._names = list(data.train.inputs)
-        example = self._batch(torch.arange(self.batch_size, device=self.device), None)
-        self._step = tiltsam.capture(self.optimizer, self._loss, example)
+        self.batches = Batches(self.data, config.batch_size)
+        self.team.check(self.batches.size)
+        self.step: Callable[..., Tensor] = tiltsam.capture(self.optimizer, self._loss, (self.data.train.targets,))
         if self.device.type == "cuda":
             self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
@@ -110,63 +142,80 @@ class Run:
             longest = config.clip
             base.register_step_pre_hook(lambda *_: _clip(self.model, longest))
         try:
-            return config.constructor()(base, model=self.model, seed=config.seed, **config.method_options())
+            return config.constructor()(
+                base, model=self.trained, seed=config.seed, parallel=self.team.parallel(), **config.method_options()
+            )
         except ValueError as error:
             raise ConfigError(str(error)) from None
 
     # ---------------------------------------------------------------- the loop
 
-    def run(self, report: Callable[[Progress], None], checkpoint_seconds: float) -> dict[str, Any]:
-        """Epoch after epoch until the budget is used up."""
-        with _threads_for(self.model, self.device):
-            return self._run(report, checkpoint_seconds)
+    def run(
+        self,
+        report: Callable[[Progress], None],
+        checkpoint_seconds: float,
+        tick: Callable[[Progress], None] = lambda progress: None,
+    ) -> dict[str, Any]:
+        """Epoch after epoch until the budget is used up; the arguments are those of :func:`train`."""
+        with suited_to(self.device, self.model):
+            return self._run(report, checkpoint_seconds, tick)
 
-    def _run(self, report: Callable[[Progress], None], checkpoint_seconds: float) -> dict[str, Any]:
+    def _run(
+        self, report: Callable[[Progress], None], checkpoint_seconds: float, tick: Callable[[Progress], None]
+    ) -> dict[str, Any]:
         self._resume()
-        self.record.begin(self.config, self.device)
+        if self.team.first:
+            self.record.begin(self.config, self.device)
         saved = time.perf_counter()
         while self.progress.done < 1:
-            loss, spread = self._epoch()
+            loss, spread = self._epoch(tick)
             row = self._evaluate(loss, spread)
-            self.record.log(**row)
             self.progress.row = row
+            if not self.team.first:
+                continue
+            self.record.log(**row)
             report(self.progress)
             if self.progress.done < 1 and time.perf_counter() - saved >= checkpoint_seconds:
                 self.record.save(self._checkpoint())
                 saved = time.perf_counter()
-        return self._finish()
+        numbers: dict[str, Any] = self.team.tell(self._finish() if self.team.first else None)
+        return numbers
 
-    def _epoch(self) -> tuple[float, float]:
+    def _epoch(self, tick: Callable[[Progress], None]) -> tuple[float, float]:
         """One pass through the examples, or what is left of the budget; the mean loss and effective sample size."""
         config, progress = self.config, self.progress
-        epoch = int(progress.epoch)
-        order = torch.randperm(len(self.data.train), generator=_generator("cpu", config.seed, epoch)).to(self.device)
-        shapes = _generator(self.device, config.seed, epoch)
-        losses = torch.zeros((), device=self.device)
-        sizes = torch.zeros((), device=self.device)
-        start, before, steps = time.perf_counter(), progress.seconds, 0
-        self.model.train()
-        for k in range(self.steps_per_epoch):
-            progress.done = self._used(epoch + k / self.steps_per_epoch, before + time.perf_counter() - start)
+        epoch, per_epoch = int(progress.epoch), self.batches.per_epoch
+        losses, sizes, leash = [], [], Leash(self.device)
+        start, before = time.perf_counter(), progress.seconds
+        ticked = start
+        self.trained.train()
+        for k, batch in enumerate(self.batches.epoch(config.seed, epoch)):
+            now = time.perf_counter()
+            progress.seconds = before + now - start
+            progress.done = self._used(epoch + k / per_epoch, progress.seconds)
             if progress.done >= 1:
                 break
-            self._set_rate(progress.done)
-            rows = order[k * self.batch_size : (k + 1) * self.batch_size]
-            losses += self._step(*self._batch(rows, shapes)).to(losses.dtype)
+            if now - ticked >= TICK_SECONDS and self.team.first:
+                tick(progress)
+                ticked = now
+            self._set_rates(progress.done)
+            losses.append(
+                self.step(*self.team.part(batch))
+            )  # kept, not added up: a sum would be one more kernel at every step
             last = self.optimizer.last
-            sizes += last.effective_sample_size.to(sizes.dtype)
+            sizes.append(last.effective_sample_size)
             progress.passes += last.num_backwards + (last.num_forwards - last.num_backwards) / 3
-            steps += 1
-        mean = (losses / max(steps, 1)).item()  # waits for the device, so that the clock below tells the truth
+            leash.pull()
+        mean = _mean(losses)  # waits for the device, so that the clock below tells the truth
         progress.seconds = before + time.perf_counter() - start
-        progress.steps += steps
-        progress.epoch = epoch + (1 if steps == self.steps_per_epoch else steps / self.steps_per_epoch)
+        progress.steps += len(losses)
+        progress.epoch = epoch + (1 if len(losses) == per_epoch else len(losses) / per_epoch)
         progress.done = max(progress.done, self._used(progress.epoch, progress.seconds))
         if not math.isfinite(mean):
             raise TrainError(
                 f"the loss is not finite in epoch {epoch + 1} of {config.method}, seed {config.seed}: lower lr or rho"
             )
-        return mean, (sizes / max(steps, 1)).item()
+        return mean, _mean(sizes)
 
     def _used(self, epoch: float, seconds: float) -> float:
         """Share of the budget that is used up, by whichever limit is nearest."""
@@ -174,54 +223,46 @@ class Run:
         passes = config.passes
         epochs = config.epochs
         if config.method == "esam1":  # SAM until it has spent what TSAM would have
-            passes = passes or config.epochs * self.steps_per_epoch * 2 * config.num_samples
+            passes = passes or config.epochs * self.batches.per_epoch * 2 * config.num_samples
             epochs = math.inf
         shares = [epoch / epochs]
+        # By one count and one clock, or some processes would stop while others wait for them.
         if passes is not None:
-            shares.append(self.progress.passes / passes)
+            shares.append(self.team.agree(self.progress.passes) / passes)
         if config.seconds is not None:
-            shares.append(seconds / config.seconds)
+            shares.append(self.team.agree(seconds) / config.seconds)
         return max(shares)
 
-    def _set_rate(self, done: float) -> None:
+    def _set_rates(self, done: float) -> None:
+        """The learning rate, and the tilt where it has a schedule."""
         config = self.config
         factor = 1.0
         if config.warmup and done < config.warmup:
             factor = (done + 1e-3) / (config.warmup + 1e-3)
         elif config.schedule == "cosine":
             factor = 0.5 * (1 + math.cos(math.pi * done))
+        elif config.schedule == "linear":
+            factor = 1 - done
         elif config.schedule == "step":
             factor = 0.1 ** ((done >= 0.5) + (done >= 0.75))
+        tilt = {"up": config.t * done, "down": config.t * (1 - done)}.get(config.t_schedule)
         for group in self.optimizer.param_groups:
             group["lr"] = config.lr * factor
+            if tilt is not None and config.method == "tsam":
+                group["t"] = tilt
 
-    # ---------------------------------------------------------------- batches and losses
+    # ---------------------------------------------------------------- outputs and losses
 
-    def _batch(self, rows: Tensor, shapes: torch.Generator | None) -> tuple[Tensor, ...]:
-        """Inputs by name, then targets; images augmented if a generator is given."""
-        part = self.data.train[rows]
-        return (*self._inputs(part, shapes), part.targets)
-
-    def _inputs(self, part: Split, shapes: torch.Generator | None) -> list[Tensor]:
-        found = []
-        for name in self._names:
-            x = part.inputs[name]
-            if name == "image":
-                if shapes is not None:
-                    x = augment(x, self.data.augment, shapes)
-                x = normalise(x, self._mean, self._std)
-                if x.is_cuda:
-                    x = x.contiguous(memory_format=torch.channels_last)
-            found.append(x)
-        return found
-
-    def _forward(self, inputs: list[Tensor]) -> Tensor:
+    def _forward(self, model: nn.Module, inputs: Sequence[Tensor]) -> Tensor:
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.precision == "bf16"):
-            outputs: Tensor = self.model(*inputs)
+            outputs: Tensor = model(*inputs)
         return outputs.float()
 
+    def _outputs(self, part: Split) -> Tensor:
+        return self._forward(self.model, self.batches.inputs(part))
+
     def _loss(self, *batch: Tensor) -> Tensor:
-        outputs, targets = self._forward(list(batch[:-1])), batch[-1]
+        outputs, targets = self._forward(self.trained, batch[:-1]), batch[-1]
         if self.data.num_classes == 1:
             return nn.functional.mse_loss(outputs.squeeze(1), targets)
         return nn.functional.cross_entropy(outputs, targets, label_smoothing=self.config.label_smoothing)
@@ -232,7 +273,7 @@ class Run:
         """The epoch's line: losses and metrics on validation and test, at the weights themselves."""
         kept = {name: b.detach().clone() for name, b in self.model.named_buffers()}
         if self.config.reestimate_batchnorm:
-            self._reestimate()
+            reestimate_batchnorm(self.model, self._outputs, self.data.train)
         row: dict[str, Any] = {
             "epoch": round(self.progress.epoch, 6),
             "steps": self.progress.steps,
@@ -242,8 +283,9 @@ class Run:
             "train_loss": loss,
             "effective_sample_size": spread,
         }
+        self.model.eval()
         for name in ("validation", "test"):
-            for metric, value in self._score(getattr(self.data, name)).items():
+            for metric, value in score(self._outputs, self.data, getattr(self.data, name)).items():
                 row[f"{name}_{metric}"] = value
         self.estimated = {name: b.detach().clone() for name, b in self.model.named_buffers()}
         for name, b in self.model.named_buffers():
@@ -252,35 +294,6 @@ class Run:
         if counts in row and (not self.best or row[counts] > self.best[counts]):
             self.best = row
         return row
-
-    @torch.no_grad()
-    def _score(self, split: Split) -> dict[str, float]:
-        if not len(split):
-            return {}
-        self.model.eval()
-        parts = [split[i : i + EVAL_BATCH] for i in range(0, len(split), EVAL_BATCH)]
-        outputs = torch.cat([self._forward(self._inputs(part, None)) for part in parts])
-        found = {name: METRICS[name](outputs, split.targets).item() for name in self.data.metrics}
-        if self.data.num_classes == 1:
-            return {**found, "loss": nn.functional.mse_loss(outputs.squeeze(1), split.targets).item()}
-        return {**found, "loss": nn.functional.cross_entropy(outputs, split.targets).item()}
-
-    @torch.no_grad()
-    def _reestimate(self) -> None:
-        """BatchNorm's statistics anew: the average over training batches, without augmentation, at θ itself."""
-        layers = [m for m in self.model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
-        if not layers:
-            return
-        momenta = [m.momentum for m in layers]
-        for m in layers:
-            m.reset_running_stats()
-            m.momentum = None  # a plain average
-        self.model.train()
-        size = min(EVAL_BATCH, len(self.data.train))
-        for k in range(min(BATCHNORM_BATCHES, len(self.data.train) // size)):
-            self._forward(self._inputs(self.data.train[k * size : (k + 1) * size], None))
-        for m, momentum in zip(layers, momenta, strict=True):
-            m.momentum = momentum
 
     # ---------------------------------------------------------------- stopping and going on
 
@@ -319,36 +332,43 @@ class Run:
         return numbers
 
 
-@contextmanager
-def _threads_for(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """One thread for a small model on a CPU: sharing out its tiny kernels costs more than it brings."""
-    before = torch.get_num_threads()
-    if device.type == "cpu" and sum(p.numel() for p in model.parameters()) < SMALL_MODEL:
-        torch.set_num_threads(1)
+def load_data(
+    config: TrainConfig,
+    root: Path | None = None,
+    *,
+    download: bool = False,
+    progress: downloads.Progress | None = None,
+) -> Data:
+    """The task's data as the run sees it: of a text, tokens of the model's own tokenizer.
+
+    Raises:
+        DataError: What is missing, and where to put it.
+        ConfigError: A setting that does not suit the task.
+    """
+    source = encoders.source_of(config.model)
+    if source is not None and download:
+        encoders.fetch(source)
     try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+        return tasks.load(
+            config.task,
+            root=root,
+            seed=config.seed,
+            validation=config.validation,
+            noise=config.noise,
+            tokenizer=source,
+            max_length=config.max_length,
+            image_size=config.image_size,
+            download=download,
+            progress=progress,
+        )
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
 
 
-def resolve_device(name: str) -> torch.device:
-    """The device of that name; ``auto`` is a GPU if there is one."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ConfigError(f"unknown device {name!r}") from None
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("no CUDA device is available: use --device cpu")
-    return device
-
-
-def load_data(config: TrainConfig, root: Path | None = None, *, download: bool = False) -> Data:
-    """The task's data as the run sees it."""
-    tokenizer = config.model.removeprefix("hf:") if config.model.startswith("hf:") else None
-    options: dict[str, Any] = {"validation": config.validation, "noise": config.noise, "max_length": config.max_length}
-    return tasks.load(config.task, root=root, seed=config.seed, tokenizer=tokenizer, download=download, **options)
+def data_key(config: TrainConfig) -> TrainConfig:
+    """The part of a config that decides about its data: equal for configs whose data is the same."""
+    names = ("task", "model", "seed", "noise", "validation", "max_length", "image_size")
+    return TrainConfig(**{name: getattr(config, name) for name in names})
 
 
 def load_model(record: Record, data: Data) -> nn.Module:
@@ -365,8 +385,9 @@ def _build(config: TrainConfig, data: Data) -> nn.Module:
         raise ConfigError(str(error)) from None
 
 
-def _generator(device: torch.device | str, seed: int, epoch: int) -> torch.Generator:
-    return torch.Generator(device).manual_seed(1_000_003 * seed + epoch)
+def _mean(values: list[Tensor]) -> float:
+    """Of numbers on the device; zero of none."""
+    return torch.stack(values).double().mean().item() if values else 0.0
 
 
 def _clip(model: nn.Module, longest: float) -> None:

@@ -1,0 +1,96 @@
+"""The Trainer of transformers, made to descend a method of tiltsam.
+
+The Trainer itself holds the *base* optimizer: it clips, unscales, logs norms, steps, schedules, saves and resumes as it
+always does. Only ``training_step`` is another: it keeps the batches of an accumulation window, and at the last of them
+runs all passes of a step over all of them, which leaves the aggregate where the Trainer looks for the gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Trainer
+
+from tiltsam.integrations.accelerate import check_distribution, without_sync
+from tiltsam.integrations.gathering import gather
+from tiltsam.wrapper import SharpnessAware
+
+__all__ = ["SharpnessAwareMixin", "SharpnessAwareTrainer"]
+
+
+class SharpnessAwareMixin:
+    """Put before any Trainer: ``class Mine(SharpnessAwareMixin, Seq2SeqTrainer)``.
+
+    The loss it logs is that of a step's first pass, for SAM the one at the weights, so that curves compare with those
+    of plain training; the rest is in ``trainer.sharpness_aware.last``. ``grad_norm`` is that of the aggregate.
+
+    Args:
+        args: As for the Trainer.
+        method: Called with the Trainer's optimizer and ``model=``, returns the method that wraps it: a class of
+            tiltsam, or a ``functools.partial`` of one. Not needed if ``optimizers`` brings an optimizer of tiltsam.
+        kwargs: As for the Trainer.
+    """
+
+    sharpness_aware: SharpnessAware | None = None
+    """The method, once training began. It shares its state with the Trainer's optimizer."""
+
+    # The Trainer's own.
+    accelerator: Any
+    model: Any
+    optimizer: Any
+
+    def __init__(self, *args: Any, method: Callable[..., SharpnessAware] | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._method = method
+        self._window: list[Any] = []
+        if method is None and not isinstance(self.optimizer, SharpnessAware):
+            raise ValueError("say which method: method=tiltsam.TSAM, or optimizers=(tiltsam.TSAM(base, ...), None)")
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
+        """Make the base as the Trainer does, and wrap it."""
+        new = self.optimizer is None or self.sharpness_aware is None
+        base = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
+        if isinstance(base, SharpnessAware):
+            self.sharpness_aware, self.optimizer = base, base.base
+        elif new and self._method is not None:
+            self.sharpness_aware = self._method(base, model=self.model)
+        held: torch.optim.Optimizer = self.optimizer
+        return held
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """The batches of one step."""
+        self._window = []  # a callback may have ended the last epoch inside a window
+        return super().get_batch_samples(*args, **kwargs)  # type: ignore[misc]
+
+    def training_step(self, model: torch.nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """Keep the batch; at the last of a window run all passes over all of it.
+
+        Returns:
+            The window's loss at the first pass; zero for batches that wait.
+        """
+        self._window.append(inputs)
+        accelerator = self.accelerator
+        if not accelerator.sync_gradients:
+            return torch.zeros((), device=accelerator.device)
+        check_distribution(accelerator)
+        one_batch = super().training_step  # type: ignore[misc]
+
+        def closure() -> Tensor:
+            total = torch.zeros((), device=accelerator.device)
+            for i, micro_batch in enumerate(self._window):
+                with without_sync(accelerator, i + 1 < len(self._window)):
+                    total = total + one_batch(model, micro_batch, num_items_in_batch)
+            return total
+
+        assert self.sharpness_aware is not None
+        try:
+            return gather(self.sharpness_aware, closure, accelerator.scaler)
+        finally:
+            self._window = []
+
+
+class SharpnessAwareTrainer(SharpnessAwareMixin, Trainer):
+    """A :class:`transformers.Trainer` with ``method=``; see :class:`SharpnessAwareMixin`."""

@@ -1,0 +1,78 @@
+"""Where runs compute, and what suits that place."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from tiltsam.lab.config import ConfigError
+
+__all__ = ["Leash", "resolve_device", "suited_to"]
+
+SMALL_MODEL = 500_000  # parameters
+LEASH = 16  # steps between looks at how far a GPU is
+
+
+def resolve_device(name: str) -> torch.device:
+    """The device of that name; ``auto`` is a GPU if there is one.
+
+    Raises:
+        ConfigError: If there is no such device.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError(f"unknown device {name!r}") from None
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"no CUDA device {device.index or 0} is available: use --device cpu")
+    return device
+
+
+class Leash:
+    """Keeps the host within 32 steps of a GPU, without ever letting the GPU wait.
+
+    A captured step is issued in a fraction of the time it takes. Unbound, the host would be done with an epoch that the
+    GPU has hardly begun, and a budget in seconds would be spent long before the host's clock shows it.
+
+    Args:
+        device: Where steps run; on a CPU they are done when they return.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._steps = 0
+        self._marks: deque[torch.cuda.Event] = deque()
+
+    def pull(self) -> None:
+        """A step was issued."""
+        self._steps += 1
+        if self._on_gpu and self._steps % LEASH == 0:
+            mark = torch.cuda.Event(blocking=True)
+            mark.record()
+            self._marks.append(mark)
+            if len(self._marks) > 1:
+                self._marks.popleft().synchronize()
+
+
+@contextmanager
+def suited_to(device: torch.device, model: nn.Module) -> Iterator[None]:
+    """Inside, torch is set up for training the model there.
+
+    On a CPU, a small model gets one thread: its tiny kernels cost more to share out than to run. On a GPU, cuDNN looks
+    for its fastest convolutions: shapes stay the same throughout.
+    """
+    threads, search = torch.get_num_threads(), torch.backends.cudnn.benchmark
+    if device.type == "cpu" and sum(p.numel() for p in model.parameters()) < SMALL_MODEL:
+        torch.set_num_threads(1)
+    torch.backends.cudnn.benchmark = device.type == "cuda" or search
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        torch.backends.cudnn.benchmark = search

@@ -1,0 +1,180 @@
+"""Running a recipe: what is missing is trained, what is done is reused, what the table needs is measured."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from tiltsam.lab import download as downloads
+from tiltsam.lab.compare import compare
+from tiltsam.lab.config import TrainConfig
+from tiltsam.lab.devices import resolve_device
+from tiltsam.lab.errors import DataError
+from tiltsam.lab.recipes.book import Cell, Recipe, RecipeError
+from tiltsam.lab.recipes.measures import Thoroughness, measure
+from tiltsam.lab.record import Record
+from tiltsam.lab.train import Progress, TrainError
+
+__all__ = ["Outcome", "Plan", "reproduce"]
+
+MEASURED = ("losses", "neighborhood", "eigenvalues")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A recipe, and how much of it."""
+
+    recipe: Recipe
+    seeds: int = 3
+    """Runs of each cell."""
+    scale: float = 1.0
+    """Share of the epochs, and of what is measured."""
+    device: str = "auto"
+    precision: Literal["fp32", "bf16"] = "fp32"
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.scale) and 0 < self.scale <= 1):
+            raise RecipeError(f"--scale must be in (0, 1], got {self.scale:g}")
+        if self.seeds < 1:
+            raise RecipeError(f"--seeds must be at least 1, got {self.seeds}")
+
+    @property
+    def much(self) -> Thoroughness:
+        """How thoroughly trained runs are measured."""
+        return Thoroughness() if self.scale == 1 else Thoroughness().scaled(self.scale)
+
+    def configs(self, cell: Cell) -> list[TrainConfig]:
+        """The runs of a cell, one a seed."""
+        epochs = cell.config.epochs * self.scale
+        config = replace(cell.config, epochs=epochs, device=self.device, precision=self.precision)
+        return [replace(config, seed=seed) for seed in range(self.seeds)]
+
+    def changes(self) -> list[str]:
+        """What differs from the recipe as it stands, in words."""
+        found = []
+        if self.scale != 1:
+            spans = {cell.config.epochs: cell.config.epochs * self.scale for cell in self.recipe.cells}
+            told = ", ".join(f"{full:g} → {less:g}" for full, less in spans.items())
+            found.append(f"scaled to {self.scale:g}: epochs {told}")
+            full, less = Thoroughness(), self.much
+            if self.recipe.kind in ("neighborhood", "eigenvalues"):
+                found.append(f"scaled to {self.scale:g}: examples measured on {full.examples} → {less.examples}")
+            if self.recipe.kind == "neighborhood":
+                found.append(f"scaled to {self.scale:g}: draws at each std {full.draws} → {less.draws}")
+            found.append("not scaled: training examples, batch size, learning rate, samples, model")
+        if self.precision != "fp32":
+            found.append(f"precision: {self.precision}, where the recipe has fp32")
+        return found
+
+
+@dataclass
+class Outcome:
+    """What came of it."""
+
+    plan: Plan
+    out: Path
+    problems: dict[str, str] = field(default_factory=dict)
+    """By column: why it was not run."""
+    diverged: dict[TrainConfig, str] = field(default_factory=dict)
+    measured: list[dict[str, dict[str, Any]]] = field(default_factory=list)
+    """A seed each: by method what :func:`tiltsam.lab.recipes.measures.measure` gave."""
+
+    def records(self, cell: Cell) -> list[Record]:
+        """The finished runs of a cell."""
+        records = [Record.of(self.out, config) for config in self.plan.configs(cell)]
+        return [record for record in records if record.result() is not None]
+
+    def results(self, cell: Cell) -> list[dict[str, Any]]:
+        """Their final numbers."""
+        return [result for record in self.records(cell) if (result := record.result()) is not None]
+
+    def folders(self) -> list[Path]:
+        """Of everything that was run, finished or not: a folder holds the seeds of a config."""
+        found = dict.fromkeys(
+            Record.of(self.out, config).folder.parent
+            for cell in self.plan.recipe.cells
+            for config in self.plan.configs(cell)
+        )
+        return [folder for folder in found if any(folder.glob("*/config.json"))]
+
+
+def reproduce(
+    plan: Plan,
+    out: Path,
+    *,
+    root: Path | None = None,
+    download: bool = False,
+    loading: downloads.Progress | None = None,
+    report: Callable[[TrainConfig, Progress], None] = lambda config, progress: None,
+    say: Callable[[str], None] = lambda line: None,
+    measuring: Callable[[str], Any] | None = None,
+) -> Outcome:
+    """Run a recipe; called again, it goes on where it was.
+
+    A column whose data is missing is left out, with a word; the others are run.
+
+    Args:
+        plan: What.
+        out: Folder of the records.
+        root: Where data sets lie.
+        download: Fetch what is missing.
+        loading: Told how far downloads and the decoding of images are.
+        report: Called about twice a second, and after every epoch.
+        say: Told what goes wrong on the way.
+        measuring: ``measuring("what is measured")`` gives a callback.
+
+    Raises:
+        DataError: The data of all columns is missing.
+        ConfigError: There is no such device.
+    """
+    resolve_device(plan.device)  # before a folder is made
+    outcome = Outcome(plan, out)
+
+    def failed(config: TrainConfig, error: TrainError) -> None:
+        outcome.diverged[config] = str(error)
+        say(f"{config.task} {config.method} seed {config.seed}: {error}")
+
+    missing: DataError | None = None
+    for column in plan.recipe.columns:
+        cells = [plan.configs(cell) for cell in plan.recipe.cells if cell.column == column]
+        # All cells of a seed, then those of the next: they share the data.
+        configs = list(dict.fromkeys(config for seed in zip(*cells, strict=True) for config in seed))
+        try:
+            compare(
+                configs,
+                out,
+                root=root,
+                download=download,
+                loading=loading,
+                report=report,
+                tick=report,
+                failed=failed,
+            )
+        except DataError as error:
+            missing = error
+            outcome.problems[column] = str(error)
+            if len(plan.recipe.columns) > 1:  # at once: the other columns may take days
+                say(f"{column} is not run: {error}")
+    if missing is not None and len(outcome.problems) == len(plan.recipe.columns):
+        raise missing
+    if plan.recipe.kind in MEASURED:
+        _measure(outcome, root, say, measuring)
+    return outcome
+
+
+def _measure(
+    outcome: Outcome, root: Path | None, say: Callable[[str], None], measuring: Callable[[str], Any] | None
+) -> None:
+    """Seed by seed: runs of one seed saw the same examples."""
+    plan = outcome.plan
+    for seed in range(plan.seeds):
+        runs = {cell.config.method: Record.of(outcome.out, plan.configs(cell)[seed]) for cell in plan.recipe.cells}
+        runs = {method: record for method, record in runs.items() if record.result() is not None}
+        options: dict[str, Any] = {"device": plan.device, "root": root, "progress": measuring}
+        try:
+            outcome.measured.append(measure(plan.recipe.kind, runs, plan.much, **options) if runs else {})
+        except ValueError as error:  # a model so sharp that the loss around it is not finite
+            say(f"seed {seed} is not measured: {error}")

@@ -1,0 +1,243 @@
+"""Runs that differ in the seed alone are one setting: their numbers are averaged, with a standard error."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import MISSING, dataclass, fields
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from tiltsam.lab.config import METHOD_SETTINGS, TrainConfig
+from tiltsam.lab.report.runs import Problem, Reading, Row, Run
+
+__all__ = ["Mean", "Setting", "Task", "arrange", "best_of", "mean_of"]
+
+NO_SETTING = ("task", "method", "seed", "device")  # what does not make another setting of a task and method
+
+
+class Mean(NamedTuple):
+    """A mean over runs."""
+
+    value: float
+    error: float
+    """Its standard error: the standard deviation over √runs; NaN of one run."""
+    runs: int
+
+
+def mean_of(values: Sequence[float]) -> Mean:
+    """The mean and its standard error; NaN of nothing, and of anything with a NaN in it.
+
+    Example:
+        >>> mean_of([1.0, 2.0, 3.0])
+        Mean(value=2.0, error=0.5773502691896257, runs=3)
+    """
+    count = len(values)
+    if not count:
+        return Mean(math.nan, math.nan, 0)
+    value = math.fsum(values) / count
+    if count == 1 or not math.isfinite(value):
+        return Mean(value, math.nan, count)
+    return Mean(value, math.sqrt(math.fsum([(v - value) ** 2 for v in values]) / (count * (count - 1))), count)
+
+
+def best_of(means: Sequence[Mean], *, highest: bool = True) -> int | None:
+    """Which mean is best, if it is: if it leads the next by more than the standard error of their difference.
+
+    That error is √(a² + b²) of the two standard errors, so nothing is best of single runs, nor among one.
+
+    Example:
+        >>> best_of([Mean(90.0, 0.3, 3), Mean(91.0, 0.4, 3)])
+        1
+        >>> best_of([Mean(90.0, 0.8, 3), Mean(91.0, 0.8, 3)]) is None
+        True
+    """
+    order = sorted((i for i, m in enumerate(means) if math.isfinite(m.value)), key=lambda i: means[i].value)
+    if len(order) < 2:
+        return None
+    first, second = (order[-1], order[-2]) if highest else (order[0], order[1])
+    lead = abs(means[first].value - means[second].value)
+    return first if lead > math.hypot(means[first].error, means[second].error) else None
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A method with its settings on a task: one run per seed."""
+
+    method: str
+    options: dict[str, Any]
+    """Every setting that this method heeds."""
+    runs: list[Run]
+    name: str
+    """The method, and what tells it from the method's other settings on the task."""
+    differs: dict[str, Any]
+    """The settings that are not the same throughout the task."""
+    number: int
+    """Its place among the settings of its method, from 0."""
+
+    @cached_property
+    def finished(self) -> list[Run]:
+        """The runs with final numbers."""
+        return [run for run in self.runs if run.finished]
+
+    def final(self, key: str, scale: float = 1.0) -> Mean:
+        """A final number, averaged over the finished runs."""
+        results = [run.result for run in self.runs if run.result is not None]
+        return mean_of([scale * row.get(key, math.nan) for row in results])
+
+    @cached_property
+    def epochs(self) -> list[list[Row]]:
+        """The lines of every run at each epoch; a last epoch that a budget cut short counts as that epoch."""
+        found: dict[int, list[Row]] = {}
+        for run in self.runs:
+            for row in run.rows:
+                found.setdefault(math.ceil(row["epoch"]), []).append(row)
+        return [found[epoch] for epoch in sorted(found)]
+
+    def curve(self, key: str, scale: float = 1.0) -> list[Mean]:
+        """A number along the epochs, averaged over the runs that have got there."""
+        if (key, scale) not in self._curves:  # several figures want the same
+            means = [mean_of([scale * row.get(key, math.nan) for row in rows]) for rows in self.epochs]
+            self._curves[key, scale] = means
+        return self._curves[key, scale]
+
+    @cached_property
+    def _curves(self) -> dict[tuple[str, float], list[Mean]]:
+        return {}
+
+
+@dataclass(frozen=True)
+class Task:
+    """Everything about one task."""
+
+    name: str
+    metric: str
+    settings: list[Setting]
+    shared: dict[str, Any]
+    """The settings that are the same throughout."""
+    problems: list[Problem]
+
+    @property
+    def runs(self) -> list[Run]:
+        """All of them."""
+        return [run for setting in self.settings for run in setting.runs]
+
+    @property
+    def unit(self) -> str:
+        """Of scores times 100."""
+        return "%" if self.metric in ("accuracy", "f1") else "×100"
+
+    @property
+    def loss_unit(self) -> str:
+        """Of a mean cross-entropy, or of a mean squared error."""
+        return "squared error" if self.metric in ("pearson", "spearman") else "nats"
+
+    @cached_property
+    def chosen(self) -> list[Setting]:
+        """Of each method the setting with the best final validation score; the test is not chosen on."""
+        best: dict[str, Setting] = {}
+        for setting in self.settings:
+            now = best.get(setting.method)
+            if now is None or self._validation(setting) > self._validation(now):
+                best[setting.method] = setting
+        return list(best.values())
+
+    def _validation(self, setting: Setting) -> float:
+        value = setting.final(f"validation_{self.metric}").value
+        return value if math.isfinite(value) else -math.inf
+
+
+def arrange(reading: Reading) -> list[Task]:
+    """Runs by task and setting, tasks by name and methods in the usual order; and what is missing where."""
+    by_task: dict[str, list[Run]] = {}
+    for run in reading.runs:
+        by_task.setdefault(run.task, []).append(run)
+    return [
+        _task(name, runs, [p for p in reading.problems if p.task == name]) for name, runs in sorted(by_task.items())
+    ]
+
+
+def _task(name: str, runs: list[Run], problems: list[Problem]) -> Task:
+    groups: dict[str, list[Run]] = {}
+    for run in runs:
+        key = json.dumps([run.method, _options(run)], sort_keys=True, default=str)
+        groups.setdefault(key, []).append(run)
+    usual = {method: i for i, method in enumerate(METHOD_SETTINGS)}
+    ordered = sorted(
+        groups.values(), key=lambda g: (usual.get(g[0].method, 99), g[0].method, _sortable(_options(g[0])))
+    )
+    options = [_options(group[0]) for group in ordered]
+    methods = [group[0].method for group in ordered]
+    varying = _varying(options)
+    own = {m: _varying([o for o, method in zip(options, methods, strict=True) if method == m]) for m in set(methods)}
+    settings = []
+    for i, group in enumerate(ordered):
+        label = " ".join([methods[i], *(f"{k}={shown(v)}" for k, v in options[i].items() if k in own[methods[i]])])
+        differs = {k: v for k, v in options[i].items() if k in varying}
+        place = methods[:i].count(methods[i])
+        settings.append(
+            Setting(methods[i], options[i], sorted(group, key=lambda r: str(r.seed)), label, differs, place)
+        )
+    shared = {k: v for k, v in options[0].items() if k not in varying and all(k in o for o in options)}
+    metric = _most_common(run.metric for run in runs if run.metric)
+    found = [*problems, *_missing(name, settings), *_other_metrics(name, metric, runs)]
+    return Task(name, metric or "score", settings, shared, found)
+
+
+def _options(run: Run) -> dict[str, Any]:
+    """What makes the run's setting: all but the seed and other methods' settings; older records get the defaults."""
+    defaults = {f.name: f.default for f in fields(TrainConfig) if f.default is not MISSING}
+    heeded = set(METHOD_SETTINGS.get(run.method, ())) | ({"num_samples"} if run.method == "esam1" else set())
+    others = set().union(*METHOD_SETTINGS.values()) - heeded if run.method in METHOD_SETTINGS else set()
+    body = {k: v for k, v in (defaults | run.config).items() if k not in NO_SETTING and k not in others}
+    return {k: float(v) if isinstance(v, int) and not isinstance(v, bool) else v for k, v in body.items()}
+
+
+def _varying(options: Sequence[dict[str, Any]]) -> set[str]:
+    """The keys with more than one value among those that have them."""
+    values: dict[str, set[str]] = {}
+    for body in options:
+        for key, value in body.items():
+            values.setdefault(key, set()).add(json.dumps(value, sort_keys=True, default=str))
+    return {key for key, found in values.items() if len(found) > 1}
+
+
+def _sortable(options: dict[str, Any]) -> list[tuple[str, float, str]]:
+    return [(k, v if isinstance(v, float) else -math.inf, str(v)) for k, v in sorted(options.items())]
+
+
+def shown(value: Any) -> str:
+    """A setting's value as a reader wants it."""
+    if value is None:
+        return "default"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _missing(task: str, settings: Sequence[Setting]) -> list[Problem]:
+    """Runs that have not finished, and seeds that some settings have and others lack."""
+    found = []
+    for setting in settings:
+        for run in setting.runs:
+            if not run.finished:
+                found.append(Problem(f"{setting.name}, seed {run.seed}", f"not finished, at {run.reached()}", task))
+    seeds = {str(run.seed): run.seed for setting in settings for run in setting.runs}
+    for setting in settings:
+        lacking = [seed for seed in seeds if seed not in {str(run.seed) for run in setting.runs}]
+        if lacking:
+            plural = "s" if len(lacking) > 1 else ""
+            found.append(
+                Problem(setting.name, f"no run with seed{plural} {', '.join(lacking)}, which others have", task)
+            )
+    return found
+
+
+def _other_metrics(task: str, metric: str, runs: Iterable[Run]) -> list[Problem]:
+    odd = [run for run in runs if run.metric and run.metric != metric]
+    return [Problem(str(run.folder), f"scored by {run.metric}, the others by {metric}", task) for run in odd]
+
+
+def _most_common(values: Iterable[str]) -> str:
+    ranked = Counter(values).most_common(1)
+    return ranked[0][0] if ranked else ""

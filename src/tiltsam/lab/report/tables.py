@@ -1,0 +1,242 @@
+"""The tables of a report: what stands in each cell. How a table is written is the business of :mod:`.writing`."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tiltsam.lab.report.runs import Problem, Run
+from tiltsam.lab.report.settings import Mean, Setting, Task, best_of, mean_of, shown
+
+__all__ = ["Cell", "Table", "flatness_table", "overview_table", "results_table", "runs_table"]
+
+MEANS = "mean ± standard error over seeds"
+BOLD = "Bold: ahead of the next by more than the standard error of their difference."
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A cell: what it shows and what it sorts by."""
+
+    text: str
+    value: float | None = None
+    """The number behind the text, in full."""
+    error: float | None = None
+    best: bool = False
+    method: str = ""
+    """The method whose colour goes with it."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table: a name for its files, headings, rows of cells."""
+
+    name: str
+    caption: str
+    headings: list[str]
+    rows: list[list[Cell]]
+    numeric: list[bool]
+    """Which columns are numbers, right-aligned."""
+
+
+@dataclass(frozen=True)
+class _Column:
+    heading: str
+    of: Callable[[Setting], Mean]
+    digits: int | None = 2
+    """After the point; None takes as many as the error leaves standing."""
+    highest: bool | None = True
+    """Whether more is better; None where neither is."""
+
+
+def results_table(task: Task) -> Table:
+    """One row per setting: the final numbers, mean ± standard error over seeds."""
+    metric, unit = task.metric, task.unit
+    columns = [
+        _Column(f"test {metric} ({unit})", lambda s: s.final("score", 100)),
+        _Column("at best validation", lambda s: s.final("score_at_best_validation", 100)),
+        _Column("test loss", lambda s: s.final("test_loss"), 3, highest=False),
+        _Column("train loss", lambda s: s.final("train_loss"), 3, highest=None),
+        _Column("passes", lambda s: s.final("passes"), 0, highest=None),
+        _Column("seconds", lambda s: s.final("seconds"), 1, highest=None),
+    ]
+    caption = f"{task.name}: numbers at the end of training, {MEANS}; losses in {task.loss_unit}. {BOLD}"
+    table = _of_settings("results", caption, task.settings, columns)
+    for row, setting in zip(table.rows, task.settings, strict=True):
+        done, all_ = len(setting.finished), len(setting.runs)
+        row.append(Cell(f"{done}" if done == all_ else f"{done} of {all_}", done))
+    return replace(table, headings=[*table.headings, "runs"], numeric=[*table.numeric, True])
+
+
+def overview_table(tasks: Sequence[Task]) -> Table:
+    """Methods against tasks: of each method the setting that was best on the validation split."""
+    methods = list(dict.fromkeys(s.method for task in tasks for s in task.settings))
+    columns: list[list[Cell]] = []
+    for task in tasks:
+        chosen = {s.method: s.final("score", 100) for s in task.chosen}
+        means = [chosen.get(method, mean_of([])) for method in methods]
+        best = best_of(means)
+        columns.append([_number(mean, 2, best=i == best) for i, mean in enumerate(means)])
+    rows = [[Cell(method, method=method), *cells] for method, *cells in zip(methods, *columns, strict=True)]
+    caption = f"Test scores of each method's setting that was best on the validation split, {MEANS}. "
+    headings = ["method", *(f"{task.name}: {task.metric} ({task.unit})" for task in tasks)]
+    return Table("overview", caption + BOLD, headings, rows, [False, *(True for _ in tasks)])
+
+
+def runs_table(task: Task) -> Table:
+    """Every run as it is in its record."""
+    with_notes = any(run.notes for run in task.runs)
+    rows = []
+    for setting in task.settings:
+        for run in setting.runs:
+            last = run.rows[-1] if run.rows else {}
+            seed = float(run.seed) if isinstance(run.seed, int) else None
+            cells = [
+                Cell(setting.name, method=setting.method),
+                Cell(str(run.seed), seed),
+                _number(mean_of([100 * run.score] if run.finished else []), 2),
+                _number(mean_of([last["epoch"]] if last else []), None),
+                _number(mean_of([last["passes"]] if "passes" in last else []), 0),
+                _number(mean_of([last["seconds"]] if "seconds" in last else []), 1),
+                Cell("finished" if run.finished else "not finished"),
+                Cell(_machine(run)),
+                Cell(str(run.folder)),
+            ]
+            rows.append(cells + ([Cell(run.notes)] if with_notes else []))
+    headings = ["setting", "seed", f"test {task.metric} ({task.unit})", "epoch", "passes", "seconds", "state"]
+    headings += ["machine", "folder", *(["notes"] if with_notes else [])]
+    numeric = [False, True, True, True, True, True, False, False, False, *([False] if with_notes else [])]
+    return Table("runs", f"{task.name}: every run.", headings, rows, numeric)
+
+
+# -------------------------------------------------------------------------------- flatness
+
+
+def comparable(task: Task) -> tuple[list[Setting], list[Problem]]:
+    """Settings with those runs whose flatness was measured on the same examples, and a word about the others."""
+    marks = Counter(_mark(run) for run in task.runs if run.flatness is not None)
+    if not marks:
+        return [], []
+    mark = marks.most_common(1)[0][0]
+    problems, kept = [], []
+    for setting in task.settings:
+        runs = [run for run in setting.runs if run.flatness is not None and _mark(run) == mark]
+        for run in setting.runs:
+            if run.flatness is not None and _mark(run) != mark:
+                what = "left out: measured on other examples than most runs"
+                problems.append(Problem(str(run.folder / "flatness.json"), what, task.name))
+        if len(runs) < len(setting.runs):
+            what = f"flatness measured of {len(runs)} of {len(setting.runs)} runs"
+            problems.append(Problem(setting.name, what, task.name))
+        if runs:
+            kept.append(replace(setting, runs=runs))
+    return kept, problems
+
+
+def measured(run: Run, *path: str) -> list[float]:
+    """A list of numbers, or one number as a list, out of what was measured; NaN where there is none."""
+    found: Any = run.flatness
+    for key in path:
+        found = found.get(key) if isinstance(found, dict) else None
+    entries = found if isinstance(found, list) else [found]
+    return [float(x) if isinstance(x, (int, float)) and not isinstance(x, bool) else math.nan for x in entries]
+
+
+def flatness_table(settings: Sequence[Setting], task: Task, std: float = 0.01) -> Table:
+    """How flat the minima are, mean ± standard error over seeds; lower is flatter."""
+
+    def scalar(*path: str) -> Callable[[Setting], Mean]:
+        return lambda s: mean_of([measured(run, *path)[0] for run in s.runs])
+
+    def around(name: str) -> Callable[[Setting], Mean]:
+        return lambda s: mean_of([_at(run, name, std) for run in s.runs])
+
+    columns = [
+        _Column("loss", scalar("loss"), None, highest=False),
+        _Column(f"mean at {std:g}", around("mean"), None, highest=False),
+        _Column(f"variance at {std:g}", around("variance"), None, highest=False),
+        _Column("worst case", scalar("worst_case", "value"), None, highest=False),
+        _Column("adaptive", scalar("adaptive", "value"), None, highest=False),
+        _Column("λ1", scalar("eigenvalues", "values"), None, highest=False),
+        _Column("trace", scalar("trace", "value"), None, highest=False),
+    ]
+    columns = [c for c in columns if any(math.isfinite(c.of(s).value) for s in settings)]
+    about = (settings[0].runs[0].flatness or {}).get("about")
+    about = about if isinstance(about, dict) else {}
+    where = f"{about.get('examples', '?')} {about.get('split', '?')} examples of {about.get('task', '?')}"
+    caption = (
+        f"Flatness at the trained weights on {where}, {MEANS}; losses in {task.loss_unit}. Mean and variance: of the "
+        f"loss under noise of standard deviation {std:g} on every weight; worst cases: its largest rise nearby; λ1 and "
+        f"trace: of the Hessian. {BOLD}"
+    )
+    return _of_settings("flatness", caption, settings, columns)
+
+
+def _at(run: Run, name: str, std: float) -> float:
+    """A statistic of the neighbourhood at a noise level; NaN if that was not measured."""
+    levels, values = measured(run, "neighborhood", "std"), measured(run, "neighborhood", name)
+    return next((v for s, v in zip(levels, values, strict=False) if math.isclose(s, std)), math.nan)
+
+
+def _mark(run: Run) -> str:
+    return json.dumps((run.flatness or {}).get("about"), sort_keys=True)
+
+
+# -------------------------------------------------------------------------------- cells
+
+
+def _of_settings(name: str, caption: str, settings: Sequence[Setting], columns: Sequence[_Column]) -> Table:
+    """A row per setting: its method, what tells it apart, and the columns."""
+    differ = any(setting.differs for setting in settings)
+    rows = [
+        [Cell(s.method, method=s.method)]
+        + ([Cell(" ".join(f"{k}={shown(v)}" for k, v in s.differs.items()))] if differ else [])
+        for s in settings
+    ]
+    for column in columns:
+        means = [column.of(setting) for setting in settings]
+        best = None if column.highest is None else best_of(means, highest=column.highest)
+        for i, (row, mean) in enumerate(zip(rows, means, strict=True)):
+            row.append(_number(mean, column.digits, best=i == best))
+    headings = ["method", *(["settings"] if differ else []), *(column.heading for column in columns)]
+    return Table(name, caption, headings, rows, [False, *([False] if differ else []), *(True for _ in columns)])
+
+
+def _number(mean: Mean, digits: int | None, *, best: bool = False) -> Cell:
+    """``value ± error`` to a number of digits after the point, by default as many as the error leaves standing.
+
+    Example:
+        >>> _number(Mean(4.87e-5, 2.04e-5, 3), None).text
+        '(4.9 ± 2.0)e-5'
+    """
+    if not math.isfinite(mean.value):
+        return Cell("–")
+    error = mean.error if math.isfinite(mean.error) else None
+    if digits is None:
+        digits = _digits(error, 2) if error else _digits(mean.value, 4)
+    if error is None or (error == 0 and digits == 0):  # a count that is the same in all runs needs no error
+        text = f"{mean.value:.{digits}f}" if digits <= 4 else f"{mean.value:.3g}"
+    elif digits <= 4:
+        text = f"{mean.value:.{digits}f} ± {error:.{digits}f}"
+    else:  # a variance of 1e-5: shorter with an exponent
+        power = math.floor(math.log10(max(abs(mean.value), error)))
+        more = max(power + digits, 0)
+        text = f"({mean.value / 10**power:.{more}f} ± {error / 10**power:.{more}f})e{power}"
+    return Cell(text, mean.value, error, best)
+
+
+def _digits(x: float, significant: int) -> int:
+    """Digits after the point that leave so many significant ones; none after a whole number."""
+    if x == 0 or float(x).is_integer():
+        return 0
+    return max(significant - 1 - math.floor(math.log10(abs(x))), 0)
+
+
+def _machine(run: Run) -> str:
+    environment = run.environment
+    parts = [environment.get("gpu") or environment.get("device"), environment.get("torch")]
+    return ", torch ".join(str(part) for part in parts if part)

@@ -1,0 +1,113 @@
+"""From folders of runs to a report: the page, and its tables and figures as files for a paper."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from importlib.util import find_spec
+from pathlib import Path
+
+from tiltsam.lab.report.drawing import draw
+from tiltsam.lab.report.figures import flatness_figures, task_figures
+from tiltsam.lab.report.page import Chapter, render
+from tiltsam.lab.report.runs import Problem, read_runs
+from tiltsam.lab.report.settings import Task, arrange
+from tiltsam.lab.report.tables import Table, comparable, flatness_table, overview_table, results_table, runs_table
+from tiltsam.lab.report.writing import latex_table, markdown_table
+
+__all__ = ["Report", "write_report"]
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was written."""
+
+    page: Path
+    tables: list[Path]
+    figures: list[Path]
+    problems: list[Problem]
+    """What is missing or damaged, the same as on the page."""
+    no_figures: str
+    """Why there are no figures beside the page, if there are none."""
+
+
+def write_report(folders: Sequence[Path], out: Path, *, figures: bool = True, now: datetime | None = None) -> Report:
+    """Write ``OUT/report.html``, ``OUT/tables/*.md|tex`` and ``OUT/figures/*.png|pdf`` from the runs in the folders.
+
+    Args:
+        folders: Runs, or folders that hold some.
+        out: Where to write; made if need be.
+        figures: Whether to write figures beside the page. The page has its own.
+        now: The time to put on the page; by default the present.
+
+    Raises:
+        RecordError: If a folder holds no run.
+    """
+    reading = read_runs(folders)
+    tasks = arrange(reading)
+    chapters = [_chapter(task) for task in tasks]
+    overview = overview_table(tasks) if len(tasks) > 1 else None
+    homeless = [problem for problem in reading.problems if not problem.task]
+    out.mkdir(parents=True, exist_ok=True)
+    page = out / "report.html"
+    text = render(chapters, overview, homeless, datetime.now() if now is None else now)
+    _write(page, text)
+
+    tables = [path for table in filter(None, [overview]) for path in _write_table(table, out / "tables" / table.name)]
+    drawn: list[Path] = []
+    reason = "" if figures else "not asked for"
+    if figures and find_spec("matplotlib") is None:
+        reason = "matplotlib is not there: pip install 'tiltsam[plots]'"
+    for chapter, stem in zip(chapters, _stems(tasks), strict=True):
+        for table in filter(None, [chapter.results, chapter.flatness, chapter.runs]):
+            tables += _write_table(table, out / "tables" / f"{stem}{table.name}")
+        for figure in () if reason else [*chapter.figures, *chapter.flatness_figures]:
+            (out / "figures").mkdir(exist_ok=True)
+            drawn += draw(figure, out / "figures" / f"{stem}{figure.name}")
+    problems = [*homeless, *(problem for chapter in chapters for problem in chapter.problems)]
+    return Report(page, tables, drawn, problems, reason)
+
+
+def _chapter(task: Task) -> Chapter:
+    measured, problems = comparable(task)
+    return Chapter(
+        task,
+        results_table(task),
+        runs_table(task),
+        task_figures(task),
+        flatness_table(measured, task) if measured else None,
+        flatness_figures(measured, task) if measured else [],
+        [*task.problems, *problems],
+    )
+
+
+def _write_table(table: Table, stem: Path) -> list[Path]:
+    stem.parent.mkdir(exist_ok=True)
+    written = []
+    for kind, text in (("md", markdown_table(table)), ("tex", latex_table(table))):
+        written.append(stem.with_name(f"{stem.name}.{kind}"))
+        _write(written[-1], text)
+    return written
+
+
+def _write(path: Path, text: str) -> None:
+    """Write beside its place, then rename: two that compare on one folder may end at the same moment."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    draft.write_bytes(text.encode("utf-8", "replace"))  # half a surrogate pair in a record must not stop a report
+    draft.replace(path)
+
+
+def _stems(tasks: Sequence[Task]) -> list[str]:
+    """How the files of each task begin: with its name where there are several, made fit for a file."""
+    if len(tasks) == 1:
+        return [""]
+    stems: list[str] = []
+    for task in tasks:
+        safe = "".join(c if c.isalnum() or c in "-_." else "-" for c in task.name).strip("-.")[:60] or "task"
+        stem = f"{safe}-"
+        while stem in stems:
+            stem = f"{stem}again-"
+        stems.append(stem)
+    return stems

@@ -1,0 +1,189 @@
+"""Choosing settings: the same number of trials for every method, a choice on the validation split, and one test.
+
+The command is ``tiltsam sweep``; ``docs/sweep.md`` tells how to spread it over machines.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tiltsam.lab.config import TrainConfig
+from tiltsam.lab.sweeping.grids import SweepError, points
+from tiltsam.lab.sweeping.plan import Desk, Plan
+from tiltsam.lab.sweeping.standing import Standing, to_json, write_json
+from tiltsam.lab.sweeping.store import sqlite_url
+from tiltsam.lab.sweeping.workers import run_workers
+from tiltsam.lab.train import load_data
+
+__all__ = ["Outcome", "sweep"]
+
+REPORT_SECONDS = 0.5
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a sweep came to."""
+
+    study: str
+    """Name of the Optuna study."""
+    path: Path
+    """The file with everything in it."""
+    standings: list[Standing]
+    """A method each, in the order asked for."""
+    notes: list[str]
+    """Which grids were drawn from or made finer."""
+
+    @property
+    def best(self) -> dict[str, TrainConfig]:
+        """The choice of each method that has one."""
+        return {s.method: s.config for s in self.standings if s.config is not None}
+
+
+def sweep(
+    base: TrainConfig,
+    methods: Sequence[str],
+    grid: Mapping[str, Sequence[Any]],
+    out: Path,
+    *,
+    trials: int | None = None,
+    seeds: int = 3,
+    final_epochs: float | None = None,
+    final_seconds: float | None = None,
+    draw_seed: int = 0,
+    storage: str | None = None,
+    workers: int = 1,
+    root: Path | None = None,
+    download: bool = False,
+    heartbeat: float = 10.0,
+    begin: Callable[[Plan], None] = lambda plan: None,
+    report: Callable[[Sequence[Standing]], None] = lambda standings: None,
+    say: Callable[[str], None] = lambda line: None,
+) -> Outcome:
+    """Try settings, choose on the validation split, and test what was chosen.
+
+    Every method gets the same number of trials. Its choice is the trial with the highest validation score at the end of
+    training (equal ones: with the lower validation loss); test scores of trials are never read. The choice is then
+    trained with each seed and its test score returned.
+
+    Called again with the same arguments, in this process or any other on any machine, it works on the same study: what
+    is done is not done again, what another works on is left to it, and a run whose worker died is taken up, from its
+    last checkpoint where the folder is the same. So it can be interrupted at any moment, and sped up by calling it more
+    than once. Runs in ``out`` that ``tiltsam train`` or ``compare`` made are reused.
+
+    Args:
+        base: Everything that is not in the grid; its ``seed`` is that of the trials. ``device`` may be several, as
+            ``"cuda:0,cuda:1"``: the workers are dealt out to them in turn.
+        methods: The methods.
+        grid: Values by setting, ``{"lr": [0.01, 0.1], "rho": [0.05, 0.5]}``, or by ``"METHOD:SETTING"`` for one method;
+            :data:`tiltsam.lab.sweeping.grids.PAPER` holds the paper's. A method takes the settings that are its own.
+        out: Folder of the records, of the database, and of the result, ``OUT/sweeps/STUDY/sweep.json``.
+        trials: Trials a method; see :func:`tiltsam.lab.sweeping.grids.points` for grids that have more or fewer points.
+            By default all points.
+        seeds: Tests of each choice, with seeds 0, 1, …; 0 chooses and does not test.
+        final_epochs: Epochs of the tests, if not those of the trials.
+        final_seconds: Seconds of the tests, if not those of the trials.
+        draw_seed: Of the draw from grids with more points than trials.
+        storage: URL of a database for Optuna; by default ``sqlite:///OUT/sweeps.db``.
+        workers: Processes to work with; 1 works in this one.
+        root: Where data sets lie.
+        download: Fetch what is missing.
+        heartbeat: Seconds between signs of life; a worker on another machine is taken for dead when six are missing.
+        begin: Called with the plan before the work begins.
+        report: Called as it goes with where every method stands.
+        say: Called with lines about workers.
+
+    Raises:
+        SweepError: A grid, a number or a database that cannot be.
+
+    Example:
+        >>> import tempfile
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> short = TrainConfig("digits", epochs=1)
+        >>> outcome = sweep(short, ["erm", "sam"], {"lr": [0.01, 0.1]}, Path(folder.name), seeds=1)
+        >>> [(s.method, len(s.trials), len(s.scores)) for s in outcome.standings]
+        [('erm', 2, 1), ('sam', 2, 1)]
+        >>> outcome.best["sam"].lr
+        0.1
+        >>> folder.cleanup()
+    """
+    if seeds < 0:
+        raise SweepError(f"--seeds must be at least 0, got {seeds}")
+    if workers < 1:
+        raise SweepError(f"--workers must be at least 1, got {workers}")
+    if not heartbeat > 0:
+        raise SweepError(f"--heartbeat must be > 0, got {heartbeat}")
+    if not base.validation > 0:
+        raise SweepError(f"a sweep chooses on the validation split: --validation must be > 0, got {base.validation}")
+    final = {"epochs": final_epochs, "seconds": final_seconds}
+    for name, value in final.items():
+        if value is not None and not value > 0:
+            raise SweepError(f"--final-{name} must be > 0, got {value}")
+    found, notes = points(replace(base, device=base.device.split(",")[0]), methods, grid, trials, draw_seed=draw_seed)
+    plan = Plan(
+        points=found,
+        seeds=seeds,
+        final={name: value for name, value in final.items() if value is not None},
+        out=out,
+        storage=storage or sqlite_url(out),
+        root=root,
+        download=download,
+        heartbeat=heartbeat,
+        notes=notes,
+    )
+    out.mkdir(parents=True, exist_ok=True)
+    return _carry_out(plan, base, workers, begin, report, say)
+
+
+def _carry_out(
+    plan: Plan,
+    base: TrainConfig,
+    workers: int,
+    begin: Callable[[Plan], None],
+    report: Callable[[Sequence[Standing]], None],
+    say: Callable[[str], None],
+) -> Outcome:
+    devices = base.device.split(",")
+    path = plan.folder / "sweep.json"
+
+    def write() -> list[Standing]:
+        standings = desk.look()
+        write_json(path, to_json(plan.name, desk.store.shown, plan.out, plan.notes, standings))
+        report(standings)
+        return standings
+
+    with Desk(plan, device=devices[0], report=_not_too_often(lambda: report(desk.look()))) as desk:
+        standings = desk.look()
+        begin(plan)
+        report(standings)
+        try:
+            if all(s.finished for s in standings):
+                pass
+            elif workers == 1:
+                desk.work()
+            else:
+                if plan.download:  # once, before several look for it
+                    load_data(replace(base, device=devices[0]), plan.root, download=True)
+                dealt = [devices[k % len(devices)] for k in range(workers)]
+                run_workers(plan, dealt, lambda: report(desk.look()), say)
+        except KeyboardInterrupt:
+            write()
+            raise
+        return Outcome(plan.name, path, write(), plan.notes)
+
+
+def _not_too_often(action: Callable[[], None]) -> Callable[[], None]:
+    """Epochs may be shorter than a look at the database takes."""
+    last = -math.inf
+
+    def sometimes() -> None:
+        nonlocal last
+        if time.monotonic() - last >= REPORT_SECONDS:
+            action()
+            last = time.monotonic()
+
+    return sometimes

@@ -1,0 +1,118 @@
+"""The processes that train one run together, as ``torchrun`` starts them.
+
+    torchrun --nproc-per-node 4 -m tiltsam train cifar100 --method tsam
+    torchrun --nproc-per-node 3 -m tiltsam train cifar100 --method tsam --num-samples 3 --parallel samples
+
+The batch size is the whole team's, and so are the results: a run is the same run whoever trains it, and may be begun by
+one process and ended by four. (BatchNorm sees each process's part of a batch, as always in data-parallel training.)
+Passes are counted on the first process. It alone writes the record; all read checkpoints from it, so that on several
+hosts the folder has to be one they share. A worker that dies takes the others down within the timeout, and ``torchrun
+--max-restarts`` starts all of them again from the last checkpoint.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import tiltsam
+from tiltsam.lab.config import ConfigError
+
+__all__ = ["Split", "Team", "team_of_this_process"]
+
+Split = Literal["data", "samples"]
+"""What is divided: each batch, or the samples of each step."""
+
+
+class Team:
+    """One process of a team; by default the only one.
+
+    Args:
+        rank: Which one this is; the first is 0.
+        size: How many there are.
+        split: What they divide among them.
+        device: Where this one computes, if the team says so.
+    """
+
+    def __init__(self, rank: int = 0, size: int = 1, split: Split = "data", device: str | None = None) -> None:
+        self.rank, self.size, self.split, self.device = rank, size, split, device
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the process that writes and speaks."""
+        return self.rank == 0
+
+    def check(self, batch_size: int) -> None:
+        """Raise if a batch cannot be divided evenly."""
+        if self.split == "data" and batch_size % self.size:
+            raise ConfigError(f"a batch of {batch_size} cannot be divided evenly among {self.size} processes")
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """The model that steps call: it averages gradients where the team divides batches."""
+        if self.size == 1 or self.split == "samples":
+            return model
+        return DistributedDataParallel(model)
+
+    def parallel(self) -> tiltsam.Parallel | None:
+        """What the optimizer is told."""
+        if self.size == 1:
+            return None
+        return tiltsam.Parallel(samples=dist.group.WORLD if self.split == "samples" else None)
+
+    def part(self, batch: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """This process's part of a batch."""
+        if self.size == 1 or self.split == "samples":
+            return batch
+        return tuple(x[self.rank :: self.size] for x in batch)
+
+    def agree(self, value: float) -> float:
+        """The first process's value, for all."""
+        if self.size == 1:
+            return value
+        shared = torch.tensor(value, dtype=torch.float64, device=self.device or "cpu")
+        dist.broadcast(shared, 0)
+        return float(shared.item())
+
+    def tell(self, value: Any) -> Any:
+        """Anything the first process has, for all; also a point that none passes before all have reached it."""
+        if self.size == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, 0, device=torch.device(self.device or "cpu"))
+        return box[0]
+
+
+@contextmanager
+def team_of_this_process(split: Split, device: str, *, timeout: float = 300.0) -> Iterator[Team]:
+    """The team that ``torchrun`` has put this process in, connected while the context lasts.
+
+    Args:
+        split: What the team divides.
+        device: The config's device: on GPUs each process takes the one of its local rank.
+        timeout: Seconds after which a silent team member counts as dead.
+    """
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if size == 1:
+        yield Team(split=split)
+        return
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    on_gpu = device != "cpu" and torch.cuda.is_available()
+    if on_gpu:
+        if local >= torch.cuda.device_count():
+            raise ConfigError(
+                f"process {local} of this host has no GPU of its own: there are {torch.cuda.device_count()}"
+            )
+        torch.cuda.set_device(local)
+    dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(seconds=timeout))
+    try:
+        yield Team(dist.get_rank(), size, split, f"cuda:{local}" if on_gpu else "cpu")
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,28 @@
+"""The command in processes of its own, which begin at once: a server that has imported everything forks them."""
+
+import multiprocessing
+import os
+import sys
+
+import torch
+
+from tiltsam.cli import main
+
+CONTEXT = multiprocessing.get_context("forkserver")
+# torch imports its compiler at an optimizer's first step.
+CONTEXT.set_forkserver_preload(["tiltsam.lab.compare", "safetensors.torch", "sklearn.datasets", "torch._dynamo"])
+
+
+def start(*arguments):
+    """Begin ``tiltsam ARGUMENTS`` with a checkpoint after every epoch; a process whose exit code is the command's."""
+    process = CONTEXT.Process(target=_run, args=(arguments,))
+    process.start()
+    return process
+
+
+def _run(arguments):
+    os.environ["TILTSAM_CHECKPOINT_SECONDS"] = "0"
+    torch.set_num_threads(1)
+    with open(os.devnull, "w") as sys.stdout:
+        code = main(arguments)
+    os._exit(code)

@@ -1,0 +1,215 @@
+"""Accelerate trains as the loop by hand does, with accumulation, clipping, float16, and resume."""
+
+import pytest
+import torch
+
+from trainers import (
+    BATCH,
+    CLIP,
+    STEPS,
+    accuracy,
+    assert_close,
+    example,
+    flat,
+    halving,
+    loader,
+    loss_of,
+    net,
+    optimizer_for,
+    plain,
+)
+
+accelerate = pytest.importorskip("accelerate")
+from accelerate.state import AcceleratorState, GradientState, PartialState  # noqa: E402
+
+from tiltsam.integrations.accelerate import step  # noqa: E402
+
+
+def forget():
+    """Accelerators of one process share their state; each training is to have its own."""
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+
+
+@pytest.fixture(autouse=True)
+def _fresh_state():
+    forget()
+    yield
+    forget()
+
+
+class Training:
+    """The loop of a user of Accelerate."""
+
+    def __init__(self, method="tsam", parts=1, scaler=None, dtype=torch.float64, **options):
+        self.accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=parts, **options)
+        self.accelerator.scaler = scaler  # Accelerate itself makes one on a GPU alone
+        model = net(dtype)
+        optimizer = optimizer_for(model, method)
+        scheduler = halving(optimizer)
+        self.model, self.optimizer, self.loader, self.scheduler = self.accelerator.prepare(
+            model, optimizer, loader(parts, dtype=dtype), scheduler
+        )
+        self.losses, self.done, self.calls = [], 0, 0
+        self.overflow_at = set()
+
+    def loss(self, x, y):
+        self.calls += 1
+        loss = loss_of(self.model, x, y)
+        return loss * torch.inf if self.calls in self.overflow_at else loss
+
+    def run(self, steps=STEPS, clip=None):
+        while self.done < steps:
+            skip = self.done * self.accelerator.gradient_accumulation_steps % len(self.loader)
+            for x, y in self.accelerator.skip_first_batches(self.loader, skip):
+                with self.accelerator.accumulate(self.model):
+                    loss = step(self.accelerator, self.optimizer, self.loss, x, y, max_grad_norm=clip)
+                    self.scheduler.step()
+                if loss is not None:
+                    self.losses.append(loss)
+                    self.done += 1
+                if self.done == steps:
+                    break
+        return flat(self.model)
+
+
+@pytest.mark.parametrize("method", ["sam", "esam2", "pgn", "tsam"])
+def test_the_loop_by_hand(method):
+    training = Training(method)
+    assert torch.equal(training.run(clip=CLIP), plain(method, clip=CLIP)[0])
+    assert training.calls == STEPS * training.optimizer.optimizer.last.num_forwards
+
+
+def test_a_plain_closure_does_without_the_helper():
+    """With neither accumulation nor float16, what prepare returns is stepped like any optimizer with a closure."""
+    training = Training()
+    for _ in range(4):
+        for x, y in training.loader:
+
+            def closure(x=x, y=y):
+                loss = loss_of(training.model, x, y)
+                training.accelerator.backward(loss)
+                return loss
+
+            training.optimizer.step(closure)
+            training.scheduler.step()
+    assert torch.equal(flat(training.model), plain()[0])
+
+
+@pytest.mark.parametrize("parts", [2, 3])
+def test_accumulation_equals_the_full_batch(parts):
+    training = Training(parts=parts)
+    assert_close(training.run(clip=CLIP), plain(clip=CLIP)[0])
+    assert training.calls == STEPS * parts * training.optimizer.optimizer.last.num_forwards
+
+
+def test_the_loss_of_a_window_is_that_of_the_full_batch():
+    losses = []
+    for parts in (1, 3):
+        training = Training(parts=parts)
+        training.run()
+        losses.append(torch.stack(training.losses))
+        forget()
+    assert_close(*losses)
+
+
+def test_bfloat16():
+    weights = Training(dtype=torch.float32, mixed_precision="bf16").run()
+    expected, _ = plain(autocast=True, dtype=torch.float32)
+    # Accelerate makes the model's output float32, so that the loss is computed in it.
+    torch.testing.assert_close(weights, expected, rtol=0.05, atol=0.02)
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("method", ["sam", "pgn", "tsam-hmc"])
+def test_float16_logic_on_a_cpu(method, parts):
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=6)
+    training = Training(method, parts=parts, scaler=scaler)
+    torch.testing.assert_close(training.run(clip=CLIP), plain(method, clip=CLIP)[0], rtol=1e-7, atol=1e-8)
+    assert scaler.get_scale() == 1024.0 * 2**3
+
+
+def test_a_step_that_overflows_is_skipped_and_the_schedule_waits():
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    training = Training("sam", scaler=scaler)
+    before, rate = flat(training.model), training.scheduler.scheduler.last_epoch
+    training.overflow_at = {1, 2}
+    training.run(1)
+    assert torch.equal(flat(training.model), before)
+    assert training.accelerator.optimizer_step_was_skipped
+    assert training.scheduler.scheduler.last_epoch == rate
+    assert scaler.get_scale() == 512.0
+    training.run(2)
+    assert not training.accelerator.optimizer_step_was_skipped
+    assert training.scheduler.scheduler.last_epoch == rate + 1
+    assert not torch.equal(flat(training.model), before)
+
+
+def test_the_naive_float16_step_says_what_to_write():
+    """What prepare returns hands the scaler a closure; no weight moves by a scaled gradient."""
+    training = Training("sam", scaler=torch.amp.GradScaler("cpu", init_scale=1024.0))
+    before = flat(training.model)
+
+    def closure():
+        loss = loss_of(training.model, *next(iter(training.loader)))
+        training.accelerator.backward(loss)
+        return loss
+
+    closure()
+    with pytest.raises(RuntimeError, match=r"loss = optimizer.step\(closure, scaler=scaler\)"):
+        training.optimizer.step(closure)
+    assert torch.equal(flat(training.model), before)
+    batch = next(iter(training.loader))
+    step(training.accelerator, training.optimizer, training.loss, *batch)  # the right way goes on from there
+    assert not torch.equal(flat(training.model), before)
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_resumed_inside_an_epoch_it_is_bitwise_the_unbroken_run(parts, tmp_path):
+    whole = Training(parts=parts).run()
+    forget()
+    half = Training(parts=parts)
+    half.run(8)  # three batches into the second epoch
+    half.accelerator.save_state(tmp_path / "half")
+    forget()
+    resumed = Training(parts=parts)
+    resumed.accelerator.load_state(tmp_path / "half")
+    resumed.done = 8
+    assert torch.equal(resumed.run(), whole)
+    assert resumed.optimizer.param_groups[0]["steps_taken"] == STEPS
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_float16_on_a_gpu():
+    accelerator = accelerate.Accelerator(mixed_precision="fp16", gradient_accumulation_steps=2)
+    model = net(torch.float32)
+    optimizer = optimizer_for(model)
+    model, optimizer, batches = accelerator.prepare(model, optimizer, loader(2, dtype=torch.float32))
+    for _ in range(4):
+        for x, y in batches:
+            with accelerator.accumulate(model):
+                step(accelerator, optimizer, lambda x, y: loss_of(model, x, y), x, y, max_grad_norm=CLIP)
+    expected, _ = plain(clip=CLIP, dtype=torch.float32, scheduled=False)
+    torch.testing.assert_close(flat(model).cpu(), expected, rtol=0.1, atol=0.1)
+
+
+def test_other_optimizers_are_refused():
+    accelerator, model = accelerate.Accelerator(cpu=True), net()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(TypeError, match="step is for an optimizer of tiltsam, got SGD"):
+        step(accelerator, optimizer, lambda: None)
+
+
+@pytest.mark.parametrize(("kind", "says"), [("DEEPSPEED", "take DDP or FSDP2"), ("FSDP", "set fsdp_version=2")])
+def test_distributions_that_cannot_be_right_are_refused(kind, says, monkeypatch):
+    training = Training()
+    monkeypatch.setattr(type(training.accelerator), "distributed_type", accelerate.DistributedType[kind])
+    monkeypatch.setattr(type(training.accelerator), "is_fsdp2", False)
+    with pytest.raises(ValueError, match=says):
+        step(training.accelerator, training.optimizer, training.loss, torch.zeros(BATCH, 6), torch.zeros(BATCH))
+
+
+def test_the_example(tmp_path, monkeypatch):
+    """It is short, it runs, and it learns digits."""
+    monkeypatch.chdir(tmp_path)
+    assert accuracy(example("accelerate_digits.py")["net"]) > 0.9

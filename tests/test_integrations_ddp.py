@@ -1,0 +1,128 @@
+"""The trainers on two ranks: the same weights on both, and those of one process on the joined batches."""
+
+import warnings
+
+import pytest
+import torch
+
+from ranks import Ranks
+from trainers import (
+    BATCH,
+    CLIP,
+    STEPS,
+    Rows,
+    as_rank,
+    assert_close,
+    flat,
+    halving,
+    loader,
+    loss_of,
+    net,
+    optimizer_for,
+    plain,
+)
+
+pytest.importorskip("lightning")
+pytest.importorskip("accelerate")
+pytest.importorskip("transformers")
+pytestmark = pytest.mark.xdist_group("ranks")
+
+
+def in_lightning(rank, folder, parts):
+    as_rank(rank, 2)
+    warnings.simplefilter("ignore")  # Lightning's advice about workers and samplers
+    import lightning
+    from torch.utils.data import DataLoader, DistributedSampler
+
+    from tiltsam.integrations.lightning import SharpnessAwareMixin
+
+    class Model(SharpnessAwareMixin, lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = net()
+
+        def training_step(self, batch, batch_idx):
+            loss = loss_of(self.net, *batch)
+            self.log("loss", loss, on_epoch=True, sync_dist=True)
+            return loss
+
+        def configure_optimizers(self):
+            optimizer = optimizer_for(self.net)
+            return [optimizer], [{"scheduler": halving(optimizer), "interval": "step"}]
+
+    sampler = DistributedSampler(Rows(), 2, rank, shuffle=False)
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy="ddp",
+        default_root_dir=folder,
+        max_steps=STEPS,
+        accumulate_grad_batches=parts,
+        gradient_clip_val=CLIP,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    model = Model()
+    trainer.fit(model, DataLoader(Rows(), batch_size=BATCH // 2 // parts, sampler=sampler))
+    assert trainer.world_size == 2
+    return flat(model.net)
+
+
+def in_accelerate(rank, folder, parts):
+    as_rank(rank, 2)
+    import accelerate
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    from tiltsam.integrations.accelerate import step
+
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+    accelerator = accelerate.Accelerator(
+        cpu=True, gradient_accumulation_steps=parts, step_scheduler_with_optimizer=False
+    )
+    assert accelerator.num_processes == 2
+    model = net()
+    optimizer = optimizer_for(model)
+    scheduler = halving(optimizer)
+    model, optimizer, batches = accelerator.prepare(model, optimizer, loader(2 * parts))
+    for _ in range(4):
+        for x, y in batches:
+            with accelerator.accumulate(model):
+                loss = step(accelerator, optimizer, lambda x, y: loss_of(model, x, y), x, y, max_grad_norm=CLIP)
+            if loss is not None:
+                scheduler.step()
+    return flat(model)
+
+
+def in_transformers(rank, folder, parts):
+    as_rank(rank, 2)
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    from test_integrations_transformers import trainer
+
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+    batch = BATCH // 2 // parts
+    options = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": parts, "ddp_backend": "gloo"}
+    t = trainer(folder, max_grad_norm=CLIP, **options)
+    t.train()
+    assert t.args.world_size == 2
+    return flat(t.model)
+
+
+def test_two_ranks(tmp_path):
+    """Each has half of every batch, in three parts that accumulate.
+
+    One test, for what takes time is to import all of it, once in each process.
+    """
+    expected, _ = plain(clip=CLIP)
+    ranks = Ranks(2)
+    try:
+        for job in (in_lightning, in_accelerate, in_transformers):
+            first, second = ranks(job, str(tmp_path / job.__name__), 3)
+            assert torch.equal(first, second), job.__name__
+            assert_close(first, expected)
+    finally:
+        ranks.close()

@@ -1,0 +1,329 @@
+"""Lightning trains as the loop by hand does, with accumulation, clipping, logging, precision, and resume."""
+
+import pytest
+import torch
+from torch import nn
+
+import tiltsam
+from trainers import (
+    BATCH,
+    CLIP,
+    STEPS,
+    Rows,
+    accuracy,
+    assert_close,
+    example,
+    flat,
+    halving,
+    loader,
+    loss_of,
+    net,
+    optimizer_for,
+    plain,
+)
+
+lightning = pytest.importorskip("lightning")
+from lightning.pytorch.callbacks import Callback  # noqa: E402
+from lightning.pytorch.plugins.precision import MixedPrecision  # noqa: E402
+from torchmetrics import MeanMetric  # noqa: E402
+
+from tiltsam.integrations.lightning import SharpnessAwareMixin  # noqa: E402
+
+pytestmark = [
+    # Lightning asks torch's pytree in a way that torch 2.13 calls outdated.
+    pytest.mark.filterwarnings("ignore:`isinstance\\(treespec, LeafSpec\\)` is deprecated:FutureWarning"),
+    # The problem is so small that workers to load it would only cost.
+    pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers"),
+]
+
+
+class Model(SharpnessAwareMixin, lightning.LightningModule):
+    def __init__(self, method="tsam", dtype=torch.float64, **options):
+        super().__init__()
+        self.net = net(dtype)
+        self.method, self.options = method, options
+        self.seen = MeanMetric()
+        self.passes, self.skip_at = 0, set()
+
+    def training_step(self, batch, batch_idx):
+        self.passes += 1
+        loss = loss_of(self.net, *batch)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        self.seen(loss.detach())
+        return None if self.global_step in self.skip_at else loss
+
+    def configure_optimizers(self):
+        optimizer = optimizer_for(self.net, self.method, **self.options)
+        return [optimizer], [{"scheduler": halving(optimizer), "interval": "step"}]
+
+
+class Notes(Callback):
+    """What callbacks see of the training."""
+
+    def __init__(self):
+        self.logged, self.epochs, self.norms, self.metrics = [], [], [], []
+
+    def on_before_optimizer_step(self, trainer, module, optimizer):
+        gradients = [p.grad for p in module.parameters()]
+        self.norms.append(torch.cat([g.flatten() for g in gradients]).norm().item())
+
+    def on_train_batch_end(self, trainer, module, *_):
+        if "loss_step" in trainer.callback_metrics and (not self.logged or trainer.global_step > len(self.logged)):
+            self.logged.append(trainer.callback_metrics["loss_step"].item())
+
+    def on_train_epoch_end(self, trainer, module):
+        self.epochs.append(trainer.callback_metrics["loss_epoch"].item())
+        self.metrics.append(module.seen.compute().item())
+        module.seen.reset()
+
+
+def trainer(tmp_path, **options):
+    return lightning.Trainer(
+        **{
+            "accelerator": "cpu",
+            "default_root_dir": tmp_path,
+            "max_steps": STEPS,
+            "logger": False,
+            "enable_checkpointing": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            **options,
+        }
+    )
+
+
+@pytest.mark.parametrize("method", ["sam", "esam2", "pgn", "tsam"])
+def test_the_loop_by_hand(method, tmp_path):
+    """Weights after 20 steps with clipping and a schedule, and the passes they took."""
+    model = Model(method)
+    trainer(tmp_path, gradient_clip_val=CLIP).fit(model, loader())
+    assert torch.equal(flat(model.net), plain(method, clip=CLIP)[0])
+    assert model.passes == STEPS * model.optimizers().last.num_forwards
+
+
+@pytest.mark.parametrize("parts", [2, 3])
+def test_accumulation_equals_the_full_batch(parts, tmp_path):
+    """Three parts of five batches end epochs inside no window; a window's gradient is clipped as a whole."""
+    model = Model()
+    trainer(tmp_path, accumulate_grad_batches=parts, gradient_clip_val=CLIP).fit(model, loader(parts))
+    assert_close(flat(model.net), plain(clip=CLIP)[0])
+    assert model.passes == STEPS * parts * model.optimizers().last.num_forwards
+
+
+def test_an_epoch_that_ends_inside_a_window(tmp_path):
+    """Lightning steps on what is there, divided by the whole window; so do the passes, and nothing is carried over."""
+    model = Model("sam")
+    trainer(tmp_path, accumulate_grad_batches=3, max_steps=-1, max_epochs=1).fit(model, loader())
+    twin, data = net(), Rows()
+    optimizer = optimizer_for(twin, "sam")
+    for window in (range(3), range(3, 5)):
+
+        def closure(window=window):
+            total = 0
+            for i in window:
+                rows = slice(i * BATCH, (i + 1) * BATCH)
+                loss = loss_of(twin, data.x[rows], data.y[rows]) / 3
+                loss.backward()
+                total += loss.detach()
+            return total
+
+        optimizer.step(closure)
+    assert_close(flat(model.net), flat(twin))
+    assert model._waiting == ()
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_the_first_pass_alone_is_logged_and_counted(parts, tmp_path):
+    notes, model = Notes(), Model("sam")
+    trainer(tmp_path, callbacks=[notes], accumulate_grad_batches=parts).fit(model, loader(parts))
+    firsts = torch.tensor(plain("sam")[1]).view(4, 5)
+    if parts == 1:
+        torch.testing.assert_close(torch.tensor(notes.logged), firsts.flatten(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(torch.tensor(notes.epochs), firsts.mean(1), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(torch.tensor(notes.metrics), firsts.mean(1), rtol=1e-5, atol=1e-6)
+    assert len(notes.norms) == STEPS
+
+
+def test_resumed_inside_an_epoch_it_is_bitwise_the_unbroken_run(tmp_path):
+    class Stateful(torch.utils.data.DataLoader):
+        """As Lightning wants it of a loader that can go on inside an epoch."""
+
+        at = start = 0
+
+        def __iter__(self):
+            start, self.start = self.start, 0
+            for i, batch in enumerate(super().__iter__()):
+                if i >= start:
+                    self.at = i + 1
+                    yield batch
+
+        def state_dict(self):
+            return {"at": self.at}
+
+        def load_state_dict(self, state):
+            self.start = state["at"]
+
+    def run(path=None, **options):
+        model = Model()
+        t = trainer(tmp_path, **options)
+        t.fit(model, Stateful(Rows(), batch_size=BATCH), ckpt_path=path, weights_only=False if path else None)
+        return model, t
+
+    whole, _ = run()
+    half, t = run(max_steps=8)  # three batches into the second epoch
+    t.save_checkpoint(tmp_path / "half.ckpt")
+    resumed, _ = run(tmp_path / "half.ckpt")
+    assert not torch.equal(flat(half.net), flat(whole.net))
+    assert torch.equal(flat(resumed.net), flat(whole.net))
+    assert resumed.optimizers().param_groups[0]["steps_taken"] == STEPS
+
+
+def test_bfloat16(tmp_path):
+    model = Model(dtype=torch.float32)
+    trainer(tmp_path, precision="bf16-mixed").fit(model, loader(dtype=torch.float32))
+    expected, _ = plain(autocast=True, dtype=torch.float32)
+    torch.testing.assert_close(flat(model.net), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("method", ["sam", "pgn", "tsam-hmc"])
+def test_float16_logic_on_a_cpu(method, tmp_path):
+    """The Trainer's own unscaling and clipping find the aggregate as the loop by hand leaves it without a scaler.
+
+    In float64, in which autocast leaves the layers alone.
+    """
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=6)
+    model = Model(method)
+    plugin = MixedPrecision("16-mixed", "cpu", scaler=scaler)
+    plugin.forward_context = plugin.val_step_context = torch.enable_grad
+    trainer(tmp_path, plugins=[plugin], gradient_clip_val=CLIP).fit(model, loader())
+    torch.testing.assert_close(flat(model.net), plain(method, clip=CLIP)[0], rtol=1e-7, atol=1e-8)
+    assert scaler.get_scale() == 1024.0 * 2**3
+
+
+def test_an_overflow_skips_the_step_and_lowers_the_scale(tmp_path):
+    class Overflowing(Model):
+        def on_after_backward(self):
+            if self.passes == 4:  # the second pass of the second sample of the first step
+                self.net[0].weight.grad[0, 0] = torch.inf
+
+    model = Overflowing()
+    before = flat(model.net)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    plugin = MixedPrecision("16-mixed", "cpu", scaler=scaler)
+    plugin.forward_context = torch.enable_grad
+    trainer(tmp_path, plugins=[plugin], max_steps=1).fit(model, loader())
+    assert torch.equal(flat(model.net), before)
+    assert scaler.get_scale() == 512.0
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_float16_on_a_gpu(tmp_path):
+    model = Model(dtype=torch.float32)
+    t = trainer(tmp_path, accelerator="gpu", devices=1, precision="16-mixed", gradient_clip_val=CLIP)
+    t.fit(model, loader(dtype=torch.float32))
+    expected, _ = plain(clip=CLIP, dtype=torch.float32)
+    assert t.precision_plugin.scaler.get_scale() > 0
+    torch.testing.assert_close(flat(model.net).cpu(), expected, rtol=0.1, atol=0.1)
+
+
+def test_a_step_that_is_skipped_by_returning_none(tmp_path):
+    model = Model()
+    model.skip_at = {0}
+    before = flat(model.net)
+    with pytest.warns(UserWarning, match="returned `None`"):
+        trainer(tmp_path, max_steps=1).fit(model, loader())
+    assert torch.equal(flat(model.net), before)
+
+
+def test_a_batch_of_a_window_that_returns_none_counts_nothing(tmp_path):
+    class Half(Model):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            return None if batch_idx == 0 else loss
+
+    model = Half("sam")
+    trainer(tmp_path, max_steps=1, accumulate_grad_batches=2).fit(model, loader(2))
+    twin, (_, batch) = net(), list(loader(2))[:2]
+    optimizer = optimizer_for(twin, "sam")
+
+    def closure():
+        loss = loss_of(twin, *batch) / 2
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    assert_close(flat(model.net), flat(twin))
+
+
+def test_other_optimizers_are_left_alone(tmp_path):
+    class Ordinary(Model):
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    model = Ordinary()
+    trainer(tmp_path, accumulate_grad_batches=2).fit(model, loader(2))
+    assert model.passes == 2 * STEPS
+
+
+def test_a_training_step_can_still_be_called_by_hand():
+    model = Model()
+    with pytest.warns(UserWarning, match=r"trying to `self\.log\(\)`"):
+        loss = model.training_step(next(iter(loader())), 0)
+    assert loss.requires_grad
+
+
+def test_a_loader_in_place_of_a_batch_is_refused():
+    with pytest.raises(TypeError, match=r"write training_step\(batch, batch_idx\)"):
+
+        class Wrong(SharpnessAwareMixin, lightning.LightningModule):
+            def training_step(self, dataloader_iter):
+                return None
+
+
+def test_inherited_and_extended_training_steps(tmp_path):
+    """A module of others gets the mixin in front; a subclass may call its parent's step."""
+
+    class Theirs(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net, self.calls = net(), 0
+
+        def training_step(self, batch, batch_idx):
+            self.calls += 1
+            return loss_of(self.net, *batch)
+
+    class Ours(SharpnessAwareMixin, Theirs):
+        def configure_optimizers(self):
+            return tiltsam.SAM(torch.optim.SGD(self.parameters(), lr=0.1), model=self)
+
+    class More(Ours):
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch, batch_idx)
+
+    weights = []
+    for kind in (Ours, More):
+        model = kind()
+        trainer(tmp_path, max_steps=3, accumulate_grad_batches=2).fit(model, loader(2))
+        assert model.calls == 3 * 2 * 2
+        weights.append(flat(model))
+    assert torch.equal(*weights)
+
+
+def test_strategies_that_cannot_be_right_are_refused(tmp_path):
+    class FSDPStrategy(lightning.pytorch.strategies.SingleDeviceStrategy):
+        pass
+
+    with pytest.raises(ValueError, match="use strategy='ddp'"):
+        trainer(tmp_path, strategy=FSDPStrategy()).fit(Model(), loader())
+
+
+def test_the_module_pickles():
+    import pickle
+
+    assert isinstance(pickle.loads(pickle.dumps(Model())).net, nn.Module)
+
+
+def test_the_example(tmp_path, monkeypatch):
+    """It is short, it runs, and it learns digits."""
+    monkeypatch.chdir(tmp_path)
+    assert accuracy(example("lightning_digits.py")["trainer"].lightning_module.net) > 0.9

@@ -1,0 +1,251 @@
+"""The Trainer of transformers trains as the loop by hand does, and keeps its features."""
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+
+import tiltsam
+from trainers import (
+    BATCH,
+    CLIP,
+    STEPS,
+    Rows,
+    accuracy,
+    assert_close,
+    example,
+    flat,
+    halving,
+    loss_of,
+    net,
+    optimizer_for,
+    plain,
+)
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+from accelerate.state import AcceleratorState, GradientState, PartialState  # noqa: E402
+from torch.utils.data import SequentialSampler  # noqa: E402
+from transformers import TrainerCallback, TrainingArguments  # noqa: E402
+
+from tiltsam.integrations.transformers import SharpnessAwareTrainer  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def _fresh_state():
+    """Accelerators of one process share their state; each test has its own."""
+    forget()
+    yield
+    forget()
+
+
+def forget():
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+
+
+class Classifier(nn.Module):
+    """A model as the Trainer wants it: takes labels, returns the loss and logits."""
+
+    def __init__(self, dtype=torch.float64):
+        super().__init__()
+        self.net = net(dtype)
+        self.calls = 0
+        self.config = transformers.PreTrainedConfig()
+
+    def forward(self, x, labels=None):
+        self.calls += 1
+        logits = self.net(x)
+        return {"logits": logits} | ({} if labels is None else {"loss": nn.functional.cross_entropy(logits, labels)})
+
+
+class InOrder(SharpnessAwareTrainer):
+    """Examples in the order of the loop by hand."""
+
+    def _get_train_sampler(self, train_dataset=None):
+        return SequentialSampler(train_dataset if train_dataset is not None else self.train_dataset)
+
+
+def trainer(tmp_path, parts=1, method="tsam", wrap=None, callbacks=(), dtype=torch.float64, **options):
+    """The method comes as an optimizer of the user's, or wraps the Trainer's own."""
+    model = Classifier(dtype)
+    optimizers = (None, None)
+    if wrap is None:
+        optimizer = optimizer_for(model.net, method)
+        optimizers = (optimizer, halving(optimizer))
+    arguments = TrainingArguments(
+        **{
+            "output_dir": str(tmp_path),
+            "use_cpu": True,
+            "max_steps": STEPS,
+            "per_device_train_batch_size": BATCH // parts,
+            "gradient_accumulation_steps": parts,
+            "max_grad_norm": 0.0,
+            "logging_steps": 1,
+            "save_strategy": "no",
+            "report_to": [],
+            "disable_tqdm": True,
+            "dataloader_pin_memory": False,
+            **options,
+        }
+    )
+    data = Rows(as_dict=True, dtype=dtype)
+    return InOrder(model, arguments, train_dataset=data, optimizers=optimizers, callbacks=list(callbacks), method=wrap)
+
+
+@pytest.mark.parametrize("method", ["sam", "esam2", "pgn", "tsam"])
+def test_the_loop_by_hand(method, tmp_path):
+    t = trainer(tmp_path, method=method, max_grad_norm=CLIP)
+    t.train()
+    expected, firsts = plain(method, clip=CLIP)
+    assert_close(flat(t.model), expected)
+    assert t.model.calls == STEPS * t.sharpness_aware.last.num_forwards
+    logged = [row["loss"] for row in t.state.log_history if "loss" in row]
+    assert logged == pytest.approx(firsts, rel=1e-6)
+
+
+@pytest.mark.parametrize("parts", [2, 3])
+def test_accumulation_equals_the_full_batch(parts, tmp_path):
+    t = trainer(tmp_path, parts=parts, max_grad_norm=CLIP)
+    t.train()
+    expected, firsts = plain(clip=CLIP)
+    assert_close(flat(t.model), expected)
+    assert [row["loss"] for row in t.state.log_history if "loss" in row] == pytest.approx(firsts, rel=1e-6)
+
+
+def test_callbacks_and_norms_see_the_aggregate_once_a_step(tmp_path):
+    class Count(TrainerCallback):
+        seen = ()
+
+        def on_pre_optimizer_step(self, args, state, control, model, **kwargs):
+            gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
+            Count.seen = (*Count.seen, gradient.norm().item())
+
+    t = trainer(tmp_path, parts=2, callbacks=[Count()], max_grad_norm=CLIP)
+    t.train()
+    norms = [row["grad_norm"] for row in t.state.log_history if "grad_norm" in row]
+    assert len(Count.seen) == len(norms) == STEPS
+    assert max(norms) > CLIP
+    assert max(Count.seen) == pytest.approx(CLIP, rel=1e-4)
+
+
+def test_the_method_wraps_the_optimizer_the_trainer_makes(tmp_path):
+    """AdamW with the Trainer's schedule and decay groups; by hand the same."""
+    options = {"learning_rate": 0.02, "warmup_steps": 4, "weight_decay": 0.1, "lr_scheduler_type": "cosine"}
+    t = trainer(tmp_path, wrap=functools.partial(tiltsam.SAM, rho=0.05), optim="adamw_torch", **options)
+    t.train()
+    model, data = Classifier(), Rows()
+    decayed = [p for name, p in model.named_parameters() if name.endswith("weight")]
+    others = [p for name, p in model.named_parameters() if not name.endswith("weight")]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    base = torch.optim.AdamW(groups, lr=0.02, betas=(0.9, 0.999), eps=1e-8)
+    optimizer = tiltsam.SAM(base, rho=0.05, model=model)
+    scheduler = transformers.get_cosine_schedule_with_warmup(optimizer, 4, STEPS)
+    for step in range(STEPS):
+        rows = slice(step % 5 * BATCH, (step % 5 + 1) * BATCH)
+
+        def closure(rows=rows):
+            loss = loss_of(model.net, data.x[rows], data.y[rows])
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+        scheduler.step()
+    assert_close(flat(t.model), flat(model))
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_resumed_inside_an_epoch_it_is_bitwise_the_unbroken_run(parts, tmp_path):
+    whole = trainer(tmp_path, parts=parts, save_strategy="steps", save_steps=8)  # three batches into the second epoch
+    whole.train()
+    resumed = trainer(tmp_path, parts=parts)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-8"))
+    assert resumed.model.calls < whole.model.calls
+    assert torch.equal(flat(resumed.model), flat(whole.model))
+    assert resumed.sharpness_aware.param_groups[0]["steps_taken"] == STEPS
+    assert resumed.state.global_step == STEPS
+
+
+def test_label_smoothing(tmp_path):
+    t = trainer(tmp_path, label_smoothing_factor=0.1, parts=2, method="sam")
+    t.train()
+    twin, data = net(), Rows()
+    optimizer = optimizer_for(twin, "sam")
+    scheduler = halving(optimizer)
+    for step in range(STEPS):
+        rows = slice(step % 5 * BATCH, (step % 5 + 1) * BATCH)
+
+        def closure(rows=rows):
+            loss = nn.functional.cross_entropy(twin(data.x[rows]), data.y[rows], label_smoothing=0.1)
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+        scheduler.step()
+    torch.testing.assert_close(flat(t.model), flat(twin), rtol=1e-6, atol=1e-7)  # the Trainer smooths in float32
+
+
+def test_bfloat16(tmp_path):
+    t = trainer(tmp_path, bf16=True, dtype=torch.float32)
+    t.train()
+    expected, _ = plain(autocast=True, dtype=torch.float32)
+    torch.testing.assert_close(flat(t.model), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("method", ["sam", "pgn", "tsam-hmc"])
+def test_float16_logic_on_a_cpu(method, tmp_path):
+    """With a scaler in place, the Trainer's own unscaling, clipping and stepping do."""
+    t = trainer(tmp_path, method=method, parts=2, max_grad_norm=CLIP)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=6)
+    t.accelerator.scaler, t.accelerator.native_amp, t.accelerator.state._mixed_precision = scaler, True, "fp16"
+    t.accelerator.prepare_model = lambda model, **_: model  # autocast would turn float64 into float16
+    t.train()
+    torch.testing.assert_close(flat(t.model), plain(method, clip=CLIP)[0], rtol=1e-7, atol=1e-8)
+    assert scaler.get_scale() == 1024.0 * 2**3
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_float16_on_a_gpu(tmp_path):
+    t = trainer(tmp_path, use_cpu=False, fp16=True, parts=2, max_grad_norm=CLIP, dtype=torch.float32)
+    t.train()
+    expected, _ = plain(clip=CLIP, dtype=torch.float32)
+    torch.testing.assert_close(flat(t.model).cpu(), expected, rtol=0.1, atol=0.1)
+
+
+def test_an_epoch_stopped_inside_a_window_carries_nothing_over(tmp_path):
+    class Stop(TrainerCallback):
+        stopped = False
+
+        def on_substep_end(self, args, state, control, **kwargs):
+            control.should_epoch_stop = state.global_step == 2 and not self.stopped
+            self.stopped = self.stopped or control.should_epoch_stop
+
+    t = trainer(tmp_path, parts=2, callbacks=[Stop()], max_steps=-1, num_train_epochs=2)
+    t.train()
+    assert t.state.global_step == 2 + 5
+    assert t.model.calls == (2 + 5) * 2 * t.sharpness_aware.last.num_forwards
+
+
+def test_trained_twice(tmp_path):
+    t = trainer(tmp_path, max_steps=3)
+    t.train()
+    before = flat(t.model)
+    t.train()
+    assert t.sharpness_aware.param_groups[0]["steps_taken"] == 6
+    assert not torch.equal(flat(t.model), before)
+
+
+def test_a_trainer_without_a_method_is_refused(tmp_path):
+    arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
+    with pytest.raises(ValueError, match=r"say which method: method=tiltsam\.TSAM"):
+        SharpnessAwareTrainer(Classifier(), arguments)
+    SharpnessAwareTrainer(Classifier(), arguments, method=tiltsam.TSAM)
+
+
+# Without a GPU there is no memory to pin, and torch says so.
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true:UserWarning")
+def test_the_example(tmp_path, monkeypatch):
+    """It is short, it runs, and it learns digits."""
+    monkeypatch.chdir(tmp_path)
+    assert accuracy(example("trainer_digits.py")["trainer"].model.net) > 0.9

@@ -1,0 +1,203 @@
+"""The page, parsed: its numbers are those of the records, its texts are texts, and it asks for nothing from outside."""
+
+import base64
+import hashlib
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from report_files import flatness, rows, write_run, write_runs
+from tiltsam.lab.report import write_report
+from tiltsam.lab.report.page import headline
+from tiltsam.lab.report.runs import read_runs
+from tiltsam.lab.report.settings import arrange
+from tiltsam.palette import METHOD_COLORS
+
+EVIL = "<script>alert(1)</script><img src=x onerror=alert(2)>\"'&</style><!--"
+
+
+class Page(HTMLParser):
+    """Tables, tags, texts and scripts of a page."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.tags, self.scripts, self.styles, self.tables = [], [], [], {}
+        self.text = ""
+        self._inside, self._table, self._cell = None, None, None
+        self.feed(path.read_text(encoding="utf-8"))
+        self.close()
+
+    def handle_starttag(self, tag, attributes):
+        attributes = dict(attributes)
+        self.tags.append((tag, attributes))
+        if tag in ("script", "style"):
+            self._inside = (self.scripts if tag == "script" else self.styles, attributes)
+            self._inside[0].append([attributes, ""])
+        elif tag == "table":
+            self._table = self.tables.setdefault(attributes["data-table"], [])
+        elif tag == "tr" and self._table is not None:
+            self._table.append([])
+        elif tag in ("td", "th"):
+            self._cell = attributes | {"text": ""}
+            self._table[-1].append(self._cell)
+        elif tag == "b" and self._cell is not None:
+            self._cell["bold"] = True
+
+    def handle_endtag(self, tag):
+        if tag in ("script", "style"):
+            self._inside = None
+        elif tag in ("td", "th"):
+            self._cell = None
+        elif tag == "table":
+            self._table = None
+
+    def handle_data(self, data):
+        if self._inside is not None:
+            self._inside[0][-1][1] += data
+        else:
+            self.text += data
+            if self._cell is not None:
+                self._cell["text"] += data
+
+    def data(self):
+        (text,) = [text for attributes, text in self.scripts if attributes.get("id") == "report-data"]
+        return json.loads(text)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    runs = write_runs(tmp_path_factory.mktemp("runs"))
+    report = write_report([runs], runs / "report", figures=False)
+    return runs, Page(report.page)
+
+
+def test_numbers_are_those_of_the_records(made):
+    runs, page = made
+    head, *body = page.tables["runs"]
+    at = {cell["text"]: k for k, cell in enumerate(head)}
+    assert len(body) == 12
+    for row in body:
+        folder = row[at["folder"]]["text"]
+        result = json.loads(Path(folder, "result.json").read_text())
+        score = row[at["test accuracy (%)"]]
+        assert float(score["data-value"]) == 100 * result["score"]
+        assert score["text"] == f"{100 * result['score']:.2f}"
+        assert float(row[at["passes"]]["data-value"]) == result["passes"]
+        assert float(row[at["epoch"]]["data-value"]) == result["epoch"]
+    head, *body = page.tables["results"]
+    column = [cell["text"] for cell in head].index("test accuracy (%)")
+    (task,) = arrange(read_runs([runs]))
+    for row, setting in zip(body, task.settings, strict=True):
+        mean = setting.final("score", 100)
+        assert float(row[column]["data-value"]) == mean.value
+        assert float(row[column]["data-error"]) == mean.error
+        assert row[column]["text"] == f"{mean.value:.2f} ± {mean.error:.2f}"
+    assert [row[column].get("bold", False) for row in body] == [False, False, False, True]
+
+
+def test_curves_are_those_of_the_records(made):
+    runs, page = made
+    data = page.data()
+    (task,) = arrange(read_runs([runs]))
+    convergence = data["figures"][0]
+    assert convergence["title"] == "Convergence"
+    for series, setting in zip(convergence["series"], task.settings, strict=True):
+        assert series["name"] == setting.name
+        means = setting.curve("test_accuracy", 100)
+        assert data["columns"][series["y"]] == pytest.approx([m.value for m in means], rel=1e-6)
+        assert data["columns"][series["error"]] == pytest.approx([m.error for m in means], rel=1e-6)
+        assert data["columns"][series["x"]] == [1, 2, 3, 4, 5, 6]
+
+
+def test_every_method_has_its_colour(made):
+    _, page = made
+    style = page.styles[0][1]
+    for method, color in METHOD_COLORS.items():
+        assert f"--m-{method}:{color};" in style
+    dots = [attributes["class"] for tag, attributes in page.tags if "dot" in attributes.get("class", "")]
+    assert {"dot m-erm", "dot m-sam", "dot m-tsam"} == set(dots)
+    assert {s["method"] for f in page.data()["figures"] for s in f["series"]} == {"erm", "sam", "tsam"}
+
+
+def test_nothing_comes_from_outside(made):
+    runs, page = made
+    text = (runs / "report" / "report.html").read_text()
+    assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", text)
+    assert not [a for _, a in page.tags if "src" in a]
+    links = [a["href"] for tag, a in page.tags if "href" in a]
+    assert all(link.startswith(("#", "data:")) for link in links)
+
+
+def test_the_policy_allows_this_script_alone(made):
+    _, page = made
+    (policy,) = [a["content"] for tag, a in page.tags if a.get("http-equiv") == "Content-Security-Policy"]
+    for kind, text in (("script-src", page.scripts[-1][1]), ("style-src", page.styles[0][1])):
+        digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+        assert f"{kind} 'sha256-{digest}'" in policy
+    assert "default-src 'none'" in policy
+    assert "unsafe" not in policy
+    assert not [a for _, a in page.tags if "style" in a or any(k.startswith("on") for k in a)]
+
+
+def test_text_from_a_run_is_text(tmp_path):
+    calm = write_run(tmp_path / "calm", method="erm")
+    folder = write_run(tmp_path / "evil", method="erm", notes=EVIL, flatness=flatness(label=EVIL))
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"task": EVIL, "method": EVIL, "model": EVIL, "seed": EVIL, EVIL: EVIL}
+    (folder / "config.json").write_text(json.dumps(config))
+    lines = [row | {f"test_{EVIL}": 0.5} for row in rows(3)]
+    metrics = [{k: v for k, v in row.items() if k != "test_accuracy"} for row in lines]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in metrics) + EVIL + "\n")
+    (folder / "environment.json").write_text(json.dumps({"device": EVIL, "torch": EVIL}))
+    (folder / "result.json").write_text(json.dumps(metrics[-1] | {"metric": EVIL, "score": 0.5}))
+    other = tmp_path / "evil" / EVIL.replace("/", "-")
+    other.mkdir()
+    (other / "config.json").write_text(EVIL)
+
+    evil = Page(write_report([tmp_path], tmp_path / "out", figures=False).page)
+    plain = Page(write_report([calm], tmp_path / "plain", figures=False).page)
+    assert {tag for tag, _ in evil.tags} <= {tag for tag, _ in plain.tags} | {"ul", "li", "nav", "a", "h2"}
+    assert len(evil.scripts) == 2
+    assert evil.scripts[1][1] == plain.scripts[1][1]
+    assert EVIL in evil.text
+    attributes = {name for _, found in evil.tags for name in found}
+    assert not {name for name in attributes if name.startswith("on") or name == "src"}
+    (text,) = [text for found, text in evil.scripts if "id" in found]
+    assert not set(text) & set("<>&")
+    names = {s["name"] for f in evil.data()["figures"] for s in f["series"]}
+    assert EVIL in names
+    assert {s["method"] for f in evil.data()["figures"] for s in f["series"]} == {"erm", "other"}
+
+
+def test_half_a_surrogate_does_not_stop_it(tmp_path):
+    folder = write_run(tmp_path)
+    config = json.loads((folder / "config.json").read_text()) | {"task": "\ud800"}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert "?" in Page(write_report([tmp_path], tmp_path / "out", figures=False).page).text
+
+
+def test_what_is_missing_is_on_the_page(tmp_path):
+    write_run(tmp_path, method="erm")
+    write_run(tmp_path, method="sam", finished=False, lines=rows(2))
+    page = Page(write_report([tmp_path], tmp_path / "out", figures=False).page)
+    assert "1 thing missing or damaged" in page.text
+    assert "sam, seed 0: not finished, at epoch 2 of 6" in page.text
+    assert "Not measured yet" in page.text
+
+
+def test_headlines_say_no_more_than_the_numbers(tmp_path):
+    def said(name, **scores):
+        for method, values in scores.items():
+            for seed, score in enumerate(values):
+                lines = rows(3, score) if score else []
+                write_run(tmp_path / name, method=method, seed=seed, lines=lines, finished=bool(score))
+        return headline(arrange(read_runs([tmp_path / name]))[0])
+
+    assert "more than the standard error" in said("clear", erm=[0.5, 0.51], sam=[0.7, 0.71])
+    assert "within the error" in said("close", erm=[0.5, 0.6], sam=[0.52, 0.6])
+    assert "says little" in said("single", erm=[0.5], sam=[0.7])
+    assert said("alone", erm=[0.9]).startswith("erm reaches a test accuracy of 80.00")
+    assert "No run has finished" in said("none", erm=[0])

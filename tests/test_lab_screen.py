@@ -1,0 +1,167 @@
+"""What a user sees while the lab works."""
+
+import functools
+import hashlib
+import http.server
+import sys
+import threading
+import warnings
+from dataclasses import replace
+
+import pytest
+import torch
+
+from lab_files import cifar, dtd, glue
+from tiltsam.cli import main
+from tiltsam.lab import compare as comparing
+from tiltsam.lab import train as training
+from tiltsam.lab.compare import compare
+from tiltsam.lab.config import TrainConfig
+from tiltsam.lab.download import Remote, download
+from tiltsam.lab.record import Record
+from tiltsam.lab.screen import Screen
+from tiltsam.lab.train import Progress, train
+
+CONFIG = TrainConfig(method="sam", epochs=2)
+ROW = {"epoch": 1, "train_loss": 0.5, "validation_accuracy": 0.8, "test_accuracy": 0.9}
+
+
+@pytest.fixture(params=["terminal", "file"])
+def terminal(request, monkeypatch):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: request.param == "terminal")
+    monkeypatch.setenv("COLUMNS", "200")
+    return request.param == "terminal"
+
+
+def test_a_run_shows_loss_score_speed_and_time_left(terminal, capsys):
+    with Screen() as screen:
+        screen.report(CONFIG, Progress(epoch=1.0, passes=300, seconds=90.0, steps=150, done=0.5, row=ROW))
+    out = capsys.readouterr().out
+    for piece in ("sam seed 0", "50%", "loss 0.500", "test accuracy 90.00", "3.33 passes/s", "1:30 left"):
+        assert piece in out
+    with Screen() as screen:  # the first epoch has not ended
+        screen.report(CONFIG, Progress(passes=10, seconds=10.0, steps=5, done=0.001))
+    out = capsys.readouterr().out
+    assert "2:46:30 left" in out
+    assert "loss" not in out
+
+
+def test_a_long_epoch_gives_signs_of_life(tmp_path, monkeypatch):
+    monkeypatch.setattr(training, "TICK_SECONDS", 0.0)
+    told, ended = [], []
+    train(CONFIG, Record(tmp_path), tick=lambda p: told.append((p.done, p.seconds, bool(p.row))), report=ended.append)
+    assert len(ended) == 2
+    assert told == sorted(told)
+    assert len(told) > 20
+    assert told[0][2] is False
+    assert told[-1][2] is True
+
+
+@pytest.fixture
+def server(tmp_path):
+    folder = tmp_path / "home"
+    folder.mkdir()
+    (folder / "data.bin").write_bytes(bytes(3_000_000))
+
+    class Handler(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, *_):
+            pass
+
+    handler = functools.partial(Handler, directory=str(folder))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as here:
+        thread = threading.Thread(target=here.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{here.server_port}/data.bin"
+        here.shutdown()
+        thread.join()
+
+
+def test_a_download_shows_how_far_it_is(terminal, server, tmp_path, capsys):
+    remote = Remote(server, "md5:" + hashlib.md5(bytes(3_000_000)).hexdigest())
+    with Screen() as screen:
+        download(remote, tmp_path, screen.loading)
+    out = capsys.readouterr().out
+    assert "downloading data.bin" in out
+    assert "3.0 MB of 3.0 MB" in out
+
+
+def test_reading_images_shows_how_far_it_is(terminal, tmp_path, capsys):
+    dtd(tmp_path)
+    arguments = ["train", "dtd", "--data-root", str(tmp_path), "--out", str(tmp_path), "--image-size", "16"]
+    assert main([*arguments, "--model", "cnn", "--epochs", "1", "--batch-size", "2", "--method", "erm"]) == 0
+    assert "reading images of train1" in capsys.readouterr().out
+
+
+def test_image_size_is_what_the_model_sees(tmp_path):
+    dtd(tmp_path)
+    small = replace(CONFIG, task="dtd", model="cnn", image_size=16)
+    assert training.load_data(small, tmp_path).train.inputs["image"].shape[1:] == (3, 16, 16)
+    usual = replace(small, image_size=None)
+    assert training.load_data(usual, tmp_path).train.inputs["image"].shape[1:] == (3, 224, 224)
+    assert small.key() != usual.key()
+
+
+@pytest.mark.parametrize("task", ["cifar100", "digits"])
+def test_image_size_where_there_is_nothing_to_resize(task, tmp_path, capsys):
+    cifar(tmp_path, fine=True)
+    arguments = ["train", task, "--data-root", str(tmp_path), "--out", str(tmp_path), "--image-size", "64"]
+    assert main(arguments) == 2
+    assert f"image files of any size; {task} is none of them" in capsys.readouterr().err
+
+
+def test_a_warning_is_one_plain_line(tmp_path, capsys):
+    folder = glue(tmp_path, "wnli")
+    (folder / "dev.tsv").unlink()
+    arguments = ["train", "glue/wnli", "--data-root", str(tmp_path), "--out", str(tmp_path), "--epochs", "1"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        assert main(arguments) == 0
+        assert warnings.showwarning.__module__ != "tiltsam.cli"  # what was there before is back
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("tiltsam train: warning: ")
+    assert "stands in as the test set" in line
+    assert ".py" not in line
+
+
+def test_data_is_loaded_once_a_seed(tmp_path, monkeypatch):
+    loaded = []
+    original = comparing.load_data
+
+    def load(config, *args, **options):
+        loaded.append(config.seed)
+        return original(config, *args, **options)
+
+    monkeypatch.setattr(comparing, "load_data", load)
+    cells = [replace(CONFIG, method=m, seed=s, epochs=1) for s in (0, 1) for m in ("erm", "sam")]
+    compare(cells, tmp_path)
+    assert loaded == [0, 1]
+    scores = [Record.of(tmp_path, cell).result()["score"] for cell in cells]
+    alone = train(cells[3], Record(tmp_path / "alone"))
+    assert alone["score"] == scores[3]
+
+
+def test_a_wrong_name_leaves_no_folder_behind(tmp_path, capsys):
+    assert main(["train", "digitz", "--out", str(tmp_path / "runs")]) == 2
+    assert "did you mean digits?" in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_interrupted_it_says_how_to_go_on(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("TILTSAM_CHECKPOINT_SECONDS", "0")
+    run = ["train", "digits", "--method", "sam", "--epochs", "4", "--out"]
+    assert main([*run, str(tmp_path / "unbroken")]) == 0
+    with monkeypatch.context() as patch:
+
+        def press(self, config, progress):
+            if progress.epoch >= 3:
+                raise KeyboardInterrupt
+
+        patch.setattr(Screen, "report", press)
+        assert main([*run, str(tmp_path / "broken")]) == 130
+    said = "tiltsam train: interrupted; the same command goes on from the last checkpoint\n"
+    assert capsys.readouterr().err == said
+    assert main([*run, str(tmp_path / "broken")]) == 0
+    one, two = (Record(next((tmp_path / n).rglob("result.json")).parent) for n in ("unbroken", "broken"))
+    assert [row["epoch"] for row in two.metrics()[0]] == [1, 2, 3, 4]
+    assert one.result()["score"] == two.result()["score"]
+    assert all(torch.equal(x, two.model()[name]) for name, x in one.model().items())

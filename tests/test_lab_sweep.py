@@ -1,0 +1,310 @@
+"""Sweeps: the same number of trials for every method, a choice that never sees the test set, nothing done twice."""
+
+import io
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import optuna
+import pytest
+from rich.console import Console
+
+from tiltsam.cli import main
+from tiltsam.lab.compare import compare
+from tiltsam.lab.config import METHOD_SETTINGS, TrainConfig
+from tiltsam.lab.record import Record
+from tiltsam.lab.sweep import sweep
+from tiltsam.lab.sweeping import plan as planning
+from tiltsam.lab.sweeping import screen
+from tiltsam.lab.sweeping.board import Entry
+from tiltsam.lab.sweeping.grids import PAPER, Point, SweepError, parse_grid, points
+from tiltsam.lab.sweeping.standing import Standing, Trial, validation_numbers
+from tiltsam.lab.sweeping.store import sqlite_url
+from tiltsam.lab.train import Progress, TrainError
+
+SMALL = TrainConfig("digits", epochs=1, batch_size=128, num_samples=2)
+RATES = {"lr": (0.01, 0.1)}
+
+
+def trials_of(out: Path, study: str) -> list[optuna.trial.FrozenTrial]:
+    return optuna.load_study(study_name=study, storage=sqlite_url(out)).get_trials()
+
+
+@pytest.fixture
+def pretend(monkeypatch):
+    """Trains nothing: a run's numbers are what ``scores`` says of its config, and each run is counted."""
+
+    class Pretend:
+        def __init__(self):
+            self.ran = []
+            self.scores = lambda config: (config.lr, 1 - config.lr)
+
+        def __call__(self, config, record, *, root, download, report):
+            self.ran.append(config)
+            report(Progress(epoch=1.0, done=1.0))
+            validation, test = self.scores(config)
+            numbers = {"metric": "accuracy", "validation_accuracy": validation, "validation_loss": 0.5, "epoch": 1.0}
+            return {**numbers, "test_accuracy": test, "score": test, "score_at_best_validation": test, "seconds": 0.1}
+
+    pretend = Pretend()
+    monkeypatch.setattr(planning, "train", pretend)
+    return pretend
+
+
+# ---------------------------------------------------------------- grids
+
+
+def test_the_papers_grids():
+    assert parse_grid(["paper"]) == PAPER
+    found, _ = points(SMALL, ["erm"], PAPER)
+    assert [p.config.lr for p in found["erm"]] == [1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1]
+    for method, size in {"erm": 7, "sam": 42, "esam1": 42, "rsam": 42, "tsam": 420}.items():
+        assert len(points(SMALL, [method], PAPER)[0][method]) == size
+
+
+@pytest.mark.parametrize("number", [1, 5, 7, 8, 30])
+def test_every_method_gets_the_same_number_of_distinct_points(number):
+    found, notes = points(SMALL, list(METHOD_SETTINGS), PAPER, number)
+    assert set(found) == set(METHOD_SETTINGS)
+    for method, chosen in found.items():
+        assert len({p.config.key() for p in chosen}) == number, method
+        assert all(p.config.method == method for p in chosen)
+    assert any(note.startswith("erm") for note in notes) == (number != 7)
+
+
+def test_a_small_grid_is_taken_whole_and_made_finer():
+    found, notes = points(SMALL, ["erm"], {"lr": (0.01, 0.1)}, 5)
+    rates = [p.config.lr for p in found["erm"]]
+    assert rates[:2] == [0.01, 0.1]
+    assert all(0.01 < rate < 0.1 for rate in rates[2:])
+    assert notes == ["erm: all 2 points of its grid, and 3 with learning rates between"]
+    with pytest.raises(SweepError, match=r"sam has 2 points in its grid and 5 trials to make"):
+        points(SMALL, ["sam"], {"rho": (0.1, 0.5)}, 5)
+
+
+def test_a_draw_grows_without_changing_and_depends_on_its_seed():
+    few, more = (points(SMALL, ["tsam"], PAPER, n)[0]["tsam"] for n in (5, 20))
+    assert few == more[:5]
+    assert few != points(SMALL, ["tsam"], PAPER, 5, draw_seed=1)[0]["tsam"]
+
+
+def test_a_grid_for_one_method_goes_before():
+    found, _ = points(SMALL, ["sam", "tsam"], parse_grid(["rho=0.1,0.2", "tsam:rho=0.5,1", "lr=0.1"]))
+    assert [p.config.rho for p in found["sam"]] == [0.1, 0.2]
+    assert [p.config.rho for p in found["tsam"]] == [0.5, 1.0]
+
+
+def test_values_are_of_the_settings_type():
+    grid = parse_grid(
+        ["num-samples=2,3", "share_ascent=true,false", "radius=none,0.1", "sampler=ascent,hmc", "t=1,1.0"]
+    )
+    assert grid == {
+        "num_samples": (2, 3),
+        "share_ascent": (True, False),
+        "radius": (None, 0.1),
+        "sampler": ("ascent", "hmc"),
+        "t": (1.0,),
+    }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--grid", "lr"], "--grid lr: write NAME=VALUE"),
+        (["--grid", "lrr=1"], "unknown setting 'lrr'"),
+        (["--grid", "lr=big"], "--grid lr: 'big' is not a float"),
+        (["--grid", "lr=nan"], "--grid lr: nan is not finite"),
+        (["--grid", "lr=-1,0.1"], "lr must be > 0, got -1.0"),
+        (["--grid", "rho=-1"], "rho must be a finite number >= 0, got -1.0"),
+        (["--grid", "share_ascent=maybe"], "neither true nor false"),
+        (["--grid", "sampler=best"], "'best' is none of ascent"),
+        (["--grid", "seed=1,2"], "seed is the same for all trials"),
+        (["--grid", "adam:lr=1"], "unknown method 'adam'"),
+        (["--grid", "sam:rho=1"], "sam is not among the methods: tsam"),
+        (["--grid", "eta=1,2"], "tsam has no eta"),
+        (["--grid", "lr=0.1", "--methods", "adam"], "unknown method 'adam'"),
+        (["--grid", "paper", "--methods", "erm", "sam"], "the grids differ in size (erm 7, sam 42): say --trials N"),
+        (["--grid", "lr=0.1", "--trials", "0"], "--trials must be at least 1, got 0"),
+        (["--grid", "lr=0.1", "--seeds", "-1"], "--seeds must be at least 0, got -1"),
+        (["--grid", "lr=0.1", "--workers", "0"], "--workers must be at least 1, got 0"),
+        (["--grid", "lr=0.1", "--validation", "0"], "--validation must be > 0"),
+        (["--grid", "lr=0.1", "--final-epochs", "0"], "--final-epochs must be > 0, got 0"),
+        (["--grid", "lr=0.1", "--heartbeat", "0"], "--heartbeat must be > 0, got 0"),
+        (["--grid", "lr=0.1", "--storage", "here"], "--storage is no database URL"),
+        (["--grid", "lr=0.1", "--storage", "cobol://h/d"], "cobol"),
+        (["--grid", "lr=0.1", "--storage", "sqlite://"], "give a file"),
+        (["--grid", "lr=0.1", "--storage", "sqlite:////nowhere/a.db"], "unable to open database file"),
+        (["--grid", "lr=0.1", "--storage", "postgresql://u:secret@127.0.0.1:1/d"], "cannot reach postgresql://u:***@"),
+        (["--grid", "lr=0.1", "--device", "gpu"], "unknown device 'gpu'"),
+    ],
+    ids=lambda x: " ".join(x) if isinstance(x, list) else "",
+)
+def test_mistakes_are_one_line_and_exit_2(arguments, says, tmp_path, capsys):
+    methods = [] if "--methods" in arguments else ["--method", "tsam"]
+    assert main(["sweep", "digits", *methods, *arguments, "--epochs", "1", "--out", str(tmp_path)]) == 2
+    error = capsys.readouterr().err.strip()
+    assert says in error
+    assert "secret" not in error
+    assert len(error.splitlines()) == 1
+
+
+# ---------------------------------------------------------------- the choice
+
+
+def test_the_choice_is_made_on_the_validation_split_and_the_test_comes_after(tmp_path, pretend):
+    grid = {"lr": (0.1, 0.3, 0.2)}  # the better on validation, the worse on the test set
+    outcome = sweep(SMALL, ["erm", "sam"], grid, tmp_path, seeds=2, final_epochs=5)
+    assert [outcome.best[m].lr for m in ("erm", "sam")] == [0.3, 0.3]
+    assert all(s.scores == [0.7, 0.7] for s in outcome.standings)
+    searched, tested = pretend.ran[:6], pretend.ran[6:]
+    assert {(c.epochs, c.seed) for c in searched} == {(1, 0)}
+    assert sorted((c.method, c.lr, c.epochs, c.seed) for c in tested) == [
+        (m, 0.3, 5, seed) for m in ("erm", "sam") for seed in (0, 1)
+    ]
+
+
+def test_what_a_trial_did_on_the_test_set_is_nowhere(tmp_path, pretend):
+    outcomes = []
+    for name, tests in {"good": 0.9, "bad": 0.0}.items():
+        pretend.scores = lambda config, tests=tests: (round(math.sin(50 * config.lr), 6), tests * config.lr)
+        outcomes.append(sweep(SMALL, ["erm"], {"lr": (0.1, 0.2, 0.3)}, tmp_path / name, seeds=0))
+        for trial in trials_of(tmp_path / name, outcomes[-1].study):
+            assert set(trial.user_attrs["result"]) == {
+                "metric",
+                "validation_accuracy",
+                "validation_loss",
+                "epoch",
+                "seconds",
+            }
+    one, two = (json.loads(outcome.path.read_text())["methods"] for outcome in outcomes)
+    assert one == two
+    kept = validation_numbers({"test_accuracy": 1, "score": 1, "score_at_best_validation": 1, "validation_f1": 2})
+    assert kept == {"validation_f1": 2}
+
+
+def test_equal_scores_go_by_the_loss_then_by_the_order():
+    def trial(lr, score, loss):
+        result = {"metric": "f1", "validation_f1": score, "validation_loss": loss}
+        point = Point(replace(SMALL, lr=lr), {"lr": lr})
+        return Trial(point, Entry("done", result))
+
+    rows = [trial(0.1, 0.5, 0.1), trial(0.2, 0.8, 0.9), trial(0.3, 0.8, 0.3), trial(0.4, 0.8, 0.3)]
+    assert Standing("erm", rows).best.point.config.lr == 0.3
+
+
+def test_a_run_that_diverges_is_counted_and_not_tried_again(tmp_path, pretend):
+    def scores(config):
+        if config.lr > 0.25:
+            raise TrainError("the loss is not finite")
+        return (math.nan, 0.5) if config.lr > 0.15 else (0.4, 0.5)
+
+    pretend.scores = scores
+    grid = {"lr": (0.1, 0.2, 0.3)}
+    outcome = sweep(SMALL, ["erm"], grid, tmp_path, seeds=1)
+    (s,) = outcome.standings
+    assert [t.entry.state for t in s.trials] == ["done", "diverged", "diverged"]
+    assert s.config.lr == 0.1
+    ran = len(pretend.ran)
+    assert sweep(SMALL, ["erm"], grid, tmp_path, seeds=1).standings == outcome.standings
+    assert len(pretend.ran) == ran
+    written = json.loads(outcome.path.read_text())
+    assert written["methods"]["erm"]["trials"][2]["error"] == "the loss is not finite"
+
+
+def test_a_method_of_which_nothing_came(tmp_path, pretend, capsys):
+    pretend.scores = lambda config: (math.nan, 0.5) if config.method == "sam" else (0.5, 0.5)
+    arguments = ["--methods", "erm", "sam", "--grid", "lr=0.1,0.2", "--seeds", "1", "--out", str(tmp_path)]
+    assert main(["sweep", "digits", *arguments]) == 0
+    out = capsys.readouterr().out
+    assert "sam: no trial came to a number" in out
+    (path,) = tmp_path.glob("sweeps/*/sweep.json")
+    written = json.loads(path.read_text())
+    assert written["methods"]["sam"]["config"] is None
+    assert written["methods"]["erm"]["test"]["mean"] == 0.5
+    assert written["methods"]["erm"]["test"]["error"] is None  # one seed has none
+
+
+# ---------------------------------------------------------------- going on, reuse, the file
+
+
+def test_interrupted_the_same_call_goes_on(tmp_path, pretend):
+    def stop(config):
+        if len(pretend.ran) == 2:
+            raise KeyboardInterrupt
+        return config.lr, 0.5
+
+    pretend.scores = stop
+    grid = {"lr": (0.1, 0.2, 0.3)}
+    with pytest.raises(KeyboardInterrupt):
+        sweep(SMALL, ["erm"], grid, tmp_path, seeds=1)
+    (path,) = tmp_path.glob("sweeps/*/sweep.json")
+    assert json.loads(path.read_text())["finished"] is False
+    pretend.scores = lambda config: (config.lr, 0.5)
+    outcome = sweep(SMALL, ["erm"], grid, tmp_path, seeds=1)
+    assert json.loads(path.read_text())["finished"] is True
+    assert [c.lr for c in pretend.ran] == [0.1, 0.2, 0.2, 0.3, 0.3]  # the interrupted one again, and the test
+    states = [t.state.name for t in trials_of(tmp_path, outcome.study)]
+    assert sorted(states) == ["COMPLETE", "COMPLETE", "COMPLETE", "FAIL"]
+
+
+def test_trained_runs_are_reused_and_the_numbers_are_those_of_the_records(tmp_path, monkeypatch):
+    compare([replace(SMALL, method="erm", lr=0.1)], tmp_path)
+    made = Record.of(tmp_path, replace(SMALL, method="erm", lr=0.1)).folder / "result.json"
+    before = made.stat().st_mtime_ns
+    outcome = sweep(SMALL, ["erm", "sam"], RATES, tmp_path, seeds=2)
+    assert made.stat().st_mtime_ns == before
+    written = json.loads(outcome.path.read_text())
+    assert written["finished"] is True
+    assert written["trials_per_method"] == 2
+    for method, found in written["methods"].items():
+        assert len(found["trials"]) == 2
+        for trial in found["trials"]:
+            result = json.loads((tmp_path / trial["run"] / "result.json").read_text())
+            assert trial["validation_accuracy"] == result["validation_accuracy"]
+            assert not any(name.startswith(("test", "score")) for name in trial)
+        best = max(found["trials"], key=lambda t: (t["validation_accuracy"], -t["validation_loss"]))
+        assert found["settings"] == best["settings"]
+        assert TrainConfig(**found["config"]) == replace(SMALL, method=method, **best["settings"])
+        scores = [json.loads((tmp_path / r["run"] / "result.json").read_text())["score"] for r in found["test"]["runs"]]
+        assert found["test"]["mean"] == pytest.approx(sum(scores) / 2)
+        assert found["test"]["error"] == pytest.approx(abs(scores[0] - scores[1]) / 2)
+    monkeypatch.setattr(planning, "train", lambda *a, **k: pytest.fail("trained again"))
+    assert sweep(SMALL, ["erm", "sam"], RATES, tmp_path, seeds=2).standings == outcome.standings
+
+
+def test_optuna_says_nothing_and_its_tools_can_read_the_study(tmp_path, pretend, capsys):
+    arguments = ["--method", "tsam", "--grid", "lr=0.1,0.2", "--grid", "t=0,5", "--seeds", "1", "--out", str(tmp_path)]
+    assert main(["sweep", "digits", *arguments]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    assert "[I " not in captured.out
+    assert "tsam seed 0: test 80.00" in captured.out
+    assert "4/4" in captured.out
+    (path,) = tmp_path.glob("sweeps/*/sweep.json")
+    study = optuna.load_study(study_name=json.loads(path.read_text())["study"], storage=sqlite_url(tmp_path))
+    assert study.best_params == {"method": "tsam", "lr": 0.2, "t": 0.0}
+    assert study.best_value == 0.2
+    assert main(["sweep", "digits", *arguments]) == 0
+    assert len(pretend.ran) == 5  # the second time only the result is printed
+    assert "tsam seed 0" not in capsys.readouterr().out
+
+
+def test_the_live_table_shows_no_test_before_the_choice(tmp_path, pretend):
+    seen = []
+
+    def watch(standings):
+        text = io.StringIO()
+        Console(file=text, width=140).print(screen._draw(standings))
+        seen.append((all(t.entry.finished for s in standings for t in s.trials), text.getvalue()))
+
+    sweep(SMALL, ["erm"], {"lr": (0.1, 0.2)}, tmp_path, seeds=1, report=watch)
+    assert "80.00" not in "".join(text for done, text in seen if not done)
+    assert "80.00" in seen[-1][1]
+    assert "lr=0.2" in seen[-1][1]
+
+
+def test_several_devices_are_dealt_out(tmp_path, pretend):
+    outcome = sweep(replace(SMALL, device="cpu,cpu"), ["erm"], RATES, tmp_path, seeds=1)
+    assert {c.device for c in pretend.ran} == {"cpu"}
+    assert outcome.best["erm"].device == "cpu"

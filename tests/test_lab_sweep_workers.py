@@ -1,0 +1,271 @@
+"""Many workers on one study: on SQLite and on a PostgreSQL server, each run is made once, whoever dies."""
+
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import optuna
+import pytest
+
+import postgres
+from tiltsam.lab.config import TrainConfig
+from tiltsam.lab.record import Record
+from tiltsam.lab.sweep import sweep
+from tiltsam.lab.sweeping.board import Board, Job
+from tiltsam.lab.sweeping.grids import SweepError, points
+from tiltsam.lab.sweeping.plan import Desk, Plan
+from tiltsam.lab.sweeping.store import open_store, sqlite_url
+from tiltsam.lab.sweeping.workers import run_workers, work
+from tiltsam.lab.train import train
+
+BASE = TrainConfig("digits", method="erm", epochs=3, batch_size=256)
+GRID = {"lr": (0.02, 0.05, 0.1)}
+
+
+@pytest.fixture(scope="module")
+def server():
+    if reason := postgres.missing():
+        pytest.skip(reason)
+    with postgres.serve() as url:
+        yield url
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def storage(request, tmp_path):
+    if request.param == "sqlite":
+        return sqlite_url(tmp_path)
+    url = request.getfixturevalue("server")
+    open_store(url).close()
+    return url
+
+
+def plan_of(out: Path, storage: str, **changes) -> Plan:
+    found, _ = points(replace(BASE, **changes), ["erm"], GRID)
+    return Plan(points=found, seeds=1, final={}, out=out, storage=storage, heartbeat=1.0)
+
+
+PRELOAD = ["tiltsam.lab.sweeping.workers", "sklearn.datasets", "alembic.migration", "optuna.storages._rdb.models"]
+
+
+@pytest.fixture(scope="module")
+def processes():
+    """Processes that have everything loaded already, and write a checkpoint after every epoch."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TILTSAM_CHECKPOINT_SECONDS", "0")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOAD)
+        first = context.Process(target=int)  # the server takes its environment now
+        first.start()
+        first.join()
+        yield context
+
+
+def tickets(storage: str, study: str) -> list[optuna.trial.FrozenTrial]:
+    store = open_store(storage)
+    try:
+        return store.study(study).get_trials()
+    finally:
+        store.close()
+
+
+def epochs_of(run: Path) -> list[float]:
+    return [json.loads(line)["epoch"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def wait_for(condition, seconds=60):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.02)
+
+
+def running(desk: Desk):
+    return [t for s in desk.look() for t in s.trials if t.entry.state == "running"]
+
+
+def assert_each_job_was_done_once(plan: Plan) -> None:
+    for study in (plan.name, f"{plan.name}-test"):
+        complete = Counter(t.user_attrs["job"] for t in tickets(plan.storage, study) if t.state.name == "COMPLETE")
+        assert set(complete.values()) == {1}
+        assert not [t for t in tickets(plan.storage, study) if t.state.name in ("RUNNING", "WAITING")]
+    with Desk(plan) as desk:
+        standings = desk.look()
+    assert all(s.finished for s in standings)
+    assert len(standings[0].trials) == 3
+
+
+# ---------------------------------------------------------------- whole sweeps
+
+
+def test_two_workers_on_one_study_share_the_runs(tmp_path, server, processes):
+    plan = plan_of(tmp_path, server)
+    both = [processes.Process(target=work, args=(plan,)) for _ in range(2)]
+    for process in both:
+        process.start()
+    for process in both:
+        process.join(100)
+    assert_each_job_was_done_once(plan)
+    assert Counter(t.state.name for t in tickets(server, plan.name)) == {"COMPLETE": 3}
+    for path in tmp_path.rglob("metrics.jsonl"):
+        assert epochs_of(path.parent) == [1, 2, 3]  # nobody else was in there
+
+
+def test_a_killed_workers_trial_is_finished_once_from_its_checkpoint(tmp_path, storage, processes):
+    plan = plan_of(tmp_path, storage, epochs=15)
+    victim, helper = (processes.Process(target=work, args=(plan,)) for _ in range(2))
+    victim.start()
+    wait_for(lambda: any(int(p.name) > 2 for p in tmp_path.rglob("checkpoints/0*")))
+    helper.start()
+    os.kill(victim.pid, signal.SIGKILL)
+    victim.join()
+    helper.join(100)
+    assert_each_job_was_done_once(plan)
+    found = tickets(storage, plan.name)
+    (broken,) = (t for t in found if t.state.name == "FAIL")
+    assert broken.user_attrs["owner"].endswith(f":{victim.pid}")
+    assert broken.user_attrs["ended"] == "its worker died"
+    (whole,) = (t for t in found if t.state.name == "COMPLETE" and t.user_attrs["job"] == broken.user_attrs["job"])
+    assert whole.user_attrs["owner"].endswith(f":{helper.pid}")
+    config = next(p.config for p in plan.points["erm"] if Job(p.config, {}).key == broken.user_attrs["job"])
+    record = Record.of(tmp_path, config)
+    assert len(epochs_of(record.folder)) <= 17  # not from the start: at most what was since the last checkpoint
+    unbroken = train(config, Record(tmp_path / "unbroken"))
+    assert {**record.result(), "seconds": 0} == {**unbroken, "seconds": 0}
+
+
+def test_workers_of_one_command_and_one_of_them_is_killed(tmp_path, monkeypatch):
+    monkeypatch.setenv("TILTSAM_CHECKPOINT_SECONDS", "0")
+    said, killed = [], []
+
+    def kill_one(standings):
+        for s in standings:
+            for trial in s.trials:
+                if trial.entry.state == "running" and not killed:
+                    killed.append(int(trial.entry.owner.rpartition(":")[2]))
+                    os.kill(killed[0], signal.SIGKILL)
+
+    base = replace(BASE, epochs=10)
+    outcome = sweep(base, ["erm"], GRID, tmp_path, seeds=1, workers=2, report=kill_one, say=said.append)
+    assert said[0].endswith("was killed by SIGKILL; the others take up its work")
+    assert killed[0] != os.getpid()
+    (s,) = outcome.standings
+    assert [t.entry.state for t in s.trials] == ["done"] * 3
+    assert len(s.scores) == 1
+    assert Counter(t.state.name for t in tickets(sqlite_url(tmp_path), outcome.study)) == {"COMPLETE": 3, "FAIL": 1}
+
+
+def test_what_a_worker_says_is_wrong_reaches_the_user(tmp_path):
+    plan = plan_of(tmp_path, sqlite_url(tmp_path), model="resnet18")
+    with pytest.raises(SweepError, match="resnet18"):
+        run_workers(plan, ["cpu"], look=lambda: None, say=pytest.fail)
+
+
+def test_ctrl_c_leaves_a_study_that_the_same_command_continues(tmp_path):
+    command = [sys.executable, "-m", "tiltsam", "sweep", "digits", "--method", "erm", "--grid", "lr=0.02,0.05,0.1"]
+    command += ["--epochs", "40", "--batch-size", "256", "--seeds", "1", "--out", str(tmp_path)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    wait_for(lambda: list(tmp_path.rglob("metrics.jsonl")))
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert error == "tiltsam sweep: interrupted\n"
+    plan = plan_of(tmp_path, sqlite_url(tmp_path), epochs=40)
+    assert plan.folder.exists()  # a call from Python finds the study of the command
+    with Desk(plan) as desk:
+        assert not running(desk)
+
+
+# ---------------------------------------------------------------- machines that share the database alone
+
+
+def board_of(storage: str, out: Path, name: str = "board") -> Board:
+    return Board(open_store(storage), name, [Job(BASE, {"lr": 0.1})], out, heartbeat=0.1)
+
+
+def test_of_machines_that_come_at_once_one_gets_the_job(tmp_path, storage, monkeypatch):
+    store = open_store(storage)
+    boards = [Board(store, "rush", [Job(BASE, {"lr": 0.1})], tmp_path / str(k), heartbeat=30) for k in range(4)]
+    everybody, had = threading.Barrier(4), []
+    create = store.storage.create_new_trial
+
+    def create_at_once(*arguments):
+        everybody.wait(30)  # all have seen that nobody has it, and none has written yet
+        return create(*arguments)
+
+    monkeypatch.setattr(store.storage, "create_new_trial", create_at_once)
+
+    def come(board: Board) -> None:
+        with board.claim(board.jobs[0]) as ticket:
+            if ticket is not None:
+                had.append(board)
+                time.sleep(0.3)
+                ticket.finish(0.5, {"metric": "accuracy"})
+
+    threads = [threading.Thread(target=come, args=(board,)) for board in boards]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(had) == 1
+    assert all(board.look()[board.jobs[0].key].state == "done" for board in boards)
+    store.close()
+
+
+def test_another_machines_job_is_taken_up_when_its_signs_of_life_cease(tmp_path, storage):
+    here, there = (board_of(storage, tmp_path / name, "signs") for name in ("here", "there"))
+    (job,) = here.jobs
+    with there.claim(job) as theirs:
+        assert theirs is not None
+        time.sleep(1.0)  # ten times the heartbeat: it lives
+        with here.claim(job) as mine:
+            assert mine is None
+        theirs._over.set()  # as if its machine had lost its power
+        theirs._thread.join()
+        began = time.monotonic()
+        while True:
+            with here.claim(job) as mine:
+                if mine is not None:
+                    mine.finish(0.7, {"metric": "accuracy"})
+                    break
+            time.sleep(0.05)
+        assert 0.3 < time.monotonic() - began < 5
+        theirs.finish(0.1, {"metric": "accuracy"})  # it wakes up, too late
+        assert theirs.lost
+    assert here.look()[job.key].result == {"metric": "accuracy"}
+    states = [t.state.name for t in tickets(storage, "signs")]
+    assert sorted(states) == ["COMPLETE", "FAIL"]
+    for board in (here, there):
+        board.store.close()
+
+
+def test_a_worker_that_was_taken_for_dead_notices(tmp_path, storage):
+    here, there = (board_of(storage, tmp_path / name, "notice") for name in ("here", "there"))
+    (job,) = here.jobs
+    with there.claim(job) as theirs:
+        here._end(theirs._trial_id, optuna.trial.TrialState.FAIL, ended="its worker died")
+        wait_for(lambda: theirs.lost, 10)
+    for board in (here, there):
+        board.store.close()
+
+
+def test_a_database_that_is_away_for_a_moment_is_waited_for(tmp_path):
+    store = open_store(sqlite_url(tmp_path))
+    calls = []
+
+    def away():
+        calls.append(1)
+        if len(calls) < 2:
+            raise optuna.exceptions.StorageInternalError("gone")
+        return "back"
+
+    assert store.insist(away) == "back"
+    assert store.absences == 1
+    store.close()

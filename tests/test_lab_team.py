@@ -1,0 +1,130 @@
+"""One run, several processes: started by torchrun, equal to one process, and alive again after a kill."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tiltsam.lab.config import ConfigError
+from tiltsam.lab.team import Team
+
+pytestmark = pytest.mark.xdist_group("ranks")
+METHOD = ("--method", "tsam", "--rho", "0.5", "--num-samples", "3")
+
+
+def start(out, *flags, task="digits", processes=1, restarts=0, checkpoint_seconds="1000"):
+    """A command line, as a user would type it."""
+    command = [sys.executable, "-m", "tiltsam", "train"]
+    if processes > 1:
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
+        command += [
+            "--max-restarts",
+            str(restarts),
+            "--monitor-interval",
+            "0.2",
+            "--standalone",
+            "-m",
+            "tiltsam",
+            "train",
+        ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TILTSAM_CHECKPOINT_SECONDS": checkpoint_seconds}
+    return subprocess.Popen(
+        [*command, task, *METHOD, *flags, "--out", str(out)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def ended(process):
+    output, _ = process.communicate(timeout=180)
+    assert process.returncode == 0, output
+    return output
+
+
+def result(out):
+    (path,) = Path(out).rglob("result.json")
+    return json.loads(path.read_text()), load_file(path.with_name("model.safetensors"))
+
+
+def children(pid):
+    return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+@pytest.fixture
+def texts(tmp_path):
+    """Two kinds of text, for a model without BatchNorm: with it, each process of a team sees other statistics."""
+    kinds = ["a good film, a joy to see", "a bad film, a bore to see"]
+    rows = [f'"{kinds[i % 2]} {i % 7}",{i % 2}' for i in range(120)]
+    path = tmp_path / "texts.csv"
+    path.write_text("text,label\n" + "\n".join(rows) + "\n")
+    return f"text:{path}"
+
+
+@pytest.mark.parametrize("split", ["samples", "data"])
+def test_a_team_trains_what_one_process_trains(tmp_path, texts, split):
+    flags = ["--epochs", "2", "--batch-size", "32"]
+    task = "digits" if split == "samples" else texts
+    one = start(tmp_path / "one", *flags, task=task)
+    two = start(tmp_path / "two", *flags, "--parallel", split, processes=2, task=task)
+    ended(one)
+    assert ended(two).count("test accuracy") >= 1
+    (numbers, model), (expected_numbers, expected) = result(tmp_path / "two"), result(tmp_path / "one")
+    assert numbers["steps"] == expected_numbers["steps"]
+    assert numbers["train_loss"] == pytest.approx(expected_numbers["train_loss"], rel=1e-4)
+    for name, value in expected.items():
+        torch.testing.assert_close(model[name], value, rtol=1e-3, atol=1e-4)
+
+
+def test_a_killed_worker_is_started_again_and_the_run_ends_where_it_should(tmp_path):
+    flags = ("--epochs", "8")
+    unbroken = start(tmp_path / "unbroken", *flags, processes=2)
+    killed = start(tmp_path / "killed", *flags, processes=2, restarts=3, checkpoint_seconds="0")
+    deadline = time.monotonic() + 120
+    while not list((tmp_path / "killed").rglob("manifest.json")):  # the first checkpoint
+        assert killed.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    os.kill(children(killed.pid)[1], signal.SIGKILL)
+    ended(unbroken)
+    ended(killed)
+    numbers, model = result(tmp_path / "killed")
+    expected_numbers, expected = result(tmp_path / "unbroken")
+    assert all(torch.equal(model[name], value) for name, value in expected.items())
+    assert {k: v for k, v in numbers.items() if k != "seconds"} == {
+        k: v for k, v in expected_numbers.items() if k != "seconds"
+    }
+
+
+def test_a_mistake_is_told_once(tmp_path):
+    process = start(tmp_path, "--batch-size", "63", processes=2)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode != 0
+    assert output.count("a batch of 63 cannot be divided evenly among 2 processes") == 1
+
+
+def test_one_process_is_a_team_of_its_own():
+    team = Team()
+    assert team.first
+    assert team.parallel() is None
+    assert team.agree(0.25) == 0.25
+    assert team.tell("x") == "x"
+    x = torch.arange(6)
+    assert torch.equal(team.part((x,))[0], x)
+
+
+def test_parts_of_a_batch_make_the_batch():
+    x = torch.arange(6)
+    parts = [Team(rank, 3).part((x,))[0] for rank in range(3)]
+    assert sorted(torch.cat(parts).tolist()) == x.tolist()
+    assert all(len(part) == 2 for part in parts)
+    with pytest.raises(ConfigError, match="a batch of 7 cannot be divided evenly among 3 processes"):
+        Team(0, 3).check(7)

@@ -1,0 +1,71 @@
+"""Settings of TSAM that the paper varies in its appendix: a schedule of the tilt, and several ascents to a sample."""
+
+import dataclasses
+
+import pytest
+import torch
+
+import tiltsam
+from tiltsam.lab.config import ConfigError, TrainConfig
+from tiltsam.lab.record import Record
+from tiltsam.lab.train import train
+
+
+@pytest.mark.parametrize("way", ["constant", "up", "down"])
+def test_a_schedule_of_the_tilt(way, tmp_path, monkeypatch):
+    seen = []
+    step = tiltsam.TSAM._write_settings
+
+    def watch(self, space):
+        seen.append(self.param_groups[0]["t"])
+        step(self, space)
+
+    monkeypatch.setattr(tiltsam.TSAM, "_write_settings", watch)
+    config = TrainConfig("digits", "tsam", epochs=2, t=8.0, num_samples=1, t_schedule=way, batch_size=200, device="cpu")
+    train(config, Record.of(tmp_path, config))
+    steps = len(seen)
+    assert steps == 10
+    expected = {"constant": [8.0] * steps, "up": [8 * k / steps for k in range(steps)]}
+    expected["down"] = [8 * (1 - k / steps) for k in range(steps)]
+    assert seen == pytest.approx(expected[way])
+
+
+def test_later_fields_leave_the_names_of_runs_alone():
+    plain = TrainConfig("digits", "tsam")
+    assert plain.key() == dataclasses.replace(plain, t_schedule="constant", ascent_steps=1).key()
+    keys = {dataclasses.replace(plain, **change).key() for change in ({}, {"t_schedule": "up"}, {"ascent_steps": 2})}
+    assert len(keys) == 3
+    other = TrainConfig("digits", "sam")
+    assert other.key() == dataclasses.replace(other, t_schedule="up", ascent_steps=2).key()
+    with pytest.raises(ConfigError, match="delta"):
+        TrainConfig(t_schedule="up", delta=1.0)
+    with pytest.raises(ConfigError, match="ascent_steps"):
+        TrainConfig(ascent_steps=2, sampler="uniform")
+
+
+def test_several_ascents_to_a_sample():
+    """N ascents of ρ/N, each along the gradient where it begins: followed by hand on a quadratic."""
+    weight = torch.nn.Parameter(torch.tensor([1.0, 2.0], dtype=torch.float64))
+    scale = torch.tensor([1.0, 3.0], dtype=torch.float64)
+
+    def closure():
+        loss = (scale * weight.square()).sum() / 2
+        loss.backward()
+        return loss
+
+    sampler = tiltsam.samplers.Ascent(num_steps=3)
+    base = torch.optim.SGD([weight], lr=1.0)
+    point = weight.detach().clone()
+    for _ in range(3):
+        gradient = scale * point
+        point = point + 0.2 / 3 * gradient / gradient.norm()
+    expected = weight.detach() - scale * point
+    optimizer = tiltsam.TSAM(base, rho=0.2, radius=0.0, num_samples=1, sampler=sampler)
+    optimizer.step(closure)
+    torch.testing.assert_close(weight.detach(), expected, rtol=0, atol=1e-12)
+    assert optimizer.info.num_backwards == 4
+    assert 0.19 < float(optimizer.info.perturbation_norms[0]) <= 0.2
+    with pytest.raises(ValueError, match="shared"):
+        tiltsam.TSAM(base, sampler=sampler, share_ascent=True)
+    with pytest.raises(ValueError, match="num_steps"):
+        tiltsam.samplers.Ascent(num_steps=0)

@@ -1,0 +1,118 @@
+"""What every trainer is compared with: a small problem, and the loop one would write by hand."""
+
+import os
+import runpy
+from pathlib import Path
+
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from cases import METHODS
+
+BY_NAME = {m.name: m for m in METHODS}
+BATCH, STEPS = 12, 20
+CLIP = 0.2  # small enough to bite at most steps
+
+
+class Rows(Dataset):
+    """Five batches of examples: 20 steps are four epochs, in the same order each."""
+
+    def __init__(self, as_dict=False, dtype=torch.float64):
+        generator = torch.Generator().manual_seed(3)
+        self.x = torch.randn(5 * BATCH, 6, generator=generator, dtype=dtype)
+        self.y = torch.randint(3, (5 * BATCH,), generator=generator)
+        self.as_dict = as_dict
+
+    def __len__(self):
+        return len(self.y)
+
+    def __getitem__(self, i):
+        return {"x": self.x[i], "labels": self.y[i]} if self.as_dict else (self.x[i], self.y[i])
+
+
+def loader(parts=1, **options):
+    """Batches of the problem, each in so many parts."""
+    return DataLoader(Rows(**options), batch_size=BATCH // parts)
+
+
+def net(dtype=torch.float64):
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(6, 11), nn.Tanh(), nn.Linear(11, 3)).to(dtype)
+
+
+def optimizer_for(model, method="tsam", **options):
+    base = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9, weight_decay=5e-4)
+    return BY_NAME[method](base, model=model, **options)
+
+
+def halving(optimizer):
+    return torch.optim.lr_scheduler.StepLR(optimizer, step_size=7, gamma=0.5)
+
+
+def loss_of(model, x, y):
+    return nn.functional.cross_entropy(model(x), y)
+
+
+def plain(method="tsam", steps=STEPS, clip=None, model=None, scheduled=True, autocast=False, dtype=torch.float64):
+    """The loop by hand, and the loss of each step's first pass."""
+    model = net(dtype) if model is None else model
+    optimizer = optimizer_for(model, method)
+    scheduler = halving(optimizer)
+    if clip is not None:
+        optimizer.base.register_step_pre_hook(lambda *_: clip_(model, clip))
+    batches, firsts = list(loader(dtype=dtype)), []
+    for step in range(steps):
+        x, y = batches[step % len(batches)]
+        losses = []
+
+        def closure(x=x, y=y, losses=losses):
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                loss = loss_of(model, x, y)
+            loss.backward()
+            losses.append(loss.item())
+            return loss
+
+        optimizer.step(closure)
+        firsts.append(losses[0])
+        if scheduled:
+            scheduler.step()
+    return flat(model), firsts
+
+
+def clip_(model, norm):
+    nn.utils.clip_grad_norm_(model.parameters(), norm)
+
+
+def flat(model):
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def example(name):
+    """Run an example, and give back what it defined."""
+    path = Path(__file__).parent.parent / "examples" / name
+    assert len(path.read_text().splitlines()) <= 30
+    return runpy.run_path(str(path))
+
+
+def accuracy(model):
+    """On digits."""
+    x, y = (torch.from_numpy(a) for a in load_digits(return_X_y=True))
+    with torch.no_grad():
+        return (model.eval()(x.float() / 16).argmax(1) == y).float().mean().item()
+
+
+def assert_close(a, b):
+    """Equal but for the order in which sums are taken."""
+    torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
+
+
+# ---------------------------------------------------------------- on two ranks, each with half of every batch
+
+
+def as_rank(rank, size):
+    """What torchrun tells a process."""
+    told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "TORCHELASTIC_RUN_ID": "t"}
+    told |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29511, "GROUP_RANK": 0, "ACCELERATE_USE_CPU": "true"}
+    os.environ.update({name: str(value) for name, value in told.items()})

@@ -2,6 +2,7 @@
 
 import os
 import time
+from contextlib import suppress
 
 import torch
 import torch.distributed as dist
@@ -236,4 +237,59 @@ def die_in_a_step(rank, kind):
         optimizer.step(closure)
     except RuntimeError as error:
         return time.monotonic() - start, torch.equal(flat(model), before), "\n".join(error.__notes__)
+    return None
+
+
+def raise_after_a_forward(rank):
+    """Out of memory between forward and backward, at perturbed weights that FSDP has just gathered."""
+    model = fully_shard(mlp(), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    optimizer = tiltsam.SAM(sgd(model.parameters()), rho=5.0, model=model)
+    x, y = batch(0)
+    passes = []
+
+    def loss():
+        return nn.functional.cross_entropy(model(x), y)
+
+    def closure():
+        value = loss()
+        passes.append(value.item())
+        if len(passes) == 2:
+            raise MemoryError
+        value.backward()
+        return value
+
+    with suppress(MemoryError):
+        optimizer.step(closure)
+    with torch.no_grad():
+        return passes, loss().item()
+
+
+def other_parameters_on_other_ranks(rank, steps):
+    """Samples that take different ways through a model, as in a mixture of experts."""
+    torch.manual_seed(1)
+    experts = nn.ModuleList(nn.Linear(6, 3) for _ in range(2)).double()
+    parallel = tiltsam.Parallel(samples=dist.group.WORLD)
+    optimizer = tiltsam.TSAM(sgd(experts.parameters()), num_samples=2, model=experts, parallel=parallel)
+    start = flat(experts).clone()
+    for step in range(steps):
+        x, y = batch(step)
+
+        def closure(x=x, y=y):
+            loss = nn.functional.cross_entropy(experts[min(rank, 1)](x), y)
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+    return flat(experts), (flat(experts) != start).all().item()
+
+
+def samples_without_a_word_about_the_data(rank):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "samples"))
+    model = mlp()
+    parallel = tiltsam.Parallel(samples=mesh["samples"].get_group())
+    optimizer = tiltsam.TSAM(sgd(model.parameters()), model=model, parallel=parallel)
+    try:
+        train(model, optimizer, range(1))
+    except ValueError as error:
+        return str(error)
     return None

@@ -75,8 +75,9 @@ def test_local_ascent_is_m_sam(ranks):
 # ---------------------------------------------------------------- sharded
 
 
-@pytest.mark.parametrize("base", ["sgd", "adamw"])
-@every_method
+@pytest.mark.parametrize(
+    ("method", "base"), [*((name, "sgd") for name in names), ("sam", "adamw"), ("tsam", "adamw"), ("rsam", "adamw")]
+)
 def test_fsdp_equals_one_process(ranks, method, base):
     found = ranks(jobs.sharded, method, base, 20, {})
     torch.testing.assert_close(found[0], jobs.alone(method, base, 20), **CLOSE)
@@ -85,6 +86,12 @@ def test_fsdp_equals_one_process(ranks, method, base):
 def test_fsdp_without_foreach(ranks):
     found = ranks(jobs.sharded, "tsam", "sgd", 5, {"foreach": False})
     torch.testing.assert_close(found[0], jobs.alone("tsam", "sgd", 5), **CLOSE)
+
+
+def test_an_error_leaves_no_gathered_copy_perturbed(ranks):
+    for (at_theta, perturbed), after in ranks(jobs.raise_after_a_forward):
+        assert abs(perturbed - at_theta) > 0.1
+        assert after == pytest.approx(at_theta, abs=1e-12)
 
 
 # ---------------------------------------------------------------- sample-parallel
@@ -108,6 +115,17 @@ def test_every_method_runs_with_its_samples_on_several_ranks(ranks, method):
     expected, _ = jobs.samples_of_one(method, 5, {})
     for weights, _ in found:
         torch.testing.assert_close(weights, expected, **CLOSE)
+
+
+def test_samples_may_have_gradients_of_different_parameters(ranks):
+    found = ranks(jobs.other_parameters_on_other_ranks, 4)
+    assert same([weights for weights, _ in found])
+    assert all(moved for _, moved in found)
+
+
+def test_samples_and_unknown_data_ranks_are_refused(four):
+    for message in four(jobs.samples_without_a_word_about_the_data):
+        assert "of 4 processes 2 share samples: say which ones see different batches" in message
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp", "hybrid"])

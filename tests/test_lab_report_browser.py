@@ -62,7 +62,7 @@ def test_opens_without_a_complaint_and_without_the_network(browser, page):
     figures, drawn = browser.run(
         "[document.querySelectorAll('figure').length, document.querySelectorAll('figure .plot > svg').length]"
     )
-    assert figures == drawn == 11
+    assert figures == drawn == 12
     empty = "[...document.querySelectorAll('.plot > svg')].filter(s => !s.querySelector('.curve[d^=M]')).length"
     assert browser.run(empty) == 0
     assert "NaN" not in browser.run("[...document.querySelectorAll('svg *')].map(n => n.outerHTML).join('')")

@@ -57,15 +57,16 @@ PRELOAD = ["tiltsam.lab.sweeping.workers", "sklearn.datasets", "alembic.migratio
 
 @pytest.fixture(scope="module")
 def processes():
-    """Processes that have everything loaded already, and write a checkpoint after every epoch."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TILTSAM_CHECKPOINT_SECONDS", "0")
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOAD)
-        first = context.Process(target=int)  # the server takes its environment now
-        first.start()
-        first.join()
-        yield context
+    """Processes that have everything loaded already."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    return context
+
+
+def work_with_checkpoints(plan):
+    """A worker that writes a checkpoint after every epoch: the server that forks it may have another environment."""
+    os.environ["TILTSAM_CHECKPOINT_SECONDS"] = "0"
+    work(plan)
 
 
 def tickets(storage: str, study: str) -> list[optuna.trial.FrozenTrial]:
@@ -107,7 +108,7 @@ def assert_each_job_was_done_once(plan: Plan) -> None:
 
 def test_two_workers_on_one_study_share_the_runs(tmp_path, server, processes):
     plan = plan_of(tmp_path, server)
-    both = [processes.Process(target=work, args=(plan,)) for _ in range(2)]
+    both = [processes.Process(target=work_with_checkpoints, args=(plan,)) for _ in range(2)]
     for process in both:
         process.start()
     for process in both:
@@ -120,7 +121,7 @@ def test_two_workers_on_one_study_share_the_runs(tmp_path, server, processes):
 
 def test_a_killed_workers_trial_is_finished_once_from_its_checkpoint(tmp_path, storage, processes):
     plan = plan_of(tmp_path, storage, epochs=15)
-    victim, helper = (processes.Process(target=work, args=(plan,)) for _ in range(2))
+    victim, helper = (processes.Process(target=work_with_checkpoints, args=(plan,)) for _ in range(2))
     victim.start()
     wait_for(lambda: any(int(p.name) > 2 for p in tmp_path.rglob("checkpoints/0*")))
     helper.start()

@@ -232,6 +232,13 @@ def test_streams_do_not_depend_on_the_number_of_the_device():
     assert ranks[0]._seed(3, torch.device("cuda", 0)) != ranks[0]._seed(3, torch.device("cpu"))
 
 
+def test_the_centre_outside_a_step_is_where_the_weights_are():
+    theta, closure = quadratic_problem()
+    optimizer = tiltsam.SAM(torch.optim.SGD([theta], lr=0.1), rho=0.3)
+    optimizer.step(closure)
+    assert torch.equal(optimizer.current_space().center[0], theta.detach())
+
+
 def test_a_quadratic_by_hand():
     """SAM on ½θᵀΛθ: the gradient at θ + ρ n(Λθ) is Λ(θ + ρ Λθ/‖Λθ‖)."""
     theta, closure = quadratic_problem()

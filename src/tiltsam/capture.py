@@ -52,6 +52,8 @@ class _Graph(NamedTuple):
     numbers: Tensor  # all of info's, in one row
     batch: tuple[Any, ...]
     random: CapturedRandom
+    space: ParameterSpace
+    state: tuple[int, ...]  # where the base's state lies
 
 
 def capture(
@@ -132,7 +134,12 @@ class CapturedStep:
         self._check(batch)
         if self.reason is not None:
             return self.optimizer.step(*self._closures(batch))
+        with self.optimizer.current_space().on_device():
+            return self._step(batch)
+
+    def _step(self, batch: tuple[Any, ...]) -> Tensor:
         key = self._key(batch)
+        self._drop_if_stale(key)
         seen = self._seen.get(key, _Seen())
         if key not in self._graphs and seen.steps >= self._warm_up:
             self._try_capture(key, batch, seen)
@@ -215,7 +222,18 @@ class CapturedStep:
         ):
             rows: list[Tensor] = []
             info = optimizer.execute(space, watch=lambda info: rows.append(_row(info)))
-        return _Graph(graph, info, rows[0], mine, random)
+        return _Graph(graph, info, rows[0], mine, random, space, _places(optimizer.base))
+
+    def _drop_if_stale(self, key: Any) -> None:
+        """A graph knows tensors by their addresses: layers that were frozen for a while, or a loaded state, end it."""
+        graph = self._graphs.get(key)
+        if graph is None:
+            return
+        here = graph.space is self.optimizer.current_space()
+        if not here:
+            del self._seen[key]  # another space: all of it has to be warmed up anew
+        if not here or graph.state != _places(self.optimizer.base):
+            del self._graphs[key]
 
     @contextmanager
     def _device_rates(self) -> Iterator[None]:
@@ -225,7 +243,8 @@ class CapturedStep:
             yield
             return
         groups = base.param_groups
-        if not self._rates:
+        if len(self._rates) != len(groups):
+            self._graphs.clear()  # they read the old ones
             device = groups[0]["params"][0].device
             self._rate_values = [float(group["lr"]) for group in groups]
             self._rates = [torch.full((), v, device=device) for v in self._rate_values]
@@ -275,11 +294,18 @@ def _obstacle(optimizer: SharpnessAware) -> str | None:
     devices = {p.device.type for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
     if devices != {"cuda"}:
         return f"the parameters are on the {' and the '.join(sorted(devices - {'cuda'}))}"
-    if not optimizer.current_space().world.alone:
+    space = optimizer.current_space()
+    if not space.world.alone or space.sharding.mesh is not None:
         return "several processes take the step together"
     if optimizer.skip_nonfinite:
         return "skip_nonfinite reads a value back to the host at every step"
     return None
+
+
+def _places(base: Optimizer) -> tuple[int, ...]:
+    """Where the vectors of an optimizer's state lie; counters may move to the device when a step is captured."""
+    values = (value for state in base.state.values() for value in state.values())
+    return tuple(value.data_ptr() for value in values if isinstance(value, Tensor) and value.dim())
 
 
 def _never_called() -> Tensor:

@@ -113,7 +113,8 @@ class ChainSpace:
 
     def uniform(self, sample: int) -> Tensor:
         """See :class:`~tiltsam.space.Space`."""
-        return torch.rand(len(self.center), generator=self._generator, dtype=self.center.dtype)
+        shape, like = len(self.center), self.center
+        return torch.rand(shape, generator=self._generator, dtype=like.dtype, device=like.device)
 
     def vector(self, name: str) -> Tensor:
         """See :class:`~tiltsam.space.Space`."""

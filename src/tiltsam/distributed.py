@@ -18,6 +18,7 @@ TSAM in the time of a step of SAM. They exchange a handful of scalars, and one w
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -81,10 +82,23 @@ class World:
             if sharding.groups:
                 raise ValueError("sharded parameters cannot be stepped by one process alone: leave parallel out")
             return
-        if isinstance(model, DistributedDataParallel):
-            self._ddp = model
+        inside = model.modules() if model is not None else ()  # it may be compiled, or part of another
+        self._ddp = next((m for m in inside if isinstance(m, DistributedDataParallel)), None)
         self._samples = _unless_alone(parallel.samples)
         self._data = [g for g in self._data_groups(parallel, sharding) if _unless_alone(g) is not None]
+        if self._samples is not None:
+            if not self._data and dist.get_world_size(self._samples) < dist.get_world_size():
+                raise ValueError(
+                    f"of {dist.get_world_size()} processes {dist.get_world_size(self._samples)} share samples: say "
+                    "which ones see different batches, by model=DistributedDataParallel(...) or Parallel(data=...)"
+                )
+            if model is None:
+                warnings.warn(
+                    "samples are divided among ranks without model=: BatchNorm's statistics and the random state after "
+                    "a step will differ from rank to rank",
+                    RuntimeWarning,
+                    stacklevel=6,
+                )
         self.local_ascent = parallel.ascent == "local" and bool(self._data)
         if self.local_ascent and self._ddp is None:
             raise ValueError("ascent='local' needs model=DistributedDataParallel(...), whose no_sync() it uses")
@@ -169,8 +183,9 @@ class World:
         except RuntimeError as error:
             error.add_note(
                 f"tiltsam: step {step} broke off on rank {dist.get_rank()} of {dist.get_world_size()}; if the error "
-                "speaks of connections, peers or a timeout, another rank died or hangs: look at its output first. The "
-                "weights on this rank are those from before the step; restart all ranks from the last checkpoint."
+                "speaks of connections, peers or a timeout, another rank died or hangs: look at its output first. "
+                "Unless the base optimizer had begun its update, the weights on this rank are those from before the "
+                "step; restart all ranks from the last checkpoint."
             )
             raise
 
@@ -192,6 +207,8 @@ class Sharding:
         self.groups: list[Group] = [self.mesh.get_group(i) for i in self._dims] if self.mesh is not None else []
         """The groups whose ranks hold different parts."""
         for p in params:
+            if is_sharded(p) and p.is_complex():
+                raise ValueError("sharded parameters must be real, got a complex one")
             if is_sharded(p) and _sharded_dims(p) not in ([], self._dims):
                 raise ValueError(
                     "parameters are sharded over different dimensions of their mesh, which is not supported"
@@ -245,6 +262,14 @@ def is_sharded(p: Tensor) -> bool:
 def local_part(p: Tensor) -> Tensor:
     """What this process holds of a tensor, sharing memory."""
     return p.detach().to_local() if is_sharded(p) else p.detach()  # type: ignore[attr-defined]
+
+
+def local_gradient(p: Tensor) -> Tensor:
+    """What this process holds of a parameter's gradient, laid out as the parameter is."""
+    grad: Any = p.grad
+    if is_sharded(p) and grad.placements != p.placements:  # type: ignore[attr-defined]
+        grad = grad.redistribute(placements=p.placements)  # type: ignore[attr-defined]
+    return local_part(grad)
 
 
 def reshard(model: torch.nn.Module | None) -> None:

@@ -73,8 +73,10 @@ class FusedVectors:
                 start.append(at)
                 length.append(min(CHUNK, x.numel() - at))
         self.num_chunks = len(owner)
-        table = torch.tensor([owner, start, length], dtype=torch.int32)
-        self._owner, self._start, self._length = table.to(self.device)
+        # Three allocations: kernels are compiled for the alignment of what they get, and rows of one would differ.
+        self._owner, self._start, self._length = (
+            torch.tensor(x, dtype=torch.int32, device=self.device) for x in (owner, start, length)
+        )
         # Two of each: what runs in a branch of a graph must not write what the main line writes.
         self._partial = [torch.empty(self.num_chunks, device=self.device) for _ in range(2)]
         self._counter = [torch.zeros((), dtype=torch.int32, device=self.device) for _ in range(2)]
@@ -101,13 +103,13 @@ class FusedVectors:
         self._reserved = torch.zeros(num_tables, width, dtype=torch.int64, device=self.device)
         self._filled = []
 
-    def release(self) -> Tensor:
+    def release(self) -> list[Tensor]:
         """After a capture: write the addresses, which are the same at every replay; to be kept as long as the graph."""
         tables, self._reserved = self._reserved, None
         assert tables is not None
         if self._filled:
             tables[: len(self._filled), : len(self._strides)].copy_(torch.tensor(self._filled, dtype=torch.int64))
-        return tables
+        return [tables, *(table for _, table in self._fixed.values())]
 
     def _load_backups(self) -> None:
         """Load the kernels that run in graphs alone: code that is not there yet cannot be loaded inside a capture.

@@ -7,7 +7,7 @@ scratch vector, evaluates the closure wherever they stand, and puts every bit ba
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from tiltsam import fused, vectors
-from tiltsam.distributed import Parallel, Sharding, World, local_part, reshard
+from tiltsam.distributed import Parallel, Sharding, World, local_gradient, local_part, reshard
 from tiltsam.passes import CapturedRandom, Passes, WithoutBackward
 from tiltsam.space import EPS, Evaluation, Spread
 from tiltsam.streams import Streams
@@ -91,7 +91,7 @@ class ParameterSpace:
         self.streams = Streams([x.device for x in self.point])
         self._scales: dict[int, tuple[Tensor, Tensor]] = {}  # of a sample's noise, and the length it then has
         self._num_samples = 1
-        self._read_aside: Spread | None = None
+        self._held: list[object] = []  # what branches of a graph still read: its memory must not be lent out again
         self._side: torch.cuda.Stream | None = None  # for branches of a graph, while one is captured
         self._rho = torch.zeros(len(groups), dtype=self.dtype, device=self.device)
         self._rho_values: list[float] = [0.0] * len(groups)
@@ -168,6 +168,10 @@ class ParameterSpace:
             return TorchLedger(weighing)
         return self._fused.ledger(tilt, num_samples)
 
+    def on_device(self) -> AbstractContextManager[object]:
+        """Inside, the parameters' GPU is the current one: Triton launches there and nowhere else."""
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+
     @contextmanager
     def aside(self) -> Iterator[None]:
         """Inside a capture, a branch of the graph: what stands in it may run beside what follows, until :meth:`rejoin`.
@@ -185,6 +189,12 @@ class ParameterSpace:
         """Wait for the branches of :meth:`aside`."""
         if self._side is not None:
             torch.cuda.current_stream().wait_stream(self._side)
+        self._held.clear()
+
+    def hold(self, *things: object) -> None:
+        """Keep alive, until :meth:`rejoin`, what a branch reads."""
+        if self._side is not None:
+            self._held += things
 
     @contextmanager
     def capturing(self, graph: torch.cuda.CUDAGraph, num_passes: int, *, drawing: bool) -> Iterator[CapturedRandom]:
@@ -204,8 +214,10 @@ class ParameterSpace:
                 raise
             finally:
                 self._side = None
+                self._held.clear()
+                random.keep.append(self)
                 if self._fused is not None:
-                    random.keep.append(self._fused.release())
+                    random.keep += self._fused.release()
 
     @contextmanager
     def visiting(self, num_samples: int = 1) -> Iterator[None]:
@@ -227,10 +239,14 @@ class ParameterSpace:
                 yield
         except BaseException:
             self._put_back(before)
+            if self._side is not None:
+                self._at_center = True  # what a graph was to do has not happened
+            if self.sharding.mesh is not None:
+                reshard(self.passes.model)  # or FSDP would go on with the copies it gathered at the perturbed weights
             raise
         finally:
-            self._read_aside = None
             self._restore()
+            self._backed_up = False
 
     def _put_back(self, before: list[Tensor | None]) -> None:
         """Give every parameter the gradient it had; where that was our accumulator, half a sum becomes zero."""
@@ -288,7 +304,7 @@ class ParameterSpace:
             loss = self._loss(closure())
         self.num_forwards += 1
         self.num_backwards += 1
-        gradient = [None if p.grad is None else _real(_strided(local_part(p.grad))) for p in self.params]
+        gradient = [None if p.grad is None else _real(_strided(local_gradient(p))) for p in self.params]
         for p in self.params:
             p.grad = None  # the list is the one owner
         if all(g is None for g in gradient):
@@ -311,6 +327,7 @@ class ParameterSpace:
             norm = norm.masked_fill(~finite, 0.0)
         if ascent and self.world.local_ascent:
             finite = self.world.all(finite)  # each rank has a gradient of its own: all have to judge alike
+            norm = norm.masked_fill(~finite, 0.0)
         return Evaluation(loss, gradient, norm, finite)
 
     def loss_scale(self) -> Tensor:
@@ -401,24 +418,30 @@ class ParameterSpace:
         """
         assert isinstance(mine, TorchLedger)
         assert isinstance(joined, TorchLedger)
-        rows = torch.zeros(self._num_samples, 5, dtype=self.dtype, device=self.device)
+        numbers = torch.zeros(5 * self._num_samples + len(self.params), dtype=self.dtype, device=self.device)
+        rows, seen = numbers[: 5 * self._num_samples].view(-1, 5), numbers[5 * self._num_samples :]
         for j, row in zip(indices, mine.rows(), strict=True):
             rows[j] = row
-        self.world.sum_over_samples(rows)
+        seen.copy_(torch.tensor(self._seen, dtype=self.dtype))
+        self.world.sum_over_samples(numbers)
         for row in rows:
             joined.add_row(row)
+        for mean, here in zip(self._mean, self._seen, strict=True):
+            if mean is not None and not here:
+                mean.zero_()  # other ranks may have a gradient where this one has none
+        self._seen = (seen > 0).tolist()
         weights = joined.numbers()["weights"]
         weight = weights[list(indices)].sum() if indices else self._zero
         for buffer in self._mean_buffers:
             buffer.mul_(weight.to(buffer.device))
             self.world.sum_over_samples(buffer)
-        if self.passes.buffers_once:
-            self.world.copy_from_first(self.passes.buffers())
+        self.world.copy_from_first(self.passes.buffers())
         return joined
 
     def _make_room(self, gradient: list[Tensor | None]) -> None:
         """An accumulator for every parameter that has a gradient and none yet: at the first step, as a rule for all."""
-        missing = [i for i, g in enumerate(gradient) if g is not None and self._mean[i] is None]
+        everywhere = self.world.splits_samples  # one layout for all ranks, whose gradients may be of other parameters
+        missing = [i for i, g in enumerate(gradient) if (everywhere or g is not None) and self._mean[i] is None]
         if missing:
             new, buffers = vectors.allocate([self.point[i] for i in missing])
             self._mean_buffers += buffers
@@ -463,8 +486,9 @@ class ParameterSpace:
             return
         scale, moved = self._noise_scale(sample, spread)
         seed, backup = self.streams.number(self.device), self._backs_up_in_passing()
+        self._at_center = False  # before the kernel: a Ctrl-C right after it must find this
         self._fused.noise_move(*self._tables(), seed, sample, scale, backup=backup)
-        self._moved, self._at_center = moved, False
+        self._moved = moved
         self._look_ahead(sample, spread)
 
     def _noise_scale(self, sample: int, spread: Spread) -> tuple[Tensor, Tensor]:
@@ -484,15 +508,15 @@ class ParameterSpace:
         with self.aside():
             for later in range(sample + 1, self._num_samples):
                 self._scales[later] = self._fused.noise_scale(seed, later, spread, ahead=True)
-        self._read_aside = spread  # held, or its memory would be lent out again before the branch reads it
+        self.hold(spread)
 
     def climb(self, at: Evaluation, rho: Tensor) -> None:
         """See :class:`Space`."""
         table = self._table_of(at.gradient)
         if self._fused is not None and table is not None and rho.dim() == 0:
             backup = self._backs_up_in_passing()
-            self._moved = self._fused.climb(*self._tables(), table, rho, at, backup=backup)
             self._at_center = False
+            self._moved = self._fused.climb(*self._tables(), table, rho, at, backup=backup)
             return
         from_center = self._at_center and rho.dim() == 0
         scale = rho / (at.norm + EPS)

@@ -75,7 +75,7 @@ class StepInfo:
     num_backwards: int
     """Backward passes of this step: its cost in gradient evaluations."""
     sampler: Mapping[str, Tensor] = field(default_factory=dict)
-    """(s,) each: what the kernel reports (HMC: ``acceptance``, ``energy_error``, ``divergence``)."""
+    """(s,) each: what the kernel reports (HMC: ``acceptance``, ``energy_error``, ``divergence``), of this rank's."""
 
 
 class SharpnessAware(Optimizer):
@@ -299,7 +299,7 @@ class SharpnessAware(Optimizer):
             space = self.prepare(closure, ascent_closure)
             space.scaler = scaler if scaler is not None and scaler.is_enabled() else None
             try:
-                with space.world.explaining(self._setting("steps_taken")):
+                with space.on_device(), space.world.explaining(self._setting("steps_taken")):
                     self._info = (self._run or self.execute)(space)
             finally:
                 space.closure, space.ascent_closure, space.scaler = _released, None, None
@@ -391,6 +391,7 @@ class SharpnessAware(Optimizer):
             with space.aside():
                 info = self._report(space, ledger, infos)
                 watch(info)
+            space.hold(ledger, infos)
         return info
 
     def _report(self, space: ParameterSpace, ledger: Ledger, infos: list[Mapping[str, Tensor]]) -> StepInfo:
@@ -399,8 +400,8 @@ class SharpnessAware(Optimizer):
             numbers["gradient_norms"] = numbers["gradient_norms"] / space.loss_scale()
         bad = numbers["num_nonfinite"]
         if self._nonfinite is None or self._nonfinite.device != bad.device:
-            self._nonfinite = torch.zeros_like(bad)
-        self._nonfinite.add_(bad)
+            self._nonfinite = torch.zeros((), dtype=torch.int64, device=bad.device)
+        self._nonfinite.add_(bad.to(torch.int64))
         return StepInfo(
             **numbers,
             num_forwards=space.num_forwards,
@@ -410,7 +411,10 @@ class SharpnessAware(Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """What GradScaler.step asks first of an optimizer. It cannot step this one: say what to write."""
+        """What GradScaler.step asks first of an optimizer. It cannot step this one: say what to write.
+
+        Whoever else reads it (``inspect.getmembers``) gets the same answer.
+        """
         raise RuntimeError(_SCALER_HELP.format(name=type(self).__name__))
 
     @property

@@ -21,12 +21,16 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import PrefixStore, _set_pg_timeout
+from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
 import tiltsam
 from tiltsam.lab.config import ConfigError
 
 __all__ = ["Split", "Team", "team_of_this_process"]
+
+CONNECT_SECONDS, CONNECT_ATTEMPTS = 20.0, 4
 
 Split = Literal["data", "samples"]
 """What is divided: each batch, or the samples of each step."""
@@ -111,8 +115,23 @@ def team_of_this_process(split: Split, device: str, *, timeout: float = 300.0) -
                 f"process {local} of this host has no GPU of its own: there are {torch.cuda.device_count()}"
             )
         torch.cuda.set_device(local)
-    dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(seconds=timeout))
+    _connect("nccl" if on_gpu else "gloo", timeout)
     try:
         yield Team(dist.get_rank(), size, split, f"cuda:{local}" if on_gpu else "cpu")
     finally:
         dist.destroy_process_group()
+
+
+def _connect(backend: str, timeout: float) -> None:
+    """Connect the processes; anew where it does not succeed soon, for gloo's connections sometimes wait for ever."""
+    store, rank, size = next(iter(rendezvous("env://")))
+    for attempt in range(CONNECT_ATTEMPTS):
+        own = PrefixStore(f"attempt-{attempt}", store)  # or it would find the addresses of the one before
+        wait = timedelta(seconds=CONNECT_SECONDS if attempt < CONNECT_ATTEMPTS - 1 else timeout)
+        try:
+            dist.init_process_group(backend, store=own, rank=rank, world_size=size, timeout=wait)
+            break
+        except RuntimeError:
+            if attempt == CONNECT_ATTEMPTS - 1:
+                raise
+    _set_pg_timeout(timedelta(seconds=timeout))

@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import sys
+from pathlib import Path
 
 import torch
 
@@ -18,6 +19,11 @@ def start(*arguments):
     process = CONTEXT.Process(target=_run, args=(arguments,))
     process.start()
     return process
+
+
+def files_named(name, below):
+    """Files of that name; unlike ``rglob`` it can look while a run writes and removes checkpoints."""
+    return [Path(place) / name for place, _, files in os.walk(below) if name in files]
 
 
 def _run(arguments):

@@ -16,6 +16,7 @@ import optuna
 import pytest
 
 import postgres
+from lab_processes import files_named
 from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.record import Record
 from tiltsam.lab.sweep import sweep
@@ -61,6 +62,10 @@ def processes():
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     return context
+
+
+def whole_checkpoints(out):
+    return [path for path in files_named("manifest.json", out) if path.parent.name.isdigit()]
 
 
 def work_with_checkpoints(plan):
@@ -123,7 +128,7 @@ def test_a_killed_workers_trial_is_finished_once_from_its_checkpoint(tmp_path, s
     plan = plan_of(tmp_path, storage, epochs=15)
     victim, helper = (processes.Process(target=work_with_checkpoints, args=(plan,)) for _ in range(2))
     victim.start()
-    wait_for(lambda: any(int(p.name) > 2 for p in tmp_path.rglob("checkpoints/0*")))
+    wait_for(lambda: any(int(p.parent.name) > 2 for p in whole_checkpoints(tmp_path)))
     helper.start()
     os.kill(victim.pid, signal.SIGKILL)
     victim.join()
@@ -173,7 +178,7 @@ def test_ctrl_c_leaves_a_study_that_the_same_command_continues(tmp_path):
     command = [sys.executable, "-m", "tiltsam", "sweep", "digits", "--method", "erm", "--grid", "lr=0.02,0.05,0.1"]
     command += ["--epochs", "40", "--batch-size", "256", "--seeds", "1", "--out", str(tmp_path)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    wait_for(lambda: list(tmp_path.rglob("metrics.jsonl")))
+    wait_for(lambda: files_named("metrics.jsonl", tmp_path))
     process.send_signal(signal.SIGINT)
     _, error = process.communicate(timeout=60)
     assert process.returncode == 130

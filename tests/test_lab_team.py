@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from lab_processes import files_named
 from tiltsam.lab.config import ConfigError
 from tiltsam.lab.team import Team
 
@@ -89,7 +90,7 @@ def test_a_killed_worker_is_started_again_and_the_run_ends_where_it_should(tmp_p
     unbroken = start(tmp_path / "unbroken", *flags, processes=2)
     killed = start(tmp_path / "killed", *flags, processes=2, restarts=3, checkpoint_seconds="0")
     deadline = time.monotonic() + 120
-    while not list((tmp_path / "killed").rglob("manifest.json")):  # the first checkpoint
+    while not files_named("manifest.json", tmp_path / "killed"):  # the first checkpoint
         assert killed.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.02)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lab_processes import start
+from lab_processes import files_named, start
 from tiltsam.cli import main
 from tiltsam.lab.compare import compare, format_rows, summarise
 from tiltsam.lab.config import METHOD_SETTINGS, ConfigError, TrainConfig, field_docs
@@ -111,7 +111,7 @@ def ends_well(process) -> bool:
 
 
 def lines(out: Path) -> int:
-    return sum(len(path.read_text().splitlines()) for path in out.rglob("metrics.jsonl"))
+    return sum(len(path.read_text().splitlines()) for path in files_named("metrics.jsonl", out))
 
 
 def test_killed_at_ten_random_moments_it_ends_where_an_unbroken_run_ends(tmp_path):

@@ -23,7 +23,7 @@ from tiltsam.lab.augment import normalise
 from tiltsam.lab.config import ConfigError, TrainConfig
 from tiltsam.lab.data import Data
 from tiltsam.lab.devices import resolve_device
-from tiltsam.lab.record import Record, RecordError
+from tiltsam.lab.record import Record, RecordError, folders_of_runs
 from tiltsam.lab.train import data_key, load_data, load_model
 
 __all__ = ["cross_runs", "find_runs", "measure_runs", "save_flatness"]
@@ -37,7 +37,7 @@ def find_runs(paths: Sequence[Path]) -> dict[str, Record]:
     """
     found: dict[str, Record] = {}
     for path in paths:
-        places = [path] if (path / "config.json").exists() else sorted(p.parent for p in path.rglob("config.json"))
+        places = folders_of_runs(path)
         if not places:
             raise RecordError(f"no run in {path}: a run is a folder with config.json, as tiltsam train writes it")
         for place in places:

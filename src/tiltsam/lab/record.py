@@ -33,7 +33,7 @@ from torch import Tensor
 import tiltsam
 from tiltsam.lab.config import TrainConfig
 
-__all__ = ["Checkpoint", "Record", "RecordError"]
+__all__ = ["Checkpoint", "Record", "RecordError", "folders_of_runs"]
 
 KEEP = 2
 
@@ -209,6 +209,16 @@ class Record:
     def _places(self) -> list[Path]:
         folder = self.folder / "checkpoints"
         return sorted(p for p in folder.iterdir() if p.name.isdigit()) if folder.exists() else []
+
+
+def folders_of_runs(root: Path) -> list[Path]:
+    """The folders below ``root`` that hold runs, in order; runs may be in progress, and their drafts come and go."""
+    found = []
+    for place, folders, files in os.walk(root):  # passes over what vanishes
+        if "config.json" in files:
+            found.append(Path(place))
+            folders.clear()
+    return sorted(found)
 
 
 def _split_optimizer(state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:

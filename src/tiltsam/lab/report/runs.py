@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tiltsam.lab.record import RecordError
+from tiltsam.lab.record import RecordError, folders_of_runs
 
 __all__ = ["Problem", "Reading", "Run", "read_runs"]
 
@@ -132,7 +132,7 @@ def read_runs(folders: Sequence[Path]) -> Reading:
 def _places(folders: Iterable[Path]) -> list[Path]:
     found: dict[Path, Path] = {}
     for folder in folders:
-        places = sorted(path.parent for path in folder.rglob("config.json")) if folder.is_dir() else []
+        places = folders_of_runs(folder)
         if not places:
             raise RecordError(f"no run in {folder}: a run is a folder with config.json, as tiltsam train writes it")
         for place in places:

@@ -134,18 +134,19 @@ class CapturedStep:
         self._check(batch)
         if self.reason is not None:
             return self.optimizer.step(*self._closures(batch))
-        with self.optimizer.current_space().on_device():
-            return self._step(batch)
+        space = self.optimizer.current_space()
+        with space.on_device():
+            return self._step(batch, space)
 
-    def _step(self, batch: tuple[Any, ...]) -> Tensor:
+    def _step(self, batch: tuple[Any, ...], space: ParameterSpace) -> Tensor:
         key = self._key(batch)
-        self._drop_if_stale(key)
+        self._drop_if_stale(key, space)
         seen = self._seen.get(key, _Seen())
         if key not in self._graphs and seen.steps >= self._warm_up:
             self._try_capture(key, batch, seen)
         if (graph := self._graphs.get(key)) is not None:
             return self._replay(graph, batch)
-        generator = torch.cuda.default_generators[self.optimizer.current_space().device.index]
+        generator = torch.cuda.default_generators[space.device.index]
         offset = generator.get_offset()
         with self._side_stream():  # autograd remembers the stream it first ran on: make it the one of the capture
             loss = self.optimizer.step(*self._closures(batch))
@@ -177,7 +178,7 @@ class CapturedStep:
             self._write_rates()
             with captured.random.replaying():
                 captured.graph.replay()
-            space.hand_over()
+            space.mean.hand_over()
             return _with_numbers(
                 captured.info, captured.numbers.clone()
             )  # the graph's are overwritten at the next replay
@@ -224,12 +225,12 @@ class CapturedStep:
             info = optimizer.execute(space, watch=lambda info: rows.append(_row(info)))
         return _Graph(graph, info, rows[0], mine, random, space, _places(optimizer.base))
 
-    def _drop_if_stale(self, key: Any) -> None:
+    def _drop_if_stale(self, key: Any, space: ParameterSpace) -> None:
         """A graph knows tensors by their addresses: layers that were frozen for a while, or a loaded state, end it."""
         graph = self._graphs.get(key)
         if graph is None:
             return
-        here = graph.space is self.optimizer.current_space()
+        here = graph.space is space
         if not here:
             del self._seen[key]  # another space: all of it has to be warmed up anew
         if not here or graph.state != _places(self.optimizer.base):

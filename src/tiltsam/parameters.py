@@ -6,17 +6,20 @@ scratch vector, evaluates the closure wherever they stand, and puts every bit ba
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from tiltsam import fused, vectors
+from tiltsam.accumulator import Accumulator
+from tiltsam.blocks import BlockVectors
 from tiltsam.distributed import Parallel, Sharding, World, local_gradient, local_part, reshard
 from tiltsam.passes import CapturedRandom, Passes, WithoutBackward
+from tiltsam.settings import DeviceSettings
 from tiltsam.space import EPS, Evaluation, Spread
 from tiltsam.streams import Streams
 from tiltsam.tilting import StreamingTilt
@@ -28,15 +31,7 @@ Closure: TypeAlias = Callable[[], Any]
 """Torch's own protocol: runs forward and backward, returns the loss."""
 
 
-class _Block(NamedTuple):
-    """Positions of tensors that one fused kernel can take together."""
-
-    device: torch.device
-    indices: tuple[int, ...]
-    group: int  # the parameter group, where blocks do not cross groups
-
-
-class ParameterSpace:
+class ParameterSpace(BlockVectors, DeviceSettings):
     """The trainable parameters of some parameter groups as a :class:`Space`.
 
     Memory, beyond the parameters: one copy of them (``center``), one accumulator for gradients, and whatever vectors
@@ -68,94 +63,33 @@ class ParameterSpace:
         self.sharding = Sharding(self.params)
         self.world = World(parallel, self.passes.model, self.sharding)
         _check_storage(self.params)
-        self.foreach = foreach
-        self.device = self.params[0].device
-        self.dtype = torch.promote_types(torch.float32, _widest(self.params))
+        here = [_real(local_part(p)) for p in self.params]
+        dtype = torch.promote_types(torch.float32, _widest(self.params))
+        groups_of = [g for _, g in members]
+        BlockVectors.__init__(self, here, groups_of, sharding=self.sharding, dtype=dtype, foreach=foreach)
+        DeviceSettings.__init__(self, len(groups), dtype, here[0].device)
         self.dim = sum(p.numel() * (2 if p.is_complex() else 1) for p in self.params)
-        self._blocks = self._partition([0] * len(members))
-        self._group_blocks = self._partition([g for _, g in members])
-        self.point = [_real(local_part(p)) for p in self.params]
         self._center, _ = vectors.allocate(self.point)
         self._backed_up = False  # whether it holds θ
         self._gradient: list[Tensor | None] = []  # of the last evaluation
-        self._mean: list[Tensor | None] = [None] * len(self.params)
-        self._mean_buffers: list[Tensor] = []  # the memory it lies in
         whole = foreach and self.sharding.mesh is None
         self._fused = fused.FusedVectors(self.point) if whole and fused.supported(self.point) else None
+        self.mean = Accumulator(
+            self.params, self._blocks, sharding=self.sharding, world=self.world, fused=self._fused, foreach=foreach
+        )
         self._table: Tensor | None = None  # addresses of the last gradient, where the fused kernels can take it
         self._moved: Tensor | None = None  # ‖point − θ‖, where it is known without looking
         self._at_center = True  # whether the point is θ
-        self._zero = torch.zeros((), dtype=self.dtype, device=self.device)
-        self._scratch: dict[str, list[Tensor]] = {}
-        self._scalars: dict[str, tuple[float, Tensor]] = {}
         self.streams = Streams([x.device for x in self.point])
         self._scales: dict[int, tuple[Tensor, Tensor]] = {}  # of a sample's noise, and the length it then has
         self._num_samples = 1
         self._held: list[object] = []  # what branches of a graph still read: its memory must not be lent out again
         self._side: torch.cuda.Stream | None = None  # for branches of a graph, while one is captured
-        self._rho = torch.zeros(len(groups), dtype=self.dtype, device=self.device)
-        self._rho_values: list[float] = [0.0] * len(groups)
-        self._seen = [False] * len(self.params)  # which parameters had a gradient in this step
-        self.ascending = False
-        self.set_radius(0.0)
         self.closure: Closure = _no_closure
         self.ascent_closure: Closure | None = None
         self.scaler: torch.amp.GradScaler | None = None
         self.scale_free = True  # whether the sampler asks for directions alone
         self.num_forwards = self.num_backwards = 0
-
-    def _partition(self, group_of: list[int]) -> list[_Block]:
-        blocks: dict[tuple[torch.device, torch.dtype, int], list[int]] = {}
-        for i, p in enumerate(self.params):
-            blocks.setdefault((p.device, p.dtype, group_of[i]), []).append(i)
-        return [_Block(device, tuple(at), g) for (device, _, g), at in blocks.items()]
-
-    # ---------------------------------------------------------------- settings of a step, written by the host
-
-    def set(self, name: str, value: float) -> None:
-        """Put a number on the device, if it is not there already (a fill, never a copy that would wait)."""
-        known = self._scalars.get(name)
-        if known is None:
-            self._scalars[name] = (value, torch.full((), value, dtype=self.dtype, device=self.device))
-        elif known[0] != value:
-            known[1].fill_(value)
-            self._scalars[name] = (value, known[1])
-
-    def setting(self, name: str) -> Tensor:
-        """The number on the device."""
-        return self._scalars[name][1]
-
-    def set_rho(self, values: list[float]) -> None:
-        """One rho per parameter group."""
-        for g, value in enumerate(values):
-            if value != self._rho_values[g]:
-                self._rho[g].fill_(value)
-        self._rho_values = list(values)
-        self.ascending = any(value != 0 for value in values)
-
-    @property
-    def rho(self) -> Tensor:
-        """See :class:`Space`. A scalar where all groups agree, so that one kernel serves them all."""
-        return self._rho[0] if len(set(self._rho_values)) == 1 else self._rho
-
-    def set_radius(self, value: float) -> None:
-        """The radius of the neighbourhood."""
-        self.set("radius", value)
-        self.noisy = value != 0
-
-    @property
-    def radius(self) -> Tensor:
-        """See :class:`Space`."""
-        return self.setting("radius")
-
-    @property
-    def delta(self) -> Tensor:
-        """See :class:`Space`."""
-        return self.setting("delta")
-
-    def shape_of_settings(self) -> tuple[bool, bool, bool]:
-        """What the host knows of the numbers, and decides by: is there noise, is there ascent, does rho differ."""
-        return self.noisy, self.ascending, len(set(self._rho_values)) > 1
 
     # ---------------------------------------------------------------- visiting and coming back
 
@@ -231,7 +165,7 @@ class ParameterSpace:
         self.point = [_real(local_part(p)) for p in self.params]  # anew at each step: p.data may have been swapped
         self._at_center, self._moved, self._backed_up = True, self._zero, False
         before = [p.grad for p in self.params + self._empty]
-        self._seen = [False] * len(self.params)
+        self.mean.begin()
         self.num_forwards = self.num_backwards = 0
         self._num_samples, self._scales = num_samples, {}
         try:
@@ -252,9 +186,7 @@ class ParameterSpace:
         """Give every parameter the gradient it had; where that was our accumulator, half a sum becomes zero."""
         for p, grad in zip(self.params + self._empty, before, strict=True):
             p.grad = grad
-        for p, mean, seen in zip(self.params, self._mean, self._seen, strict=True):
-            if seen and p.grad is not None and mean is not None and local_part(p.grad).data_ptr() == mean.data_ptr():
-                mean.zero_()
+        self.mean.drop()
 
     @property
     def center(self) -> list[Tensor]:
@@ -335,13 +267,16 @@ class ParameterSpace:
         assert self.scaler is not None
         return self.scaler.scale(torch.ones((), dtype=self.dtype, device=self.device))
 
+    def scale_mean(self) -> None:
+        """Make the mean as scaled as a scaler expects a gradient to be: some samplers had it unscaled."""
+        if not self.scale_free:
+            self.mean.scale_(self.loss_scale())
+
     def step_scaled(self, base: Optimizer, num_samples: int, num_nonfinite: Tensor) -> None:
         """Unscale the mean and let ``base`` step, unless no sample was finite; tell the scaler of any that was not."""
         scaler = self.scaler
         assert scaler is not None
-        if not self.scale_free:  # unscaled already: scaled again for the scaler to unscale and look at
-            for buffer in self._mean_buffers:
-                buffer.mul_(self.loss_scale().to(buffer.device))
+        self.scale_mean()
         scaler.unscale_(base)
         overflows = scaler._found_inf_per_device(base).values()
         for found in overflows:
@@ -374,33 +309,8 @@ class ParameterSpace:
     # ---------------------------------------------------------------- the gradient handed to the base optimizer
 
     def accumulate(self, gradient: list[Tensor | None], share: Tensor, valid: Tensor, *, first: bool) -> None:
-        """Mix a gradient into the running weighted mean: ``mean += share (gradient − mean)``; uses it up.
-
-        A gradient that is not ``valid`` counts as zero (its share is zero too). So does a parameter without gradient in
-        this pass; one without any in the whole step keeps ``None``.
-        """
-        self._make_room(gradient)
-        table = self._table_of(gradient)
-        if self._fused is not None and table is not None and (first or all(self._seen)):
-            mean = self._fused.named("mean", [m for m in self._mean if m is not None])
-            self._fused.mix(mean, table, share, valid, first=first)
-            self._seen = [True] * len(self.params)
-            return
-        for block in self._blocks:
-            part, ok = share.to(block.device), valid.to(block.device)
-            new = [i for i in block.indices if gradient[i] is not None and not self._seen[i]]
-            old = [i for i in block.indices if gradient[i] is not None and self._seen[i]]
-            gone = [i for i in block.indices if gradient[i] is None and self._seen[i]]
-            if new:
-                vectors.keep_copy_(_pick(self._mean, new), _pick(gradient, new), ok, foreach=self.foreach)
-                if not first:
-                    vectors.scale_(_pick(self._mean, new), part, foreach=self.foreach)
-            if old:
-                vectors.keep_(_pick(gradient, old), ok, foreach=self.foreach)
-                vectors.lerp_(_pick(self._mean, old), _pick(gradient, old), part, foreach=self.foreach)
-            if gone:
-                vectors.scale_(_pick(self._mean, gone), 1 - part, foreach=self.foreach)
-        self._seen = [seen or g is not None for seen, g in zip(self._seen, gradient, strict=True)]
+        """Mix a gradient into the mean that the base gets; see :meth:`Accumulator.add`."""
+        self.mean.add(gradient, self._table_of(gradient), share, valid, self.point, first=first)
 
     def stand_by(self) -> None:
         """What a rank does that holds no sample while others do: one pass at θ, whose gradient counts nothing.
@@ -422,54 +332,20 @@ class ParameterSpace:
         rows, seen = numbers[: 5 * self._num_samples].view(-1, 5), numbers[5 * self._num_samples :]
         for j, row in zip(indices, mine.rows(), strict=True):
             rows[j] = row
-        seen.copy_(torch.tensor(self._seen, dtype=self.dtype))
+        seen.copy_(self.mean.seen(self.dtype))
         self.world.sum_over_samples(numbers)
         for row in rows:
             joined.add_row(row)
-        for mean, here in zip(self._mean, self._seen, strict=True):
-            if mean is not None and not here:
-                mean.zero_()  # other ranks may have a gradient where this one has none
-        self._seen = (seen > 0).tolist()
         weights = joined.numbers()["weights"]
-        weight = weights[list(indices)].sum() if indices else self._zero
-        for buffer in self._mean_buffers:
-            buffer.mul_(weight.to(buffer.device))
-            self.world.sum_over_samples(buffer)
+        self.mean.join(weights[list(indices)].sum() if indices else self._zero, (seen > 0).tolist())
         self.world.copy_from_first(self.passes.buffers())
         return joined
-
-    def _make_room(self, gradient: list[Tensor | None]) -> None:
-        """An accumulator for every parameter that has a gradient and none yet: at the first step, as a rule for all."""
-        everywhere = self.world.splits_samples  # one layout for all ranks, whose gradients may be of other parameters
-        missing = [i for i, g in enumerate(gradient) if (everywhere or g is not None) and self._mean[i] is None]
-        if missing:
-            new, buffers = vectors.allocate([self.point[i] for i in missing])
-            self._mean_buffers += buffers
-            for i, mean in zip(missing, new, strict=True):
-                self._mean[i] = mean
 
     def _table_of(self, gradient: list[Tensor | None]) -> Tensor | None:
         """The addresses of the last evaluation's gradient, where the fused kernels can take it."""
         return self._table if gradient is self._gradient else None
 
-    def hand_over(self) -> None:
-        """Make the accumulated mean the gradient of every parameter that had one in any pass."""
-        for i, (p, mean, seen) in enumerate(zip(self.params, self._mean, self._seen, strict=True)):
-            p.grad = None if not seen or mean is None else self.sharding.wrap(i, _like(mean, p))
-
     # ---------------------------------------------------------------- vectors
-
-    def vector(self, name: str) -> list[Tensor]:
-        """See :class:`Space`."""
-        if name not in self._scratch:
-            self._scratch[name] = [torch.zeros_like(x) for x in self.point]
-        return self._scratch[name]
-
-    def save(self, name: str, x: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """See :class:`Space`. Missing where ``x`` is missing."""
-        kept = self.vector(name)
-        self.copy_(kept, x)
-        return [None if a is None else k for a, k in zip(x, kept, strict=True)]
 
     def go_home(self) -> None:
         """See :class:`Space`."""
@@ -541,93 +417,6 @@ class ParameterSpace:
         stream = self.streams.generator(sample, self.device)
         return torch.rand((), generator=stream, dtype=self.dtype, device=self.device)
 
-    def norm(self, x: Sequence[Tensor | None]) -> Tensor:
-        """See :class:`Space`. Missing tensors count as zero."""
-        if self.sharding.mesh is not None:
-            lengths = {i: torch.linalg.vector_norm(a, dtype=self.dtype) for i, a in enumerate(x) if a is not None}
-            return self._total({i: length.square() for i, length in lengths.items()}).sqrt()
-        parts = []
-        for block in self._blocks:
-            if here := [a for i in block.indices if (a := x[i]) is not None]:
-                parts.append(vectors.norm(here, self.dtype, foreach=self.foreach).to(self.device))
-        total: Tensor = torch.linalg.vector_norm(parts[0] if len(parts) == 1 else torch.cat(parts))
-        return total
-
-    def dot(self, x: Sequence[Tensor | None], y: Sequence[Tensor | None]) -> Tensor:
-        """See :class:`Space`. Missing tensors count as zero."""
-        if self.sharding.mesh is not None:
-            both = ((i, a, b) for i, (a, b) in enumerate(zip(x, y, strict=True)) if a is not None and b is not None)
-            return self._total({i: (a * b).sum(dtype=self.dtype) for i, a, b in both})
-        parts = [vectors.dot(a, b, self.dtype).to(self.device) for _, a, b in self._pairs(x, y)]
-        return torch.stack(parts).sum()
-
-    def _total(self, numbers: Mapping[int, Tensor]) -> Tensor:
-        """The sum of one number for each tensor, where some tensors are held in parts by several ranks."""
-        sums = [self._zero, self._zero]
-        for i, number in numbers.items():
-            sums[self.sharding.split(i)] = sums[self.sharding.split(i)] + number.to(self.device)
-        return sums[0] + self.sharding.sum(sums[1])
-
-    def filter_norms(self, x: Sequence[Tensor]) -> list[Tensor]:
-        """See :class:`Space`."""
-        squares = [_filter_squares(a, self.dtype) for a in x]
-        apart = [i for i in range(len(x)) if not self.sharding.rows_are_whole(i)]
-        if self.sharding.mesh is not None:  # every rank holds a part of each of these filters
-            flat = self.sharding.sum(torch.cat([self._zero[None], *(squares[i].reshape(-1) for i in apart)]))
-            for i, total in zip(apart, flat[1:].split([squares[i].numel() for i in apart]), strict=True):
-                squares[i] = total.view(squares[i].shape)
-        return [square.sqrt().to(a.dtype) for square, a in zip(squares, x, strict=True)]
-
-    def copy_(self, x: Sequence[Tensor], y: Sequence[Tensor | None]) -> None:
-        """See :class:`Space`. Where ``y`` is missing, ``x`` becomes zero."""
-        self._writes(x)
-        for _, a, b in self._pairs(x, y):
-            vectors.copy_(a, b, foreach=self.foreach)
-        for at, source in zip(x, y, strict=True):
-            if source is None:
-                at.zero_()
-
-    def scale_(self, x: Sequence[Tensor | None], scale: Tensor) -> None:
-        """See :class:`Space`."""
-        self._writes(x)
-        for block, a, _ in self._pairs(x, x, by_group=scale.dim() > 0):
-            vectors.scale_(a, self._scale_for(scale, block), foreach=self.foreach)
-
-    def add_(self, x: Sequence[Tensor], y: Sequence[Tensor | None], alpha: float = 1.0) -> None:
-        """See :class:`Space`."""
-        self._writes(x)
-        for _, a, b in self._pairs(x, y):
-            vectors.add_(a, b, alpha=alpha, foreach=self.foreach)
-
-    def add_scaled_(self, x: Sequence[Tensor], y: Sequence[Tensor | None], scale: Tensor) -> None:
-        """See :class:`Space`."""
-        self._writes(x)
-        for block, a, b in self._pairs(x, y, by_group=scale.dim() > 0):
-            vectors.add_scaled_(a, b, self._scale_for(scale, block), foreach=self.foreach)
-
-    def keep_(self, x: Sequence[Tensor | None], mask: Tensor) -> None:
-        """See :class:`Space`."""
-        for block, a, _ in self._pairs(x, x):
-            vectors.keep_(a, mask.to(block.device), foreach=self.foreach)
-
-    def select_(self, x: list[Tensor | None], y: Sequence[Tensor | None], mask: Tensor) -> None:
-        """See :class:`Space`. A missing tensor counts as zero, and stays missing only if it is in both."""
-        for i, (a, b) in enumerate(zip(x, y, strict=True)):
-            if a is None and b is not None:
-                x[i] = torch.zeros_like(b)
-        for block, here, there in self._pairs(x, y):
-            vectors.select_(here, there, mask.to(block.device))
-        for a, b in zip(x, y, strict=True):
-            if a is not None and b is None:
-                vectors.keep_([a], ~mask.to(a.device), foreach=self.foreach)
-
-    def map_(self, x: Sequence[Tensor | None], function: Callable[..., Tensor], *others: Sequence[Tensor]) -> None:
-        """See :class:`Space`. Where ``x`` is missing, nothing happens."""
-        self._writes(x)
-        for a, *rest in zip(x, *others, strict=True):
-            if a is not None:
-                a.copy_(function(a, *rest))
-
     def displacement(self) -> Tensor:
         """``‖point − θ‖``. Uses the point up: it is left at some place that is not to be evaluated."""
         if self._moved is not None:
@@ -640,32 +429,9 @@ class ParameterSpace:
             self._back_up()
             self._moved, self._at_center = None, False
 
-    def _copy(self, x: list[Tensor], y: list[Tensor]) -> None:
-        for _, a, b in self._pairs(x, y):
-            vectors.copy_(a, b, foreach=self.foreach)
-
-    def _pairs(
-        self, x: Sequence[Tensor | None], y: Sequence[Tensor | None], *, by_group: bool = False
-    ) -> Iterator[tuple[_Block, list[Tensor], list[Tensor]]]:
-        """The tensors that are there in both, block by block."""
-        for block in self._group_blocks if by_group else self._blocks:
-            both = [(a, b) for i in block.indices if (a := x[i]) is not None and (b := y[i]) is not None]
-            if both:
-                yield block, [a for a, _ in both], [b for _, b in both]
-
-    def _scale_for(self, scale: Tensor, block: _Block) -> Tensor:
-        return (scale if scale.dim() == 0 else scale[block.group]).to(block.device)
-
 
 def _no_closure() -> Tensor:
     raise RuntimeError("no closure was set")
-
-
-def _filter_squares(w: Tensor, dtype: torch.dtype) -> Tensor:
-    """The sum of squares of each slice along the first dimension, shaped to be multiplied with ``w``."""
-    rows = w.reshape(1, -1) if w.dim() <= 1 else w.flatten(1)
-    squares = rows.to(dtype).square().sum(1)
-    return squares.view(-1, *[1] * (w.dim() - 1)) if w.dim() > 1 else squares.squeeze(0)
 
 
 def _real(x: Tensor) -> Tensor:
@@ -674,18 +440,10 @@ def _real(x: Tensor) -> Tensor:
     return torch.view_as_real(x) if x.is_complex() else x
 
 
-def _like(real: Tensor, p: Tensor) -> Tensor:
-    return torch.view_as_complex(real) if p.is_complex() else real
-
-
 def _strided(grad: Tensor) -> Tensor:
     if grad.layout != torch.strided:
         raise TypeError(f"gradients must be dense, got {grad.layout}: build the embedding with sparse=False")
     return grad.resolve_conj()
-
-
-def _pick(x: Sequence[Tensor | None], indices: Sequence[int]) -> list[Tensor]:
-    return [a for i in indices if (a := x[i]) is not None]
 
 
 def _widest(params: Sequence[Tensor]) -> torch.dtype:

@@ -332,7 +332,7 @@ class SharpnessAware(Optimizer):
         ``watch`` is shown the info as soon as it is there: inside a capture, in a branch beside the base's update.
         """
         info = self.gather(space, watch)
-        space.hand_over()
+        space.mean.hand_over()
         if space.scaler is not None:
             space.step_scaled(self.base, len(info.losses), info.num_nonfinite)
         elif not self.skip_nonfinite or bool((info.num_nonfinite < len(info.losses)).item()):

@@ -52,9 +52,10 @@ def gather(optimizer: SharpnessAware, closure: Closure, scaler: torch.amp.GradSc
 
     def run(space: ParameterSpace) -> StepInfo:
         info = optimizer.gather(space)
-        space.hand_over()
+        space.mean.hand_over()
         if space.scaler is not None:
-            _leave_scaled(space, info.num_nonfinite)
+            space.scale_mean()
+            _mark_overflow(space, info.num_nonfinite)
         elif optimizer.skip_nonfinite and bool((info.num_nonfinite == len(info.losses)).item()):
             optimizer.zero_grad()  # a base leaves parameters without gradient alone
         return info
@@ -64,11 +65,7 @@ def gather(optimizer: SharpnessAware, closure: Closure, scaler: torch.amp.GradSc
     return losses[0]
 
 
-def _leave_scaled(space: ParameterSpace, num_nonfinite: Tensor) -> None:
-    """Make the aggregate what a scaler expects to find."""
-    gradients = [p.grad for p in space.params if p.grad is not None]
-    if not space.scale_free:  # these methods mix gradients of the loss as it is
-        for g in gradients:
-            g.mul_(space.loss_scale().to(g))
-    overflow = torch.where(num_nonfinite > 0, torch.inf, 0.0)
-    gradients[0].add_(overflow.to(gradients[0]))
+def _mark_overflow(space: ParameterSpace, num_nonfinite: Tensor) -> None:
+    """Make the aggregate infinite if any pass overflowed, which is how a scaler hears of it."""
+    gradient = next(p.grad for p in space.params if p.grad is not None)
+    gradient.add_(torch.where(num_nonfinite > 0, torch.inf, 0.0).to(gradient))

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -81,8 +81,8 @@ def tokenizer_of(source: str) -> Any:
     return made
 
 
-class Encoder(nn.Module):
-    """A transformer that reads texts, with a new layer on top that gives the outputs.
+class _Pretrained(nn.Module):
+    """A transformer with a new layer on top that gives the outputs.
 
     Args:
         source: Folder or hub name.
@@ -92,10 +92,17 @@ class Encoder(nn.Module):
         DataError: ``transformers`` is not installed, or there is no such encoder here.
     """
 
+    kind: ClassVar[str]  # which of transformers' classes
+
     def __init__(self, source: str, num_classes: int) -> None:
         super().__init__()
-        kind = _transformers(source).AutoModelForSequenceClassification
-        self.model = _load_model(kind, source, num_classes)
+        self.model = _load_model(getattr(_transformers(source), self.kind), source, num_classes)
+
+
+class Encoder(_Pretrained):
+    """One that reads texts."""
+
+    kind = "AutoModelForSequenceClassification"
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor | None = None) -> Tensor:
         """Logits."""
@@ -104,21 +111,10 @@ class Encoder(nn.Module):
         return logits
 
 
-class ImageEncoder(nn.Module):
-    """A transformer that looks at images, with a new layer on top that gives the outputs.
+class ImageEncoder(_Pretrained):
+    """One that looks at images."""
 
-    Args:
-        source: Folder or hub name.
-        num_classes: Number of outputs.
-
-    Raises:
-        DataError: ``transformers`` is not installed, or there is no such encoder here.
-    """
-
-    def __init__(self, source: str, num_classes: int) -> None:
-        super().__init__()
-        kind = _transformers(source).AutoModelForImageClassification
-        self.model = _load_model(kind, source, num_classes)
+    kind = "AutoModelForImageClassification"
 
     def forward(self, image: Tensor) -> Tensor:
         """Logits."""

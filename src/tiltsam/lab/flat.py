@@ -23,7 +23,7 @@ from tiltsam.lab.augment import normalise
 from tiltsam.lab.config import ConfigError, TrainConfig
 from tiltsam.lab.data import Data
 from tiltsam.lab.devices import resolve_device
-from tiltsam.lab.record import Record, RecordError, folders_of_runs
+from tiltsam.lab.record import Record, folders_of_runs
 from tiltsam.lab.train import data_key, load_data, load_model
 
 __all__ = ["cross_runs", "find_runs", "measure_runs", "save_flatness"]
@@ -36,16 +36,12 @@ def find_runs(paths: Sequence[Path]) -> dict[str, Record]:
         RecordError: If a folder holds no run.
     """
     found: dict[str, Record] = {}
-    for path in paths:
-        places = folders_of_runs(path)
-        if not places:
-            raise RecordError(f"no run in {path}: a run is a folder with config.json, as tiltsam train writes it")
-        for place in places:
-            config = Record(place).config()
-            name = f"{config.method} seed {config.seed}"
-            while name in found:
-                name += "'"
-            found[name] = Record(place)
+    for place in folders_of_runs(paths):
+        config = Record(place).config()
+        name = f"{config.method} seed {config.seed}"
+        while name in found:
+            name += "'"
+        found[name] = Record(place)
     return found
 
 

@@ -22,7 +22,7 @@ import os
 import platform
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -211,14 +211,26 @@ class Record:
         return sorted(p for p in folder.iterdir() if p.name.isdigit()) if folder.exists() else []
 
 
-def folders_of_runs(root: Path) -> list[Path]:
-    """The folders below ``root`` that hold runs, in order; runs may be in progress, and their drafts come and go."""
-    found = []
-    for place, folders, files in os.walk(root):  # passes over what vanishes
-        if "config.json" in files:
-            found.append(Path(place))
-            folders.clear()
-    return sorted(found)
+def folders_of_runs(roots: Iterable[Path]) -> list[Path]:
+    """The folders that hold runs: those given, or all below them, each once.
+
+    Runs may be in progress, and their drafts come and go.
+
+    Raises:
+        RecordError: If there is none in one of the folders.
+    """
+    found: dict[Path, Path] = {}
+    for root in roots:
+        places = []
+        for place, folders, files in os.walk(root):  # passes over what vanishes
+            if "config.json" in files:
+                places.append(Path(place))
+                folders.clear()
+        if not places:
+            raise RecordError(f"no run in {root}: a run is a folder with config.json, as tiltsam train writes it")
+        for folder in sorted(places):
+            found.setdefault(folder.resolve(), folder)
+    return list(found.values())
 
 
 def _split_optimizer(state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -4,47 +4,53 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.train import Progress
 
-__all__ = ["Screen", "print_table"]
+__all__ = ["LiveScreen", "Screen", "print_table"]
 
 LINE_SECONDS = 5.0  # plain lines come no more often, but for the last of a run or a file
 
 
-class Screen:
-    """Shows runs as they go. A context; ``report`` and ``loading`` fit :func:`tiltsam.lab.compare.compare`."""
+class LiveScreen:
+    """Something that is drawn over and over on a terminal, with lines above it that stay. A context.
 
-    def __init__(self) -> None:
-        self._bar: Any = None
-        self._task: Any = None
-        self._shown: object = None
-        self._last_line = 0.0
-        if sys.stdout.isatty():
-            from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+    Args:
+        make: Makes what is drawn, one of rich's; called on a terminal alone.
+    """
 
-            text = "{task.description}  {task.fields[note]}"
-            self._bar = Progress(TextColumn(text, markup=False), BarColumn(), TaskProgressColumn())
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._live: Any = make() if sys.stdout.isatty() else None
 
-    def __enter__(self) -> Screen:
-        if self._bar is not None:
-            self._bar.start()
+    def __enter__(self) -> Self:
+        if self._live is not None:
+            self._live.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+        if self._live is not None:
+            self._live.stop()
 
     def say(self, line: str) -> None:
         """A line that stays."""
-        if self._bar is not None:
-            self._bar.console.print(line, markup=False, highlight=False)
+        if self._live is not None:
+            self._live.console.print(line, markup=False, highlight=False)
         else:
             print(line, flush=True)
+
+
+class Screen(LiveScreen):
+    """Shows runs as they go. A context; ``report`` and ``loading`` fit :func:`tiltsam.lab.compare.compare`."""
+
+    def __init__(self) -> None:
+        super().__init__(_bar)
+        self._task: Any = None
+        self._shown: object = None
+        self._last_line = 0.0
 
     def report(self, config: TrainConfig, progress: Progress) -> None:
         """A run is that far."""
@@ -56,7 +62,7 @@ class Screen:
         if 0 < progress.done < 1:
             notes.append(f"{_clock(progress.seconds * (1 / progress.done - 1))} left")
         name, note = f"{config.method} seed {config.seed}", "  ".join(notes)
-        if self._bar is None:
+        if self._live is None:
             self._line(f"{config.task} {name}  {100 * min(progress.done, 1):3.0f}%  {note}", last=progress.done >= 1)
         else:
             self._draw(config, name, min(progress.done, 1.0), 1.0, note)
@@ -65,7 +71,7 @@ class Screen:
         """Something is downloaded, unpacked or decoded."""
         size = _bytes if what.startswith("downloading") else str
         note = size(done) if total is None else f"{size(done)} of {size(total)}"
-        if self._bar is None:
+        if self._live is None:
             self._line(f"{what}: {note}", last=done == total)
         else:
             self._draw(what, what, done, total, note)
@@ -74,10 +80,10 @@ class Screen:
         """The one bar: it goes when something else begins."""
         if self._shown != what:
             if self._task is not None:
-                self._bar.remove_task(self._task)
-            self._task = self._bar.add_task(name, total=total, note=note)
+                self._live.remove_task(self._task)
+            self._task = self._live.add_task(name, total=total, note=note)
             self._shown = what
-        self._bar.update(self._task, completed=done, total=total, note=note)
+        self._live.update(self._task, completed=done, total=total, note=note)
 
     def _line(self, text: str, *, last: bool) -> None:
         if last or time.monotonic() - self._last_line >= LINE_SECONDS:
@@ -93,6 +99,13 @@ def _clock(seconds: float) -> str:
 
 def _bytes(count: int) -> str:
     return f"{count / 1e6:.1f} MB"
+
+
+def _bar() -> Any:
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+
+    text = "{task.description}  {task.fields[note]}"
+    return Progress(TextColumn(text, markup=False), BarColumn(), TaskProgressColumn())
 
 
 def print_table(title: str, cells: Sequence[Sequence[str]]) -> None:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tiltsam.lab.record import RecordError, folders_of_runs
+from tiltsam.lab.record import folders_of_runs
 
 __all__ = ["Problem", "Reading", "Run", "read_runs"]
 
@@ -101,7 +101,7 @@ def read_runs(folders: Sequence[Path]) -> Reading:
     """
     runs: list[Run] = []
     problems: list[Problem] = []
-    for place in _places(folders):
+    for place in folders_of_runs(folders):
         config = _read_object(place / "config.json", problems)
         if config is None:
             continue
@@ -127,17 +127,6 @@ def read_runs(folders: Sequence[Path]) -> Reading:
         )
         problems += [Problem(p.where, p.what, task) for p in own]
     return _without_twins(runs, problems)
-
-
-def _places(folders: Iterable[Path]) -> list[Path]:
-    found: dict[Path, Path] = {}
-    for folder in folders:
-        places = folders_of_runs(folder)
-        if not places:
-            raise RecordError(f"no run in {folder}: a run is a folder with config.json, as tiltsam train writes it")
-        for place in places:
-            found.setdefault(place.resolve(), place)
-    return list(found.values())
 
 
 def _read_object(path: Path, problems: list[Problem]) -> dict[str, Any] | None:

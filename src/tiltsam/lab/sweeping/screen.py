@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
+from tiltsam.lab.screen import LiveScreen
 from tiltsam.lab.sweeping.standing import Standing, Trial, format_settings, format_standings
 
 __all__ = ["SweepScreen"]
@@ -14,34 +14,18 @@ __all__ = ["SweepScreen"]
 MOST_ROWS = 8  # running trials shown; a large sweep has more than a screen holds
 
 
-class SweepScreen:
+class SweepScreen(LiveScreen):
     """A context; ``report`` and ``say`` fit :func:`tiltsam.lab.sweep.sweep`."""
 
     def __init__(self) -> None:
-        self._live: Any = None
+        super().__init__(_table)
         self._told: set[tuple[str, str]] = set()
         self._first = True
-        if sys.stdout.isatty():
-            from rich.live import Live
-
-            self._live = Live(refresh_per_second=4)
-
-    def __enter__(self) -> SweepScreen:
-        if self._live is not None:
-            self._live.start()
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         if self._live is not None:
             self._live.update("")  # the final table is printed by the command
-            self._live.stop()
-
-    def say(self, line: str) -> None:
-        """A line that stays."""
-        if self._live is not None:
-            self._live.console.print(line, markup=False, highlight=False)
-        else:
-            print(line, flush=True)
+        super().__exit__(kind, error, tb)
 
     def report(self, standings: Sequence[Standing]) -> None:
         """Show where every method stands; no score on the test set before the choice is made."""
@@ -68,6 +52,12 @@ class SweepScreen:
             self._told.add((method, what))
             if not self._first:
                 print(line, flush=True)
+
+
+def _table() -> Any:
+    from rich.live import Live
+
+    return Live(refresh_per_second=4)
 
 
 def _trial_line(s: Standing, trial: Trial) -> str:

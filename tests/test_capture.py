@@ -9,7 +9,7 @@ from torch import nn
 
 import tiltsam
 from cases import METHODS, Net, Problem, sgd
-from tiltsam.capture import capture
+from tiltsam.capture import _arrange_state, capture
 
 every_method = pytest.mark.parametrize("method", METHODS, ids=repr)
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -124,6 +124,89 @@ def test_what_a_graph_cannot_hold_is_captured_anew():
     pair = Pair(METHODS[6])
     pair.run(24, between)
     assert len(pair.step._graphs) == 3
+    assert pair.distance() < TOLERANCE
+
+
+@cuda
+def test_a_layer_frozen_for_a_while():
+    def between(k, optimizer):
+        first = optimizer.param_groups[0]["params"][0]
+        if k in (8, 16):
+            first.requires_grad_(k == 16)
+            first.grad = None
+
+    pair = Pair(METHODS[6])
+    pair.run(28, between)
+    assert pair.step.reason is None
+    assert len(pair.step._graphs) >= 2
+    assert pair.distance() < TOLERANCE
+
+
+@cuda
+def test_a_state_loaded_between_replays():
+    kept = {}
+
+    def between(k, optimizer):
+        if k == 6:
+            kept[id(optimizer)] = copy.deepcopy(optimizer.state_dict())
+        if k == 12:
+            optimizer.load_state_dict(kept[id(optimizer)])
+
+    pair = Pair(METHODS[6])
+    pair.run(24, between)
+    assert pair.step.reason is None
+    assert pair.optimizers[1].param_groups[0]["steps_taken"] == 18
+    assert pair.distance() < TOLERANCE
+
+
+def images(model, base, device, steps=1):
+    """Some eager steps of a convolution that lies in memory channels last."""
+    model.to(device, memory_format=torch.channels_last)
+    optimizer = tiltsam.SAM(base(model.parameters()), model=model)
+    x = torch.randn(4, 3, 8, 8, device=device)
+
+    def loss(x):
+        return model(x).square().mean()
+
+    for _ in range(steps):
+        optimizer.step(lambda: loss(x).backward() or loss(x))
+    return optimizer, loss, x
+
+
+def test_a_loaded_state_is_laid_out_as_the_parameters_are():
+    optimizer, _, _ = images(nn.Conv2d(3, 5, 3), torch.optim.Adam, "cpu")
+    weight = optimizer.param_groups[0]["params"][0]
+    state = optimizer.base.state[weight]
+    before = state["exp_avg"].clone()
+    state["exp_avg"] = before.contiguous()
+    assert state["exp_avg"].stride() != weight.stride()
+    _arrange_state(optimizer.base)
+    assert state["exp_avg"].stride() == weight.stride()
+    assert torch.equal(state["exp_avg"], before)
+    assert state["step"].item() == 1
+
+
+@cuda
+@pytest.mark.parametrize("base", [sgd, torch.optim.AdamW])
+def test_a_loaded_state_in_another_layout_is_captured(base):
+    optimizer, loss, x = images(nn.Conv2d(3, 5, 3), base, "cuda", steps=3)
+    state = copy.deepcopy(optimizer.state_dict())
+    for entries in state["state"].values():
+        entries.update({k: v.contiguous() if isinstance(v, torch.Tensor) else v for k, v in entries.items()})
+    optimizer.load_state_dict(state)
+    step = capture(optimizer, loss, (x,))
+    for _ in range(6):
+        step(x)
+    assert step.reason is None
+    assert len(step._graphs) == 1
+
+
+@cuda
+@pytest.mark.parametrize("name", ["sam", "pgn", "tsam"])
+def test_looking_around_at_every_second_step(name):
+    pair = Pair(tiltsam.METHODS[name], every=2)
+    pair.run(20)
+    assert len(pair.step._graphs) == 2
     assert pair.distance() < TOLERANCE
 
 

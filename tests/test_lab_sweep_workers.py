@@ -176,14 +176,14 @@ def test_what_a_worker_says_is_wrong_reaches_the_user(tmp_path):
 
 def test_ctrl_c_leaves_a_study_that_the_same_command_continues(tmp_path):
     command = [sys.executable, "-m", "tiltsam", "sweep", "digits", "--method", "erm", "--grid", "lr=0.02,0.05,0.1"]
-    command += ["--epochs", "40", "--batch-size", "256", "--seeds", "1", "--out", str(tmp_path)]
+    command += ["--epochs", "4000", "--batch-size", "256", "--seeds", "1", "--out", str(tmp_path)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     wait_for(lambda: files_named("metrics.jsonl", tmp_path))
     process.send_signal(signal.SIGINT)
     _, error = process.communicate(timeout=60)
     assert process.returncode == 130
     assert error == "tiltsam sweep: interrupted\n"
-    plan = plan_of(tmp_path, sqlite_url(tmp_path), epochs=40)
+    plan = plan_of(tmp_path, sqlite_url(tmp_path), epochs=4000)
     assert plan.folder.exists()  # a call from Python finds the study of the command
     with Desk(plan) as desk:
         assert not running(desk)

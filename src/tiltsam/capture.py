@@ -214,7 +214,8 @@ class CapturedStep:
         mine = tuple(x.clone() if isinstance(x, Tensor) else x for x in batch)
         space = optimizer.prepare(*self._closures(mine))
         graph = torch.cuda.CUDAGraph()
-        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        if not self._graphs:  # a pool goes with the last graph in it
+            self._pool = torch.cuda.graph_pool_handle()
         with (
             self._device_rates(),
             space.capturing(graph, seen.passes, drawing=seen.drawing) as random,
@@ -257,10 +258,7 @@ class CapturedStep:
                 group["fused"], group["foreach"] = True, False
             if "capturable" in group:
                 group["capturable"] = True
-        for state in base.state.values():
-            for name, value in state.items():  # counters that the base keeps on the host
-                if isinstance(value, Tensor) and value.dim() == 0 and not value.is_cuda:
-                    state[name] = value.to(groups[0]["params"][0].device)
+        _arrange_state(base)
         try:
             yield
         finally:
@@ -289,6 +287,21 @@ _FUSABLE = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)  # fused kerne
 def _reads_rate_from_device(base: Optimizer) -> bool:
     """Whether the base can read its learning rate from the device; if not, a new rate means a new graph."""
     return type(base) in _FUSABLE or "capturable" in base.defaults
+
+
+def _arrange_state(base: Optimizer) -> None:
+    """The state as fused kernels want it: counters on the device, vectors laid out in memory as their parameters are.
+
+    A state that was loaded has lost the layout: torch keeps the one it was saved in.
+    """
+    for p, state in base.state.items():
+        for name, value in state.items():
+            if not isinstance(value, Tensor):
+                continue
+            if value.dim() == 0:
+                state[name] = value.to(p.device)
+            elif value.shape == p.shape and value.stride() != p.stride():
+                state[name] = torch.empty_like(p, dtype=value.dtype, requires_grad=False).copy_(value)
 
 
 def _obstacle(optimizer: SharpnessAware) -> str | None:

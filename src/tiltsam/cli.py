@@ -113,6 +113,13 @@ def _add_lab(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         default="data",
         help="what processes started by torchrun divide: each batch, or tsam's samples (default: %(default)s)",
     )
+    train.add_argument(
+        "--until",
+        type=_share,
+        default=1.0,
+        metavar="SHARE",
+        help="pause when this share of the budget is used up, say 0.25; the same command without it goes on from there",
+    )
     train.set_defaults(run=_train)
 
     compare = commands.add_parser(
@@ -204,9 +211,12 @@ def _train(args: argparse.Namespace) -> None:
             download=args.download,
             tensorboard=args.tensorboard,
             team=team,
+            until=args.until,
             **shown,
         )
-    if team.first:
+    if team.first and "score" not in result:
+        print(f"paused after {result['epoch']:g} epochs, {result['passes']:.0f} passes: {record.folder}")
+    elif team.first:
         print(f"test {result['metric']} {100 * result['score']:.2f} after {result['epoch']:g} epochs, ", end="")
         print(f"{result['passes']:.0f} passes, {result['seconds']:.1f} s: {record.folder}")
 
@@ -310,6 +320,13 @@ def _methods(args: argparse.Namespace) -> None:
     for name, method in tiltsam.METHODS.items():
         first = (inspect.getdoc(method) or "").splitlines()[0]
         print(f"{name:{width}}  {first}")
+
+
+def _share(text: str) -> float:
+    value = float(text)
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"must be in (0, 1], got {text}")
+    return value
 
 
 def _writable(folder: Path) -> None:

@@ -32,7 +32,13 @@ METHOD_SETTINGS: dict[str, tuple[str, ...]] = {
 }
 
 # Fields that came later: at these values a run is the one it was before them, and has the same name.
-_SAYS_NOTHING: dict[str, Any] = {"image_size": None, "ascent_steps": 1, "t_schedule": "constant"}
+_SAYS_NOTHING: dict[str, Any] = {
+    "image_size": None,
+    "ascent_steps": 1,
+    "t_schedule": "constant",
+    "compile": False,
+    "evaluate_every": 1,
+}
 
 
 class ConfigError(Exception):
@@ -116,6 +122,10 @@ class TrainConfig:
     """Share of the training examples held out for choosing."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """bf16 runs the model under autocast."""
+    compile: bool = False
+    """torch.compile the model: a minute or so at the start, shorter passes after it."""
+    evaluate_every: int = 1
+    """Epochs from one look at validation and test to the next; after the last epoch there is always one."""
     device: str = "auto"
     """cpu, cuda, cuda:1; auto takes a GPU if there is one."""
     reestimate_batchnorm: bool = True
@@ -128,7 +138,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         if self.method not in METHOD_SETTINGS:
             raise ConfigError(f"unknown method {self.method!r}: one of {', '.join(METHOD_SETTINGS)}")
-        for name in ("epochs", "batch_size", "lr", "num_samples", "every", "ascent_steps"):
+        for name in ("epochs", "batch_size", "lr", "num_samples", "every", "ascent_steps", "evaluate_every"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} must be > 0, got {getattr(self, name)}")
         for name in ("passes", "seconds", "clip", "image_size"):

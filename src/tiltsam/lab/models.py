@@ -48,6 +48,17 @@ class _BasicBlock(nn.Module):
         return torch.relu(self.bn2(self.conv2(h)) + self.shortcut(x))
 
 
+def _he_normal(model: nn.Module) -> None:
+    """He's initialisation of the convolutions, as the networks were published.
+
+    PyTorch's own draws weights 2.4 times smaller. Before BatchNorm that leaves the function alone, and makes a
+    perturbation of a given length 2.4 times as strong.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+
+
 class ResNet(nn.Module):
     """A residual network of basic blocks.
 
@@ -79,6 +90,7 @@ class ResNet(nn.Module):
                 width_in = width * 2**stage
         self.blocks = nn.Sequential(*blocks)
         self.head = nn.Linear(width_in, num_classes)
+        _he_normal(self)
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits."""
@@ -129,6 +141,7 @@ class WideResNet(nn.Module):
         self.blocks = nn.Sequential(*blocks)
         self.bn = nn.BatchNorm2d(width_in)
         self.head = nn.Linear(width_in, num_classes)
+        _he_normal(self)
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits."""

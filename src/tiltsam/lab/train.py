@@ -64,8 +64,9 @@ def train(
     tick: Callable[[Progress], None] = lambda progress: None,
     checkpoint_seconds: float | None = None,
     team: Team | None = None,
+    until: float = 1.0,
 ) -> dict[str, Any]:
-    """Train, or go on training, and return the final numbers.
+    """Train, or go on training, and return the final numbers; of a run that pauses, those so far.
 
     Args:
         config: The run.
@@ -80,6 +81,8 @@ def train(
         checkpoint_seconds: Time between checkpoints, which lie at ends of epochs; by default the environment variable
             TILTSAM_CHECKPOINT_SECONDS, or 20.
         team: The processes that train it together, each of which calls this; the first one writes and reports.
+        until: Pause at the end of the epoch in which this share of the budget is reached, with a checkpoint: called
+            again, the run goes on from there.
     """
     team = team or Team()
     with ExitStack() as stack:
@@ -98,7 +101,7 @@ def train(
             report(progress)
 
         found = data(config) if data else load_data(config, root, download=download, progress=loading)
-        return Run(config, record, found, team).run(tell, checkpoint_seconds, tick)
+        return Run(config, record, found, team).run(tell, checkpoint_seconds, tick, until)
 
 
 class Run:
@@ -121,15 +124,16 @@ class Run:
         self.data = data.to(self.device)
         torch.manual_seed(config.seed)
         self.model = _build(config, data).to(self.device)
+        if self.device.type == "cuda":
+            self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.trained = self.team.wrap(self.model)
+        self._passing = torch.compile(self.trained) if config.compile else self.trained
         self.optimizer = self._optimizer()
         self.progress = Progress()
         self.best: dict[str, Any] = {}
         self.batches = Batches(self.data, config.batch_size)
         self.team.check(self.batches.size)
         self.step: Callable[..., Tensor] = tiltsam.capture(self.optimizer, self._loss, (self.data.train.targets,))
-        if self.device.type == "cuda":
-            self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
     def _optimizer(self) -> tiltsam.SharpnessAware:
         config, params = self.config, self.model.parameters()
@@ -155,30 +159,39 @@ class Run:
         report: Callable[[Progress], None],
         checkpoint_seconds: float,
         tick: Callable[[Progress], None] = lambda progress: None,
+        until: float = 1.0,
     ) -> dict[str, Any]:
         """Epoch after epoch until the budget is used up; the arguments are those of :func:`train`."""
         with suited_to(self.device, self.model):
-            return self._run(report, checkpoint_seconds, tick)
+            return self._run(report, checkpoint_seconds, tick, min(until, 1.0))
 
     def _run(
-        self, report: Callable[[Progress], None], checkpoint_seconds: float, tick: Callable[[Progress], None]
+        self,
+        report: Callable[[Progress], None],
+        checkpoint_seconds: float,
+        tick: Callable[[Progress], None],
+        until: float,
     ) -> dict[str, Any]:
         self._resume()
         if self.team.first:
             self.record.begin(self.config, self.device)
         saved = time.perf_counter()
-        while self.progress.done < 1:
+        while self.progress.done < until:
             loss, spread = self._epoch(tick)
-            row = self._evaluate(loss, spread)
-            self.progress.row = row
+            pause = self.progress.done >= until
+            looked = pause or int(self.progress.epoch) % self.config.evaluate_every == 0
+            if looked:
+                self.progress.row = self._evaluate(loss, spread)
             if not self.team.first:
                 continue
-            self.record.log(**row)
+            if looked:
+                self.record.log(**self.progress.row)
             report(self.progress)
-            if self.progress.done < 1 and time.perf_counter() - saved >= checkpoint_seconds:
+            if self.progress.done < 1 and (pause or time.perf_counter() - saved >= checkpoint_seconds):
                 self.record.save(self._checkpoint())
                 saved = time.perf_counter()
-        numbers: dict[str, Any] = self.team.tell(self._finish() if self.team.first else None)
+        conclude = self._finish if self.progress.done >= 1 else self._last_row
+        numbers: dict[str, Any] = self.team.tell(conclude() if self.team.first else None)
         return numbers
 
     def _epoch(self, tick: Callable[[Progress], None]) -> tuple[float, float]:
@@ -199,9 +212,8 @@ class Run:
                 tick(progress)
                 ticked = now
             self._set_rates(progress.done)
-            losses.append(
-                self.step(*self.team.part(batch))
-            )  # kept, not added up: a sum would be one more kernel at every step
+            # kept, not added up: a sum would be one more kernel at every step
+            losses.append(self._take_step(self.team.part(batch)))
             last = self.optimizer.last
             sizes.append(last.effective_sample_size)
             progress.passes += last.num_backwards + (last.num_forwards - last.num_backwards) / 3
@@ -216,6 +228,17 @@ class Run:
                 f"the loss is not finite in epoch {epoch + 1} of {config.method}, seed {config.seed}: lower lr or rho"
             )
         return mean, _mean(sizes)
+
+    def _take_step(self, batch: Sequence[Tensor]) -> Tensor:
+        if not self.config.compile:
+            return self.step(*batch)
+        from torch._dynamo.exc import TorchDynamoException  # half a second
+
+        try:
+            return self.step(*batch)
+        except TorchDynamoException as error:  # torch.compile does its work at the first step
+            first = str(error).strip().splitlines()[0]
+            raise TrainError(f"the model cannot be compiled here ({first}): leave out --compile") from error
 
     def _used(self, epoch: float, seconds: float) -> float:
         """Share of the budget that is used up, by whichever limit is nearest."""
@@ -253,7 +276,7 @@ class Run:
 
     # ---------------------------------------------------------------- outputs and losses
 
-    def _forward(self, model: nn.Module, inputs: Sequence[Tensor]) -> Tensor:
+    def _forward(self, model: Callable[..., Any], inputs: Sequence[Tensor]) -> Tensor:
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.precision == "bf16"):
             outputs: Tensor = model(*inputs)
         return outputs.float()
@@ -262,7 +285,7 @@ class Run:
         return self._forward(self.model, self.batches.inputs(part))
 
     def _loss(self, *batch: Tensor) -> Tensor:
-        outputs, targets = self._forward(self.trained, batch[:-1]), batch[-1]
+        outputs, targets = self._forward(self._passing, batch[:-1]), batch[-1]
         if self.data.num_classes == 1:
             return nn.functional.mse_loss(outputs.squeeze(1), targets)
         return nn.functional.cross_entropy(outputs, targets, label_smoothing=self.config.label_smoothing)
@@ -317,10 +340,13 @@ class Run:
         if self.device.type == "cuda" and "cuda" in checkpoint.random:
             torch.cuda.set_rng_state(checkpoint.random["cuda"], self.device)
 
+    def _last_row(self) -> dict[str, Any]:
+        rows, _ = self.record.metrics()
+        return rows[-1]
+
     def _finish(self) -> dict[str, Any]:
         """The trained model with its estimated statistics, and the numbers to compare."""
-        rows, _ = self.record.metrics()
-        final = rows[-1]
+        final = self._last_row()
         numbers = {
             **final,
             "metric": self.data.metrics[0],

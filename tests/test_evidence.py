@@ -9,9 +9,11 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
-from evidence.__main__ import work
+from evidence.__main__ import flat, work
+from evidence.archive import collect, restore
 from evidence.studies import STUDIES
-from evidence.study import Study, score_at
+from evidence.study import Study, Variants, score_at
+from evidence.tables import draw_curves, final_table, trial_table
 from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.record import Record
 
@@ -21,12 +23,13 @@ STUDY = Study(
     base=TrainConfig(task="digits", epochs=4.0, batch_size=256, device="cpu"),
     reference="sam",
     trials={
-        "erm": [{"method": "erm", "lr": lr} for lr in (1e-4, 1e-3, 0.05)],
-        "sam": [{"method": "sam", "lr": lr} for lr in (1e-4, 1e-3, 0.05)],
+        "erm": [{"method": "erm", "lr": lr} for lr in (1e-5, 0.005, 0.05)],
+        "sam": [{"method": "sam", "lr": lr} for lr in (1e-5, 0.005, 0.05)],
     },
-    rungs=((0.25, 2), (0.5, 1)),
+    rungs=((0.25, 2),),
     seeds=(0, 1),
     looks=4,
+    family="small",
 )
 
 
@@ -43,39 +46,69 @@ def test_everybody_gets_the_seconds_of_the_reference():
 
 
 def test_worse_trials_stay_where_they_are(tmp_path):
+    def left():
+        return [(cell.config, cell.until) for cell in STUDY.left(tmp_path, RATES, ["sam"])]
+
     first, second, third = STUDY.configs("sam", RATES)
-    assert [(c.config, c.until) for c in STUDY.left(tmp_path, RATES, ["sam"])] == [
-        (config, 0.25) for config in (first, second, third)
-    ]
-    for config, score in ((first, 0.3), (second, 0.5)):
-        fake(tmp_path, config, 1.0, score)
-    assert [c.config for c in STUDY.left(tmp_path, RATES, ["sam"])] == [third]
-    (Record.of(tmp_path, third).folder).mkdir(parents=True)
-    (Record.of(tmp_path, third).folder / "diverged").touch()
-    assert [(c.config, c.until) for c in STUDY.left(tmp_path, RATES, ["sam"])] == [(second, 0.5), (first, 0.5)]
-    fake(tmp_path, first, 2.0, 0.6)
-    fake(tmp_path, second, 2.0, 0.55)
-    assert STUDY.winner("sam", tmp_path, RATES) == first
-    assert [(c.config, c.until) for c in STUDY.left(tmp_path, RATES, ["sam"])] == [(first, 1.0)]
+    assert left() == [(config, 0.25) for config in (first, second, third)]
+    fake(tmp_path, first, 1.0, 0.3)
+    fake(tmp_path, second, 1.0, 0.5)
+    assert left() == [(third, 0.25)]
+    lost = Record.of(tmp_path, third).folder
+    lost.mkdir(parents=True)
+    (lost / "diverged").touch()
+    assert left() == [(second, 1.0), (first, 1.0)]
+    fake(tmp_path, second, 4.0, 0.55)
+    assert STUDY.winner("sam", tmp_path, RATES) is None
     fake(tmp_path, first, 4.0, 0.6)
-    assert [(c.config, c.until) for c in STUDY.left(tmp_path, RATES, ["sam"])] == [(replace(first, seed=1), 1.0)]
+    assert STUDY.winner("sam", tmp_path, RATES) == first
+    assert left() == [(replace(first, seed=1), 1.0)]
     fake(tmp_path, replace(first, seed=1), 4.0, 0.1)
-    assert STUDY.left(tmp_path, RATES, ["sam"]) == []
+    assert left() == []
 
 
-def test_work_goes_to_the_end_and_a_run_cut_short_is_the_beginning_of_the_longer_one(tmp_path):
-    work(STUDY, tmp_path, RATES, None, ["erm"], float("inf"))
-    assert STUDY.left(tmp_path, RATES, ["erm"]) == []
-    chosen = STUDY.winner("erm", tmp_path, RATES)
+@pytest.fixture(scope="module")
+def done(tmp_path_factory):
+    """A small study, worked through."""
+    out = tmp_path_factory.mktemp("runs")
+    work([STUDY], out, {"small": RATES}, None)
+    return out
+
+
+def test_work_goes_to_the_end_and_a_run_cut_short_is_the_beginning_of_the_longer_one(done, tmp_path):
+    assert STUDY.left(done, RATES) == []
+    chosen = STUDY.winner("erm", done, RATES)
     assert chosen.lr == 0.05
-    lines = (Record.of(tmp_path, chosen).folder / "metrics.jsonl").read_text().splitlines()
+    lines = (Record.of(done, chosen).folder / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["epoch"] for line in lines] == [2, 4, 6, 8]  # each once
     worst = STUDY.configs("erm", RATES)[0]
-    assert score_at(tmp_path, worst, 0.25) is not None
-    assert score_at(tmp_path, worst, 1.0) is None
-    whole = tmp_path / "whole"
-    work(replace(STUDY, rungs=()), whole, RATES, None, ["erm"], float("inf"))
-    assert Record.of(whole, chosen).result()["score"] == Record.of(tmp_path, chosen).result()["score"]
+    assert score_at(done, worst, 0.25) is not None
+    assert score_at(done, worst, 1.0) is None
+    work([Variants("whole", {"erm": chosen}, [0])], tmp_path, {}, None)
+    assert Record.of(tmp_path, chosen).result()["score"] == Record.of(done, chosen).result()["score"]
+
+
+def test_tables_say_what_the_runs_did_and_survive_the_archive(done, tmp_path):
+    trials, final = trial_table(STUDY, done, RATES), final_table(STUDY, done, RATES)
+    assert [row[-1] for row in trials[1:4]] == ["", "", "chosen"]
+    chosen = STUDY.winner("erm", done, RATES)
+    scores = [100 * Record.of(done, replace(chosen, seed=seed)).result()["score"] for seed in (0, 1)]
+    assert final[1][4] == f"{sum(scores) / 2:.2f} ± {abs(scores[0] - scores[1]) / 2:.2f}"
+    assert final[1][2:4] == ["8", f"{8 * (1293 // 256) * 1e-3:.0f}"]
+    collect(done, tmp_path / "runs.jsonl")
+    restore(tmp_path / "runs.jsonl", tmp_path / "again")
+    assert trial_table(STUDY, tmp_path / "again", RATES) == trials
+    assert final_table(STUDY, tmp_path / "again", RATES) == final
+    assert STUDY.left(tmp_path / "again", RATES) == []
+    draw_curves(STUDY, done, RATES, tmp_path / "curves.png", title="digits")
+    assert (tmp_path / "curves.png").stat().st_size > 10_000
+
+
+def test_flatness_of_the_winners_is_measured_once(done, capsys):
+    flat(STUDY, done, RATES, None, ["erm"], draws=2)
+    assert capsys.readouterr().out.count("loss") == 2
+    flat(STUDY, done, RATES, None, ["erm"], draws=2)
+    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize("study", STUDIES.values(), ids=lambda s: s.name)

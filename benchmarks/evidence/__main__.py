@@ -6,16 +6,18 @@ import argparse
 import json
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
 import torch
 
 from bench_lab import random_cifar
+from evidence.archive import collect, restore
 from evidence.studies import STUDIES
-from evidence.study import Cell, Study, diverged, score_at
+from evidence.study import Cell, Rates, Study, Variants, diverged, score_at
+from evidence.tables import draw_curves, final_table, trial_table
 from tiltsam.flatness.comparison import Plan
 from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.data import Data
@@ -23,68 +25,97 @@ from tiltsam.lab.devices import suited_to
 from tiltsam.lab.flat import measure_runs, save_flatness
 from tiltsam.lab.record import Record
 from tiltsam.lab.train import Run, TrainError, data_key, load_data, train
-from timing import best_of, environment
+from timing import best_of, environment, print_table
 
 
 def main() -> None:
-    """One command of one study."""
+    """One command on some studies."""
     parser = argparse.ArgumentParser(prog="python -m evidence", description=__doc__)
-    parser.add_argument("study", choices=STUDIES)
-    parser.add_argument("command", choices=("rates", "work", "left", "flat"))
+    parser.add_argument("command", choices=("rates", "work", "left", "flat", "table", "collect", "restore"))
+    parser.add_argument("studies", nargs="+", choices=STUDIES, metavar="STUDY", help=", ".join(STUDIES))
     parser.add_argument("--out", type=Path, required=True, help="folder of the runs")
-    parser.add_argument("--rates", type=Path, required=True, help="file of milliseconds a step")
+    parser.add_argument("--record", type=Path, required=True, help="folder of rates.json and runs.jsonl")
     parser.add_argument("--data-root", type=Path)
     parser.add_argument("--labels", nargs="+", help="these methods alone")
-    parser.add_argument("--stop-at", type=float, default=float("inf"), help="begin nothing after this Unix time")
     args = parser.parse_args()
-    study = STUDIES[args.study]
+    studies = [STUDIES[name] for name in args.studies]
+    runs = args.record / "runs.jsonl"
+    if args.command == "collect":
+        print(f"{runs}: {collect(args.out, runs)} runs")
+        return
+    if args.command == "restore":
+        print(f"{args.out}: {restore(runs, args.out)} runs from {runs}")
+        return
     if args.command == "rates":
-        measure_rates(study, args.rates, args.data_root)
+        for study in studies:
+            assert isinstance(study, Study)
+            measure_rates(study, args.record / "rates.json", args.data_root)
         return
-    rates = json.loads(args.rates.read_text())["ms_a_step"]
-    if args.command == "left":
-        for cell in study.left(args.out, rates, args.labels):
-            print(f"{cell.label:10} {cell.config.key()} seed {cell.config.seed} until {cell.until}")
-        return
-    if args.command == "flat":
-        flat(study, args.out, rates, args.data_root, args.labels)
-        return
-    work(study, args.out, rates, args.data_root, args.labels, args.stop_at)
+    rates = {key: value["ms_a_step"] for key, value in _known_rates(args.record / "rates.json").items()}
+    if args.command == "work":
+        work(studies, args.out, rates, args.data_root, args.labels)
+    for study in studies:
+        mine = rates.get(study.family, {})
+        if args.command == "left":
+            for cell in study.left(args.out, mine, args.labels):
+                print(f"{study.name} {cell.label} {cell.config.key()} seed {cell.config.seed} until {cell.until}")
+        elif args.command == "flat" and isinstance(study, Study):
+            flat(study, args.out, mine, args.data_root, args.labels)
+        elif args.command == "table" and isinstance(study, Study):
+            for table in (trial_table(study, args.out, mine), final_table(study, args.out, mine)):
+                print(f"\n### {study.name}\n")
+                print_table(table[0], table[1:])
+            draw_curves(study, args.out, mine, args.record / f"{study.name}.png", title=study.title)
+
+
+def _known_rates(path: Path) -> dict[str, dict[str, Rates]]:
+    found: dict[str, dict[str, Rates]] = json.loads(path.read_text()) if path.exists() else {}
+    return found
 
 
 def measure_rates(study: Study, path: Path, root: Path | None) -> None:
-    """Milliseconds of a captured step of every label, nothing else running, and write them."""
-    found: dict[str, float] = {}
-    steps = {}
-    folder = tempfile.TemporaryDirectory()
-    data: Data | None = None
-    with folder:
+    """Milliseconds of a captured step of every label, nothing else running, and write them.
+
+    Args:
+        study: Which.
+        path: The file; a study of the same family needs no rates of its own.
+        root: Where data sets lie; without it, noise in the shape of CIFAR-100.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        steps: dict[str, Callable[[], object]] = {}
+        data: Data | None = None
         for label in study.trials:
             config = study.configs(label, dict.fromkeys(study.trials, 1.0))[0]
             data = data or (load_data(config, root) if root else random_cifar(2048, 64))
-            run = Run(config, Record(Path(folder.name)), data)
-            batch = next(run.batches.epoch(0, 0))
+            run = Run(config, Record(Path(folder)), data)
             run.model.train()
-            steps[label] = (run, lambda run=run, batch=batch: run.step(*batch))
-        device = run.device
-        with suited_to(device, run.model):
-            for _, step in steps.values():
-                for _ in range(4):
+            steps[label] = partial(run.step, *next(run.batches.epoch(0, 0)))
+        with suited_to(run.device, run.model):
+            for step in steps.values():
+                for _ in range(4):  # the fourth is captured
                     step()
-            found = best_of({label: step for label, (_, step) in steps.items()}, 5, device, inner=40)
-    path.write_text(json.dumps({"environment": environment(device), "ms_a_step": found}, indent=1) + "\n")
+            found = best_of(steps, 5, run.device, inner=40)
+    known = _known_rates(path) | {study.family: {"environment": environment(run.device), "ms_a_step": found}}
+    path.write_text(json.dumps(known, indent=1) + "\n")
     print(json.dumps(found))
 
 
 def work(
-    study: Study,
+    studies: Sequence[Study | Variants],
     out: Path,
-    rates: Mapping[str, float],
+    rates: dict[str, Rates],
     root: Path | None,
-    labels: list[str] | None,
-    stop_at: float,
+    labels: list[str] | None = None,
 ) -> None:
-    """Take one cell after the other until none is left."""
+    """Take one cell after the other until none is left.
+
+    Args:
+        studies: The first one's cells come first.
+        out: Folder of the runs.
+        rates: By family of studies.
+        root: Where data sets lie.
+        labels: These alone.
+    """
 
     @lru_cache(2)
     def load(key: TrainConfig) -> Data:
@@ -93,16 +124,36 @@ def work(
     def data(config: TrainConfig) -> Data:
         return load(data_key(config))
 
-    while time.time() < stop_at:
-        cells = study.left(out, rates, labels)
+    while True:
+        cells = [cell for study in studies for cell in study.left(out, rates.get(study.family, {}), labels)]
         if not cells:
             return
         if not any(_try(cell, out, data) for cell in cells):
             time.sleep(0.5)  # others work on all of them
 
 
+def _try(cell: Cell, out: Path, data: Callable[[TrainConfig], Data]) -> bool:
+    """Train a cell, unless another process has it."""
+    config, record = cell.config, Record.of(out, cell.config)
+    with record.working() as mine:
+        if not mine or score_at(out, config, cell.until) is not None:
+            return False
+        started = time.time()
+        try:
+            train(config, record, data=data, until=cell.until, checkpoint_seconds=float("inf"))
+        except TrainError as error:
+            (record.folder / "diverged").write_text(f"{error}\n")
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+    score = score_at(out, config, cell.until)
+    told = "diverged" if diverged(out, config) else f"validation {100 * (score or 0):.2f}"
+    name = f"{config.task} {cell.label} {config.key()} seed {config.seed} until {cell.until}"
+    print(f"{name}: {told}, {time.time() - started:.0f} s", flush=True)
+    return True
+
+
 def flat(
-    study: Study, out: Path, rates: Mapping[str, float], root: Path | None, labels: list[str] | None, draws: int = 50
+    study: Study, out: Path, rates: Rates, root: Path | None, labels: list[str] | None = None, draws: int = 50
 ) -> None:
     """Measure the neighbourhood and the top eigenvalues of the finished winners, seed by seed."""
     plan = Plan(num_samples=draws, num_ascent_steps=0, num_trace_samples=0, num_density_probes=0, num_points=0)
@@ -117,25 +168,6 @@ def flat(
         for found in measure_runs(runs, examples=1000, root=root, plan=plan) if runs else ():
             save_flatness(runs[found.name], found, about)
             print(f"{found.name} seed {seed}: loss {float(found.loss):.4f}", flush=True)
-
-
-def _try(cell: Cell, out: Path, data: object) -> bool:
-    """Train a cell, unless another process has it."""
-    config, record = cell.config, Record.of(out, cell.config)
-    with record.working() as mine:
-        if not mine or score_at(out, config, cell.until) is not None:
-            return False
-        started = time.time()
-        try:
-            train(config, record, data=data, until=cell.until, checkpoint_seconds=float("inf"))  # type: ignore[arg-type]
-        except TrainError as error:
-            (record.folder / "diverged").write_text(f"{error}\n")
-        torch.cuda.empty_cache()
-    score = score_at(out, config, cell.until)
-    told = "diverged" if diverged(out, config) else f"validation {100 * (score or 0):.2f}"
-    name = f"{cell.label} {record.folder.parent.name} seed {config.seed} until {cell.until}"
-    print(f"{name}: {told}, {time.time() - started:.0f} s", flush=True)
-    return True
 
 
 if __name__ == "__main__":

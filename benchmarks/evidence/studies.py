@@ -2,31 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from evidence.study import Study
+from evidence.study import Study, Variants
 from tiltsam.lab.config import TrainConfig
 
 __all__ = ["STUDIES"]
 
-_RUNGS = ((0.25, 3), (0.5, 1))
+# Two of the six trials end at a quarter of the seconds, two more at half of them; two go to the end.
+_RUNGS = ((0.25, 4), (0.5, 2))
 
-# Learning rate and rho, the same six for every method that has both. What else a method has is set beside them.
-_PAIRS = [(0.01, 0.1), (0.01, 0.2), (0.01, 0.4), (0.03, 0.1), (0.03, 0.2), (0.03, 0.4)]
+_Pairs = Sequence[tuple[float, float]]
 
 
-def _with_pairs(method: str, **lists: list[Any]) -> list[dict[str, Any]]:
+def _with_pairs(method: str, pairs: _Pairs, **lists: Sequence[Any]) -> list[dict[str, Any]]:
+    """Trials of a method: learning rate and rho, the same for all methods, and beside them what else the method has."""
     return [
         {"method": method, "lr": lr, "rho": rho} | {name: values[i] for name, values in lists.items()}
-        for i, (lr, rho) in enumerate(_PAIRS)
+        for i, (lr, rho) in enumerate(pairs)
     ]
 
 
+def _tsam(pairs: _Pairs, num_samples: int, radii: Sequence[float], tilts: Sequence[float]) -> list[dict[str, Any]]:
+    more = {} if num_samples == 1 else {"t": tilts}  # a single sample has all the weight, whatever the tilt
+    return _with_pairs("tsam", pairs, radius=radii, num_samples=[num_samples] * len(pairs), **more)
+
+
+# ---------------------------------------------------------------- noisy CIFAR-100
+
+_PAIRS = [(0.01, 0.1), (0.01, 0.2), (0.01, 0.4), (0.03, 0.1), (0.03, 0.2), (0.03, 0.4)]
 _RADII = [20.0, 20.0, 10.0, 20.0, 10.0, 10.0]
 _TILTS = [20.0, 100.0, 20.0, 100.0, 20.0, 100.0]
 
 NOISY = Study(
     name="noisy",
+    family="noisy",
+    title="CIFAR-100, 20% of labels wrong, ResNet-18",
     base=TrainConfig(
         task="cifar100-noisy",
         model="resnet18",
@@ -40,15 +52,52 @@ NOISY = Study(
     reference="sam",
     trials={
         "erm": [{"method": "erm", "lr": lr} for lr in (0.003, 0.006, 0.01, 0.03, 0.06, 0.1)],
-        "sam": _with_pairs("sam"),
-        "tsam s=1": _with_pairs("tsam", radius=_RADII, num_samples=[1] * 6),
-        "tsam s=3": _with_pairs("tsam", radius=_RADII, t=_TILTS, num_samples=[3] * 6),
-        "pgn": _with_pairs("pgn", alpha=[0.5, 0.8, 0.8, 0.5, 0.8, 0.8]),
-        "rsam": _with_pairs("rsam", lam=[1.0, 2.0, 1.0, 2.0, 1.0, 2.0]),
-        "esam2": _with_pairs("esam2", num_points=[3] * 6),
+        "sam": _with_pairs("sam", _PAIRS),
+        "tsam s=1": _tsam(_PAIRS, 1, _RADII, _TILTS),
+        "tsam s=3": _tsam(_PAIRS, 3, _RADII, _TILTS),
+        "pgn": _with_pairs("pgn", _PAIRS, alpha=[0.5, 0.8, 0.8, 0.5, 0.8, 0.8]),
+        "rsam": _with_pairs("rsam", _PAIRS, lam=[1.0, 2.0, 1.0, 2.0, 1.0, 2.0]),
+        "esam2": _with_pairs("esam2", _PAIRS, num_points=[3] * 6),
     },
     rungs=_RUNGS,
     seeds=(0, 1, 2),
 )
 
-STUDIES = {study.name: study for study in (NOISY,)}
+# ---------------------------------------------------------------- a transformer on small tasks
+
+_FINE_PAIRS = [(2e-5, 0.05), (5e-5, 0.02), (5e-5, 0.05), (5e-5, 0.15), (1e-4, 0.05), (1e-4, 0.15)]
+_FINE_RADII = [5.0, 12.0, 5.0, 12.0, 5.0, 12.0]
+
+
+def _fine_tuning(task: str) -> Study:
+    return Study(
+        name=f"minilm-{task}",
+        family="minilm",
+        title=f"MiniLM on {task.upper()}",
+        base=TrainConfig(
+            task=f"glue/{task}",
+            model="minilm",
+            epochs=6.0,
+            batch_size=32,
+            optimizer="adamw",
+            weight_decay=0.01,
+            clip=1.0,
+            precision="bf16",
+            device="cuda",
+        ),
+        reference="sam",
+        trials={
+            "erm": [{"method": "erm", "lr": lr} for lr in (1e-5, 2e-5, 3e-5, 5e-5, 1e-4, 2e-4)],
+            "sam": _with_pairs("sam", _FINE_PAIRS),
+            "tsam s=1": _tsam(_FINE_PAIRS, 1, _FINE_RADII, _TILTS),
+            "tsam s=3": _tsam(_FINE_PAIRS, 3, _FINE_RADII, _TILTS),
+        },
+        rungs=_RUNGS,
+        seeds=tuple(range(10)),
+        looks=6,
+    )
+
+
+FINE_TUNING = [_fine_tuning(task) for task in ("rte", "mrpc", "cola", "stsb", "wnli")]
+
+STUDIES: dict[str, Study | Variants] = {study.name: study for study in (NOISY, *FINE_TUNING)}

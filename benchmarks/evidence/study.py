@@ -2,7 +2,7 @@
 
 Every method gets the same number of trials, and the same number of seconds for each of them. All trials of a method
 begin; after a share of their seconds the worse ones on the validation split stay where they are, and the others go on
-(the rungs). The one that is left trains to the end, and then other seeds do with its settings. As the learning rate is
+(the rungs). Of those that reach the end the best one's settings are run with other seeds. As the learning rate is
 constant, a run that was cut short is the beginning of the longer one, and nothing is trained twice.
 
 What is left to do follows from the records alone, so any number of processes may work on one folder and may be killed.
@@ -19,7 +19,10 @@ from typing import Any
 from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.record import Record
 
-__all__ = ["Cell", "Study", "diverged", "rows_of"]
+__all__ = ["Cell", "Rates", "Study", "Variants", "diverged", "rows_of", "score_at"]
+
+Rates = Mapping[str, float]
+"""Milliseconds of a step of every label, nothing else running."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,8 @@ class Study:
         rungs: At which share of the seconds how many trials go on.
         seeds: The first one is that of the trials.
         looks: Evaluations a run.
+        title: Of its figures.
+        family: Studies of one family share their rates.
     """
 
     name: str
@@ -52,53 +57,79 @@ class Study:
     rungs: Sequence[tuple[float, int]]
     seeds: Sequence[int]
     looks: int = 20
+    title: str = ""
+    family: str = ""
 
-    def configs(self, label: str, rates: Mapping[str, float]) -> list[TrainConfig]:
-        """A label's trials.
+    def epochs(self, label: str, rates: Rates) -> float:
+        """As many as fit into the seconds of the reference, in tenths."""
+        return math.floor(10 * self.base.epochs * rates[self.reference] / rates[label] + 1e-6) / 10
 
-        Args:
-            label: Which.
-            rates: Milliseconds of a step of every label.
-        """
-        epochs = math.floor(10 * self.base.epochs * rates[self.reference] / rates[label]) / 10
+    def configs(self, label: str, rates: Rates) -> list[TrainConfig]:
+        """A label's trials."""
+        epochs = self.epochs(label, rates)
         looks = max(1, round(epochs / self.looks))
-        return [
-            replace(self.base, epochs=epochs, evaluate_every=looks, seed=self.seeds[0], **settings)
-            for settings in self.trials[label]
-        ]
+        usual = replace(self.base, epochs=epochs, evaluate_every=looks, seed=self.seeds[0])
+        return [replace(usual, **settings) for settings in self.trials[label]]
 
-    def left(self, out: Path, rates: Mapping[str, float], labels: Sequence[str] | None = None) -> list[Cell]:
-        """What can be worked on now, most urgent first: the trials of all labels, then the winners, then their seeds."""
+    def left(self, out: Path, rates: Rates, labels: Sequence[str] | None = None) -> list[Cell]:
+        """What can be worked on now, most urgent first: trials of all labels, then the winners' other seeds."""
         cells = [cell for label in labels or self.trials for cell in self._left_of(label, out, rates)]
         order = list(self.seeds)
-        return sorted(cells, key=lambda c: (order.index(c.config.seed), c.until))
+        return sorted(cells, key=lambda cell: (order.index(cell.config.seed), cell.until))
 
-    def _left_of(self, label: str, out: Path, rates: Mapping[str, float]) -> Iterator[Cell]:
+    def _left_of(self, label: str, out: Path, rates: Rates) -> Iterator[Cell]:
         *_, (share, standing) = self.standings(label, out, rates)
-        missing = [c for c in standing if score_at(out, c, share) is None]
-        if share < 1 or missing:
-            yield from (Cell(label, c, share) for c in missing)
-            return
-        for seed in self.seeds[1:]:
-            config = replace(standing[0], seed=seed)
-            if score_at(out, config, 1.0) is None:
-                yield Cell(label, config, 1.0)
+        yield from (Cell(label, c, share) for c in standing if score_at(out, c, share) is None)
+        if chosen := self.winner(label, out, rates):
+            others = [replace(chosen, seed=seed) for seed in self.seeds[1:]]
+            yield from (Cell(label, c, 1.0) for c in others if score_at(out, c, 1.0) is None)
 
-    def standings(self, label: str, out: Path, rates: Mapping[str, float]) -> Iterator[tuple[float, list[TrainConfig]]]:
-        """Share by share, the trials that are to reach it; the last one is the first that not all have reached."""
+    def standings(self, label: str, out: Path, rates: Rates) -> Iterator[tuple[float, list[TrainConfig]]]:
+        """Share by share, the trials that are to reach it; no more after a share that not all have reached."""
         standing = self.configs(label, rates)
         for share, keep in (*self.rungs, (1.0, 1)):
             yield share, standing
-            scores = [score_at(out, c, share) for c in standing]
-            if None in scores:
+            if None in [score_at(out, c, share) for c in standing]:
                 return
-            ranked = sorted(zip(standing, scores, strict=True), key=lambda pair: -(pair[1] or 0.0))
-            standing = [config for config, _ in ranked[:keep]]
+            standing = _best(standing, out, share)[:keep]
 
-    def winner(self, label: str, out: Path, rates: Mapping[str, float]) -> TrainConfig | None:
-        """The settings that the trials chose, if they have."""
+    def winner(self, label: str, out: Path, rates: Rates) -> TrainConfig | None:
+        """The settings that the trials chose, once they have."""
         *_, (share, standing) = self.standings(label, out, rates)
-        return standing[0] if share == 1 else None
+        if share < 1 or None in [score_at(out, c, share) for c in standing]:
+            return None
+        return _best(standing, out, share)[0]
+
+
+@dataclass(frozen=True)
+class Variants:
+    """Runs that are compared with each other as they are: nothing is chosen.
+
+    Args:
+        name: Of the study.
+        configs: By label.
+        seeds: Of each.
+    """
+
+    name: str
+    configs: Mapping[str, TrainConfig]
+    seeds: Sequence[int]
+    family: str = ""
+
+    def left(self, out: Path, rates: Rates, labels: Sequence[str] | None = None) -> list[Cell]:
+        """What is not finished, seed by seed."""
+        del rates
+        cells = [
+            Cell(label, replace(self.configs[label], seed=seed), 1.0)
+            for seed in self.seeds
+            for label in labels or self.configs
+        ]
+        return [cell for cell in cells if score_at(out, cell.config, 1.0) is None]
+
+
+def _best(configs: Sequence[TrainConfig], out: Path, share: float) -> list[TrainConfig]:
+    """Best first; of equals the one that was listed first."""
+    return sorted(configs, key=lambda c: -(score_at(out, c, share) or 0.0))
 
 
 def score_at(out: Path, config: TrainConfig, share: float) -> float | None:

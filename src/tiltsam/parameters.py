@@ -89,7 +89,7 @@ class ParameterSpace(BlockVectors, DeviceSettings):
         self.ascent_closure: Closure | None = None
         self.scaler: torch.amp.GradScaler | None = None
         self.scale_free = True  # whether the sampler asks for directions alone
-        self.num_forwards = self.num_backwards = 0
+        self.num_forwards = self.num_backwards = self.num_ascents = 0
 
     # ---------------------------------------------------------------- visiting and coming back
 
@@ -166,7 +166,7 @@ class ParameterSpace(BlockVectors, DeviceSettings):
         self._at_center, self._moved, self._backed_up = True, self._zero, False
         before = [p.grad for p in self.params + self._empty]
         self.mean.begin()
-        self.num_forwards = self.num_backwards = 0
+        self.num_forwards = self.num_backwards = self.num_ascents = 0
         self._num_samples, self._scales = num_samples, {}
         try:
             with self.passes.of_one_step():
@@ -236,6 +236,7 @@ class ParameterSpace(BlockVectors, DeviceSettings):
             loss = self._loss(closure())
         self.num_forwards += 1
         self.num_backwards += 1
+        self.num_ascents += ascent
         gradient = [None if p.grad is None else _real(_strided(local_gradient(p))) for p in self.params]
         for p in self.params:
             p.grad = None  # the list is the one owner

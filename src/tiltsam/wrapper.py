@@ -74,8 +74,15 @@ class StepInfo:
     """Forward passes of this step."""
     num_backwards: int
     """Backward passes of this step: its cost in gradient evaluations."""
+    num_ascents: int = 0
+    """Those among them whose gradient only pointed the way up."""
     sampler: Mapping[str, Tensor] = field(default_factory=dict)
     """(s,) each: what the kernel reports (HMC: ``acceptance``, ``energy_error``, ``divergence``), of this rank's."""
+
+    def cost(self, ascent_fraction: float = 1.0) -> float:
+        """Passes forward and backward: a forward pass alone counts a third, an ascent the share of the batch it saw."""
+        forwards_alone = self.num_forwards - self.num_backwards
+        return self.num_backwards - (1 - ascent_fraction) * self.num_ascents + forwards_alone / 3
 
 
 class SharpnessAware(Optimizer):
@@ -406,6 +413,7 @@ class SharpnessAware(Optimizer):
             **numbers,
             num_forwards=space.num_forwards,
             num_backwards=space.num_backwards,
+            num_ascents=space.num_ascents,
             sampler={name: torch.stack([info[name] for info in infos]) for name in (infos[0] if infos else ())},
         )
 

@@ -22,13 +22,24 @@ __all__ = ["ConfigError", "TrainConfig", "add_arguments", "from_arguments"]
 # The settings of each method, in the order its constructor takes them; ``esam1`` is SAM with TSAM's budget.
 METHOD_SETTINGS: dict[str, tuple[str, ...]] = {
     "erm": (),
-    "sam": ("rho",),
-    "esam1": ("rho",),
-    "asam": ("rho", "eta"),
-    "esam2": ("rho", "num_points"),
+    "sam": ("rho", "ascent_fraction"),
+    "esam1": ("rho", "ascent_fraction"),
+    "asam": ("rho", "eta", "ascent_fraction"),
+    "esam2": ("rho", "num_points", "ascent_fraction"),
     "pgn": ("rho", "alpha"),
-    "rsam": ("rho", "gamma", "lam"),
-    "tsam": ("rho", "t", "radius", "num_samples", "delta", "sampler", "share_ascent", "ascent_steps", "t_schedule"),
+    "rsam": ("rho", "gamma", "lam", "ascent_fraction"),
+    "tsam": (
+        "rho",
+        "t",
+        "radius",
+        "num_samples",
+        "delta",
+        "sampler",
+        "share_ascent",
+        "ascent_steps",
+        "t_schedule",
+        "ascent_fraction",
+    ),
 }
 
 # Fields that came later: at these values a run is the one it was before them, and has the same name.
@@ -38,6 +49,7 @@ _SAYS_NOTHING: dict[str, Any] = {
     "t_schedule": "constant",
     "compile": False,
     "evaluate_every": 1,
+    "ascent_fraction": 1.0,
 }
 
 
@@ -101,6 +113,8 @@ class TrainConfig:
     """One ascent gradient for all samples of tsam: s+1 passes a step in place of 2s."""
     ascent_steps: int = 1
     """Ascents a sample of tsam, of rho/N each (the paper's N): s(N+1) passes a step."""
+    ascent_fraction: float = 1.0
+    """Share of a batch that the passes see which only point the way up: its first rows."""
     every: int = 1
     """Look around at every k-th step only."""
     eta: float = 0.01
@@ -148,6 +162,8 @@ class TrainConfig:
             value = getattr(self, name)
             if value is not None and not low <= value < high:
                 raise ConfigError(f"{name} must be in [{low}, {high}), got {value}")
+        if not 0 < self.ascent_fraction <= 1:
+            raise ConfigError(f"ascent_fraction must be in (0, 1], got {self.ascent_fraction}")
         if self.t_schedule != "constant" and self.delta is not None:
             raise ConfigError(f"delta goes with t, which the schedule {self.t_schedule!r} moves: leave it out")
         if self.ascent_steps > 1 and (self.sampler != "ascent" or self.share_ascent):
@@ -158,7 +174,8 @@ class TrainConfig:
         own = {name: getattr(self, name) for name in METHOD_SETTINGS[self.method]}
         if self.rho is None:
             own.pop("rho", None)
-        own.pop("t_schedule", None)  # the training loop's business: it knows how much of the budget is used up
+        for name in ("t_schedule", "ascent_fraction"):  # the training loop's business
+            own.pop(name, None)
         if own.pop("ascent_steps", 1) > 1:
             own["sampler"] = tiltsam.samplers.Ascent(num_steps=self.ascent_steps)
         return own | {"every": self.every}

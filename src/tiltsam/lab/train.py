@@ -133,7 +133,9 @@ class Run:
         self.best: dict[str, Any] = {}
         self.batches = Batches(self.data, config.batch_size)
         self.team.check(self.batches.size)
-        self.step: Callable[..., Tensor] = tiltsam.capture(self.optimizer, self._loss, (self.data.train.targets,))
+        self.step: Callable[..., Tensor] = tiltsam.capture(
+            self.optimizer, self._loss, (self.data.train.targets,), ascent_fraction=config.ascent_fraction
+        )
 
     def _optimizer(self) -> tiltsam.SharpnessAware:
         config, params = self.config, self.model.parameters()
@@ -216,7 +218,7 @@ class Run:
             losses.append(self._take_step(self.team.part(batch)))
             last = self.optimizer.last
             sizes.append(last.effective_sample_size)
-            progress.passes += last.num_backwards + (last.num_forwards - last.num_backwards) / 3
+            progress.passes += last.cost(config.ascent_fraction)
             leash.pull()
         mean = _mean(losses)  # waits for the device, so that the clock below tells the truth
         progress.seconds = before + time.perf_counter() - start

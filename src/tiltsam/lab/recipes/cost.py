@@ -80,8 +80,7 @@ def passes_per_step(config: TrainConfig) -> float:
         return loss
 
     optimizer.step(closure)
-    last = optimizer.last
-    return last.num_backwards + (last.num_forwards - last.num_backwards) / 3
+    return optimizer.last.cost(config.ascent_fraction)
 
 
 def num_passes(config: TrainConfig, examples: int | None = None) -> float:

@@ -29,7 +29,7 @@ def rises(model: nn.Module, images: Tensor, targets: Tensor) -> list[float]:
         return nn.functional.cross_entropy(model(images), targets, label_smoothing=0.1)
 
     here = loss()
-    parameters = list(model.parameters())
+    parameters: list[Tensor] = list(model.parameters())
     gradient = torch.autograd.grad(here, parameters)
     norm = torch.stack([g.norm() for g in gradient]).norm()
     found = []

@@ -11,9 +11,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 from evidence.__main__ import flat, work
 from evidence.archive import collect, restore
-from evidence.studies import STUDIES
+from evidence.studies import STUDIES, around
 from evidence.study import Study, Variants, score_at
-from evidence.tables import draw_curves, final_table, trial_table
+from evidence.tables import draw_curves, draw_variants, final_table, trial_table, variant_table
 from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.record import Record
 
@@ -94,13 +94,13 @@ def test_tables_say_what_the_runs_did_and_survive_the_archive(done, tmp_path):
     chosen = STUDY.winner("erm", done, RATES)
     scores = [100 * Record.of(done, replace(chosen, seed=seed)).result()["score"] for seed in (0, 1)]
     assert final[1][4] == f"{sum(scores) / 2:.2f} ± {abs(scores[0] - scores[1]) / 2:.2f}"
-    assert final[1][2:4] == ["8", f"{8 * (1293 // 256) * 1e-3:.0f}"]
+    assert final[1][2:4] == ["8", "0.032"]  # 4 steps an epoch, of one pass each
     collect(done, tmp_path / "runs.jsonl")
     restore(tmp_path / "runs.jsonl", tmp_path / "again")
     assert trial_table(STUDY, tmp_path / "again", RATES) == trials
     assert final_table(STUDY, tmp_path / "again", RATES) == final
     assert STUDY.left(tmp_path / "again", RATES) == []
-    draw_curves(STUDY, done, RATES, tmp_path / "curves.png", title="digits")
+    draw_curves(STUDY, done, RATES, tmp_path / "curves.png")
     assert (tmp_path / "curves.png").stat().st_size > 10_000
 
 
@@ -111,7 +111,26 @@ def test_flatness_of_the_winners_is_measured_once(done, capsys):
     assert capsys.readouterr().out == ""
 
 
-@pytest.mark.parametrize("study", STUDIES.values(), ids=lambda s: s.name)
+def test_variants_change_one_setting_at_a_time(tmp_path):
+    center = TrainConfig(task="digits", method="tsam", rho=0.5, radius=2.0, num_samples=1, epochs=1.0, batch_size=512)
+    configs = around(center)
+    assert len(configs) == 5 + 5 + 3 + 6
+    assert len({config.key() for config in configs.values()}) == 19 - 3  # the centre is in three of the four lists,
+    for label, config in configs.items():  # and three samples at the usual tilt in two
+        name = label.rpartition(" ")[0]
+        changed = {f for f in vars(config) if getattr(config, f) != getattr(center, f)}
+        assert changed <= {{"s": "num_samples"}.get(name, name), *(["num_samples"] if name == "t" else [])}
+    study = Variants("few", {k: configs[k] for k in ("radius 0", "radius 2", "t 0", "t 1000")}, (0, 1))
+    work([study], tmp_path, {}, None)
+    table = variant_table(study, tmp_path)
+    assert [row[0] for row in table[1:]] == list(study.configs)
+    assert float(table[3][3]) == pytest.approx(3.0, abs=1e-3)  # no tilt: all samples count
+    assert float(table[4][3]) < 2.9
+    draw_variants(study, tmp_path, tmp_path / "variants.png")
+    assert (tmp_path / "variants.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("study", [s for s in STUDIES.values() if isinstance(s, Study)], ids=lambda s: s.name)
 def test_every_method_of_a_study_has_as_many_trials(study):
     assert len({len(trials) for trials in study.trials.values()}) == 1
     rates = dict.fromkeys(study.trials, 1.0)

@@ -11,6 +11,7 @@ import torch
 
 from lab_processes import files_named, start
 from tiltsam.cli import main
+from tiltsam.lab.batches import Batches
 from tiltsam.lab.compare import compare, format_rows, summarise
 from tiltsam.lab.config import METHOD_SETTINGS, ConfigError, TrainConfig, field_docs
 from tiltsam.lab.record import Record, RecordError
@@ -103,6 +104,71 @@ def test_stopped_and_resumed_is_bitwise_unbroken(method, optimizer, tmp_path):
         {k: v for k, v in Record(tmp_path / n).result().items() if k not in ignored} for n in ("unbroken", "broken")
     )
     assert one == two
+
+
+def test_a_pause_is_no_break(tmp_path, capsys):
+    config = replace(SMALL, method="tsam", epochs=5)
+    whole, paused = Record(tmp_path / "whole"), Record(tmp_path / "paused")
+    train(config, whole)
+    for until, epoch in ((0.2, 1), (0.2, 1), (0.5, 3)):
+        row = train(config, paused, until=until)
+        assert row["epoch"] == epoch
+        assert "score" not in row
+        assert paused.result() is None
+    train(config, paused, report=lambda p: pytest.fail("an epoch again") if p.epoch <= 3 else None)
+    assert same(weights(whole), weights(paused))
+    arguments = ["train", "digits", "--method", "erm", "--epochs", "4", "--batch-size", "256", "--out", str(tmp_path)]
+    assert main([*arguments, "--until", "0.5"]) == 0
+    assert "paused after 2 epochs" in capsys.readouterr().out
+    assert main(arguments) == 0
+    assert "after 4 epochs" in capsys.readouterr().out
+
+
+def test_looking_less_often_changes_nothing_else(tmp_path):
+    often, seldom = Record(tmp_path / "often"), Record(tmp_path / "seldom")
+    config = replace(SMALL, method="sam", epochs=5)
+    train(config, often)
+    train(replace(config, evaluate_every=2), seldom)
+    assert same(weights(often), weights(seldom))
+    rows = {row["epoch"]: row for row in often.metrics()[0]}
+    assert [row["epoch"] for row in seldom.metrics()[0]] == [2, 4, 5]
+    for row in seldom.metrics()[0]:
+        assert {k: v for k, v in row.items() if k != "seconds"} == {
+            k: v for k, v in rows[row["epoch"]].items() if k != "seconds"
+        }
+
+
+def test_ascents_on_part_of_a_batch_cost_that_part(tmp_path):
+    config = replace(SMALL, method="sam", epochs=1, ascent_fraction=0.25)
+    result = train(config, Record(tmp_path))
+    assert result["passes"] == pytest.approx(1.25 * result["steps"])
+
+
+def test_a_compiled_model_trains_alike(tmp_path, monkeypatch):
+    compiled = []
+
+    def compile_(model):
+        compiled.append(model)
+        return torch._dynamo.optimize("eager")(model)  # the graph, without the minute that compiling it takes
+
+    monkeypatch.setattr(torch, "compile", compile_)
+    plain, other = Record(tmp_path / "plain"), Record(tmp_path / "other")
+    config = replace(SMALL, method="sam", epochs=1)
+    train(config, plain)
+    assert not compiled
+    train(replace(config, compile=True), other)
+    assert len(compiled) == 1
+    assert same(weights(plain), weights(other))
+
+
+def test_where_nothing_can_be_compiled_it_is_said(tmp_path, monkeypatch):
+    def fail(graph, inputs):
+        raise RuntimeError("no compiler here")
+
+    monkeypatch.setattr(torch, "compile", lambda model: torch._dynamo.optimize(fail)(model))
+    config = replace(SMALL, method="sam", epochs=1, compile=True)
+    with pytest.raises(TrainError, match=r"cannot be compiled here .*: leave out --compile"):
+        train(config, Record(tmp_path))
 
 
 def ends_well(process) -> bool:
@@ -261,13 +327,19 @@ def test_the_model_comes_back(tmp_path):
     config = replace(SMALL, method="sam", epochs=8)
     result = train(config, record)
     data = load_data(config)
-    model = load_model(record, data).eval()
-    outputs = (
-        model(data.test.inputs.get("x", data.test.inputs.get("image")).float()) if "x" in data.test.inputs else None
-    )
-    if outputs is not None:
-        accuracy = (outputs.argmax(1) == data.test.targets).float().mean().item()
-        assert accuracy == pytest.approx(result["score"], abs=1e-6)
+    outputs = load_model(record, data).eval()(*Batches(data, 64).inputs(data.test))
+    accuracy = (outputs.argmax(1) == data.test.targets).float().mean().item()
+    assert accuracy == pytest.approx(result["score"], abs=1e-6)
+
+
+def test_without_a_validation_split_there_is_no_best_epoch(tmp_path):
+    config = replace(SMALL, method="erm", validation=0.0)
+    record = Record.of(tmp_path, config)
+    train(config, record)
+    text = (record.folder / "result.json").read_text()
+    assert "NaN" not in text
+    assert "best_validation" not in text
+    assert format_rows(summarise([config], tmp_path))[1][2] == "–"
 
 
 def test_every_field_is_documented_and_on_the_command_line(capsys):

@@ -6,7 +6,7 @@ import argparse
 import json
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -17,12 +17,13 @@ from bench_lab import random_cifar
 from evidence.archive import collect, restore
 from evidence.studies import STUDIES
 from evidence.study import Cell, Rates, Study, Variants, diverged, score_at
-from evidence.tables import draw_curves, final_table, trial_table
+from evidence.tables import draw_curves, draw_variants, final_table, trial_table, variant_table
 from tiltsam.flatness.comparison import Plan
 from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.data import Data
 from tiltsam.lab.devices import suited_to
 from tiltsam.lab.flat import measure_runs, save_flatness
+from tiltsam.lab.recipes.cost import passes_per_step
 from tiltsam.lab.record import Record
 from tiltsam.lab.train import Run, TrainError, data_key, load_data, train
 from timing import best_of, environment, print_table
@@ -51,7 +52,7 @@ def main() -> None:
             assert isinstance(study, Study)
             measure_rates(study, args.record / "rates.json", args.data_root)
         return
-    rates = {key: value["ms_a_step"] for key, value in _known_rates(args.record / "rates.json").items()}
+    rates = {key: value["a_step"] for key, value in _known_rates(args.record / "rates.json").items()}
     if args.command == "work":
         work(studies, args.out, rates, args.data_root, args.labels)
     for study in studies:
@@ -65,7 +66,12 @@ def main() -> None:
             for table in (trial_table(study, args.out, mine), final_table(study, args.out, mine)):
                 print(f"\n### {study.name}\n")
                 print_table(table[0], table[1:])
-            draw_curves(study, args.out, mine, args.record / f"{study.name}.png", title=study.title)
+            draw_curves(study, args.out, mine, args.record / f"{study.name}.png")
+        elif args.command == "table" and isinstance(study, Variants):
+            print(f"\n### {study.name}\n")
+            found = variant_table(study, args.out)
+            print_table(found[0], found[1:])
+            draw_variants(study, args.out, args.record / f"{study.name}.png")
 
 
 def _known_rates(path: Path) -> dict[str, dict[str, Rates]]:
@@ -74,18 +80,30 @@ def _known_rates(path: Path) -> dict[str, dict[str, Rates]]:
 
 
 def measure_rates(study: Study, path: Path, root: Path | None) -> None:
-    """Milliseconds of a captured step of every label, nothing else running, and write them.
+    """What a step of every label costs, by the clock with nothing else running, or in passes; written to a file.
 
     Args:
         study: Which.
         path: The file; a study of the same family needs no rates of its own.
         root: Where data sets lie; without it, noise in the shape of CIFAR-100.
     """
+    first = {label: study.configs(label, dict.fromkeys(study.trials, 1.0))[0] for label in study.trials}
+    device = torch.device(first[study.reference].device)
+    if study.unit == "seconds":
+        found = _milliseconds(first, root)
+    else:
+        found = {label: passes_per_step(config) for label, config in first.items()}
+    known = _known_rates(path) | {study.family: {"environment": environment(device), "a_step": found}}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(known, indent=1) + "\n")
+    print(json.dumps(found))
+
+
+def _milliseconds(configs: Mapping[str, TrainConfig], root: Path | None) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         steps: dict[str, Callable[[], object]] = {}
         data: Data | None = None
-        for label in study.trials:
-            config = study.configs(label, dict.fromkeys(study.trials, 1.0))[0]
+        for label, config in configs.items():
             data = data or (load_data(config, root) if root else random_cifar(2048, 64))
             run = Run(config, Record(Path(folder)), data)
             run.model.train()
@@ -94,10 +112,7 @@ def measure_rates(study: Study, path: Path, root: Path | None) -> None:
             for step in steps.values():
                 for _ in range(4):  # the fourth is captured
                     step()
-            found = best_of(steps, 5, run.device, inner=40)
-    known = _known_rates(path) | {study.family: {"environment": environment(run.device), "ms_a_step": found}}
-    path.write_text(json.dumps(known, indent=1) + "\n")
-    print(json.dumps(found))
+            return best_of(steps, 5, run.device, inner=40)
 
 
 def work(

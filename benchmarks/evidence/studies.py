@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from evidence.study import Study, Variants
@@ -100,4 +101,45 @@ def _fine_tuning(task: str) -> Study:
 
 FINE_TUNING = [_fine_tuning(task) for task in ("rte", "mrpc", "cola", "stsb", "wnli")]
 
-STUDIES: dict[str, Study | Variants] = {study.name: study for study in (NOISY, *FINE_TUNING)}
+# ---------------------------------------------------------------- what acts
+
+_SHARES = (0.0, 0.5, 1.0, 1.5, 2.0)
+
+
+def around(center: TrainConfig) -> dict[str, TrainConfig]:
+    """TSAM with one setting changed at a time; the tilt is varied at three samples, for a single one has no weights."""
+    assert center.rho is not None
+    assert center.radius is not None
+    found = {f"radius {share * center.radius:g}": replace(center, radius=share * center.radius) for share in _SHARES}
+    found |= {f"rho {share * center.rho:g}": replace(center, rho=share * center.rho) for share in _SHARES}
+    found |= {f"s {s}": replace(center, num_samples=s) for s in (1, 3, 5)}
+    found |= {f"t {t:g}": replace(center, num_samples=3, t=t) for t in (0.0, 1.0, 5.0, 20.0, 100.0, 1000.0)}
+    return found
+
+
+# ---------------------------------------------------------------- small enough for a CPU
+
+_SMALL_PAIRS = [(0.03, 0.2), (0.03, 0.5), (0.03, 1.0), (0.1, 0.2), (0.1, 0.5), (0.1, 1.0)]
+_SMALL_RADII = [2.0, 4.0, 2.0, 4.0, 2.0, 4.0]
+
+DIGITS = Study(
+    name="digits",
+    family="digits",
+    title="8×8 digits, 20% of labels wrong, a small network",
+    base=TrainConfig(task="digits", model="mlp", epochs=60.0, batch_size=64, label_smoothing=0.1, device="cpu"),
+    reference="sam",
+    trials={
+        "erm": [{"method": "erm", "lr": lr} for lr in (0.003, 0.01, 0.03, 0.1, 0.2, 0.4)],
+        "sam": _with_pairs("sam", _SMALL_PAIRS),
+        "tsam s=1": _tsam(_SMALL_PAIRS, 1, _SMALL_RADII, _TILTS),
+        "tsam s=3": _tsam(_SMALL_PAIRS, 3, _SMALL_RADII, _TILTS),
+        "pgn": _with_pairs("pgn", _SMALL_PAIRS, alpha=[0.5, 0.8, 0.5, 0.8, 0.5, 0.8]),
+        "rsam": _with_pairs("rsam", _SMALL_PAIRS, lam=[1.0, 2.0, 1.0, 2.0, 1.0, 2.0]),
+        "esam2": _with_pairs("esam2", _SMALL_PAIRS, num_points=[3] * 6),
+    },
+    rungs=_RUNGS,
+    seeds=tuple(range(10)),
+    unit="thousand passes",
+)
+
+STUDIES: dict[str, Study | Variants] = {study.name: study for study in (NOISY, *FINE_TUNING, DIGITS)}

@@ -1,9 +1,10 @@
 """A study: methods, the trials that each may make, and how the winners are compared.
 
-Every method gets the same number of trials, and the same number of seconds for each of them. All trials of a method
-begin; after a share of their seconds the worse ones on the validation split stay where they are, and the others go on
-(the rungs). Of those that reach the end the best one's settings are run with other seeds. As the learning rate is
-constant, a run that was cut short is the beginning of the longer one, and nothing is trained twice.
+Every method gets the same number of trials, and the same number of seconds for each of them (or of passes, where
+seconds cannot be relied on). All trials of a method begin; after a share of their seconds the worse ones on the
+validation split stay where they are, and the others go on (the rungs). Of those that reach the end the best one's
+settings are run with other seeds. As the learning rate is constant, a run that was cut short is the beginning of the
+longer one, and nothing is trained twice.
 
 What is left to do follows from the records alone, so any number of processes may work on one folder and may be killed.
 """
@@ -14,7 +15,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.record import Record
@@ -22,7 +23,7 @@ from tiltsam.lab.record import Record
 __all__ = ["Cell", "Rates", "Study", "Variants", "diverged", "rows_of", "score_at"]
 
 Rates = Mapping[str, float]
-"""Milliseconds of a step of every label, nothing else running."""
+"""What a step of every label costs: milliseconds, with nothing else running, or passes."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class Study:
         looks: Evaluations a run.
         title: Of its figures.
         family: Studies of one family share their rates.
+        unit: Of a thousand times the cost of a step.
     """
 
     name: str
@@ -59,6 +61,7 @@ class Study:
     looks: int = 20
     title: str = ""
     family: str = ""
+    unit: Literal["seconds", "thousand passes"] = "seconds"
 
     def epochs(self, label: str, rates: Rates) -> float:
         """As many as fit into the seconds of the reference, in tenths."""
@@ -107,13 +110,16 @@ class Variants:
 
     Args:
         name: Of the study.
-        configs: By label.
+        configs: By label: what was varied, a space, and its value.
         seeds: Of each.
+        title: Of its figures.
+        family: As of a study.
     """
 
     name: str
     configs: Mapping[str, TrainConfig]
     seeds: Sequence[int]
+    title: str = ""
     family: str = ""
 
     def left(self, out: Path, rates: Rates, labels: Sequence[str] | None = None) -> list[Cell]:

@@ -9,11 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from evidence.study import Rates, Study, diverged, rows_of, score_at
+from evidence.study import Rates, Study, Variants, diverged, rows_of, score_at
 from tiltsam.lab.config import TrainConfig
 from tiltsam.palette import color_of
 
-__all__ = ["draw_curves", "final_table", "trial_table"]
+__all__ = ["draw_curves", "draw_variants", "final_table", "trial_table", "variant_table"]
 
 _STYLES = {"tsam s=3": "--", "tsam s=5": ":"}
 _SETTINGS = ("lr", "rho", "radius", "t", "num_samples", "alpha", "lam", "num_points", "ascent_fraction", "every")
@@ -38,33 +38,36 @@ def trial_table(study: Study, out: Path, rates: Rates) -> list[list[str]]:
     return table
 
 
-def numbers(study: Study, label: str, out: Path, rates: Rates) -> dict[str, Any] | None:
-    """What the chosen settings reached, seed by seed; None while nothing is chosen."""
-    chosen = study.winner(label, out, rates)
-    if chosen is None:
-        return None
-    found: dict[str, Any] = {"config": chosen, "seeds": [], "final": [], "best": [], "best_epoch": []}
-    for seed in study.seeds:
-        config = replace(chosen, seed=seed)
-        if score_at(out, config, 1.0) is None or diverged(out, config):
+def over_seeds(out: Path, config: TrainConfig, seeds: Sequence[int]) -> dict[str, Any]:
+    """What settings reached, seed by seed, of the runs that are finished."""
+    found: dict[str, Any] = {"config": config, "seeds": [], "final": [], "best": [], "size": [], "steps": 0}
+    for seed in seeds:
+        mine = replace(config, seed=seed)
+        if score_at(out, mine, 1.0) is None or diverged(out, mine):
             continue
-        rows = rows_of(out, config)
+        rows = rows_of(out, mine)
         metric = next(name for name in rows[-1] if name.startswith("test_"))
         best = max(rows, key=lambda row: float(row[metric.replace("test_", "validation_")]))
-        found["metric"] = metric
+        found |= {"metric": metric, "steps": rows[-1]["steps"]}
         found["seeds"].append(seed)
         found["final"].append(100 * rows[-1][metric])
         found["best"].append(100 * best[metric])
-        found["best_epoch"].append(best["epoch"])
-        found["steps"] = rows[-1]["steps"]
-        found["size"] = rows[-1]["effective_sample_size"]
-    found["seconds"] = found["steps"] * rates[label] / 1e3
+        found["size"].append(statistics.fmean(row["effective_sample_size"] for row in rows))
     return found
+
+
+def numbers(study: Study, label: str, out: Path, rates: Rates) -> dict[str, Any] | None:
+    """What the chosen settings reached; None while nothing is chosen."""
+    chosen = study.winner(label, out, rates)
+    if chosen is None:
+        return None
+    found = over_seeds(out, chosen, study.seeds)
+    return found | {"cost": found["steps"] * rates[label] / 1e3}
 
 
 def final_table(study: Study, out: Path, rates: Rates) -> list[list[str]]:
     """The chosen settings of every label: test score at the end, and at the epoch that was best on validation."""
-    table = [["method", "chosen", "epochs", "seconds", "at the end", "at the best epoch", "seeds"]]
+    table = [["method", "chosen", "epochs", study.unit, "at the end", "at the best epoch", "seeds"]]
     for label in study.trials:
         found = numbers(study, label, out, rates)
         if found is None:
@@ -75,7 +78,7 @@ def final_table(study: Study, out: Path, rates: Rates) -> list[list[str]]:
                 label,
                 settings_of(study, label, config),
                 f"{config.epochs:g}",
-                f"{found['seconds']:.0f}",
+                f"{found['cost']:.3g}",
                 _spread(found["final"]),
                 _spread(found["best"]),
                 ", ".join(map(str, found["seeds"])),
@@ -87,11 +90,11 @@ def final_table(study: Study, out: Path, rates: Rates) -> list[list[str]]:
 def _spread(values: Sequence[float]) -> str:
     if len(values) < 2:
         return f"{values[0]:.2f}"
-    return f"{statistics.fmean(values):.2f} ± {statistics.stdev(values) / math.sqrt(len(values)):.2f}"
+    return f"{statistics.fmean(values):.2f} ± {_error(values):.2f}"
 
 
-def draw_curves(study: Study, out: Path, rates: Rates, path: Path, *, title: str) -> None:
-    """Test score against seconds, of the chosen settings: the mean over seeds, and from the worst to the best."""
+def draw_curves(study: Study, out: Path, rates: Rates, path: Path) -> None:
+    """Test score against cost, of the chosen settings: the mean over seeds, and from the worst to the best."""
     import matplotlib as mpl
 
     mpl.use("agg")
@@ -107,14 +110,67 @@ def draw_curves(study: Study, out: Path, rates: Rates, path: Path, *, title: str
         steps = sorted(set.intersection(*({row["steps"] for row in rows} for rows in curves)))
         metric = found["metric"]
         lines = [{row["steps"]: 100 * row[metric] for row in rows} for rows in curves]
-        seconds = [k * rates[label] / 1e3 for k in steps]
+        costs = [k * rates[label] / 1e3 for k in steps]
         style = {"color": color_of(label), "linestyle": _STYLES.get(label, "-")}
-        axes.plot(seconds, [statistics.fmean(line[k] for line in lines) for k in steps], label=label, **style)
+        axes.plot(costs, [statistics.fmean(line[k] for line in lines) for k in steps], label=label, **style)
         low, high = ([pick(line[k] for line in lines) for k in steps] for pick in (min, max))
-        axes.fill_between(seconds, low, high, color=style["color"], alpha=0.15, linewidth=0)
-    axes.set(xlabel="seconds of training, alone on the GPU", ylabel=f"{metric.replace('_', ' ')}, ×100", title=title)
+        axes.fill_between(costs, low, high, color=style["color"], alpha=0.15, linewidth=0)
+    axes.set(xlabel=f"{study.unit} of training", ylabel=f"{metric.replace('_', ' ')}, ×100", title=study.title)
     axes.set_ylim(bottom=max(0.0, axes.get_ylim()[0]))
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=160)
     plt.close(figure)
+
+
+def variant_table(study: Variants, out: Path) -> list[list[str]]:
+    """Every variant: test score, and the effective sample size of its weights over the run."""
+    table = [["variant", "at the end", "at the best epoch", "effective samples", "of", "seeds"]]
+    for label, config in study.configs.items():
+        found = over_seeds(out, config, study.seeds)
+        if found["seeds"]:
+            size = f"{statistics.fmean(found['size']):.3f}"
+            scores = [_spread(found["final"]), _spread(found["best"])]
+            table.append([label, *scores, size, str(config.num_samples), str(len(found["seeds"]))])
+    return table
+
+
+def draw_variants(study: Variants, out: Path, path: Path) -> None:
+    """A panel for each setting that was varied: test score at the end and at the best epoch, with standard errors."""
+    import matplotlib as mpl
+
+    mpl.use("agg")
+    import matplotlib.pyplot as plt
+
+    names = list(dict.fromkeys(label.rpartition(" ")[0] for label in study.configs))
+    figure, axes = plt.subplots(
+        2, len(names), figsize=(3 * len(names), 5), layout="constrained", sharey="row", height_ratios=(2, 1)
+    )
+    for column, name in enumerate(names):
+        places, rows = [], []
+        for label, config in study.configs.items():
+            found = over_seeds(out, config, study.seeds)
+            if label.rpartition(" ")[0] == name and found["seeds"]:
+                places.append(label.rpartition(" ")[2])
+                rows.append(found | {"share": [x / config.num_samples for x in found["size"]]})
+        at = range(len(places))
+        above, below = axes[0][column], axes[1][column]
+        for kind, told, marker in (("final", "at the end", "o-"), ("best", "at the best epoch", "s--")):
+            means = [statistics.fmean(row[kind]) for row in rows]
+            above.errorbar(at, means, [_error(row[kind]) for row in rows], fmt=marker, label=told, capsize=3)
+        below.plot(at, [statistics.fmean(row["share"]) for row in rows], "o-", color=color_of("tsam"))
+        above.set_xticks(at, [])
+        below.set_xticks(at, places)
+        below.set(xlabel=name, ylim=(0, 1.05))
+        above.grid(alpha=0.3)
+        below.grid(alpha=0.3)
+    axes[0][0].set_ylabel("test score, ×100")
+    axes[1][0].set_ylabel("effective samples / s")
+    axes[0][0].legend()
+    figure.suptitle(study.title)
+    figure.savefig(path, dpi=160)
+    plt.close(figure)
+
+
+def _error(values: Sequence[float]) -> float:
+    return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0

@@ -134,7 +134,7 @@ def _row(method: str, results: list[dict[str, Any]], failed: int) -> Row:
         metric=results[0]["metric"] if results else "",
         mean=mean(scores),
         error=error,
-        at_best=mean([100 * r["score_at_best_validation"] for r in results]),
+        at_best=mean([100 * r.get("score_at_best_validation", math.nan) for r in results]),
         seconds=mean([r["seconds"] for r in results]),
         passes=mean([r["passes"] for r in results]),
     )

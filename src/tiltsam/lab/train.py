@@ -351,11 +351,13 @@ class Run:
         final = self._last_row()
         numbers = {
             **final,
+            "captured": getattr(self.step, "reason", None) is None,
             "metric": self.data.metrics[0],
             "score": final[f"test_{self.data.metrics[0]}"],
-            "score_at_best_validation": self.best.get(f"test_{self.data.metrics[0]}", math.nan),
-            "best_validation": self.best.get(f"validation_{self.data.metrics[0]}", math.nan),
         }
+        if self.best:
+            numbers["score_at_best_validation"] = self.best[f"test_{self.data.metrics[0]}"]
+            numbers["best_validation"] = self.best[f"validation_{self.data.metrics[0]}"]
         self.record.finish({**self.model.state_dict(), **self.estimated}, **numbers)
         return numbers
 

@@ -121,7 +121,7 @@ def _curves(outcome: Outcome) -> list[Table]:
         for cell in cells:
             lines = [rows_of_run for record in outcome.records(cell) if (rows_of_run := record.metrics()[0])]
             along = [mean_of([100 * _at(line, share) for line in lines]) for share in SHARES]
-            best = mean_of([100 * r["score_at_best_validation"] for r in outcome.results(cell)])
+            best = mean_of([100 * r.get("score_at_best_validation", math.nan) for r in outcome.results(cell)])
             means = [_mean(mean, 2) for mean in (*along, best)]
             rows.append([cell.row, *means, _printed(cell.paper, 2), _runs(outcome, cell)])
             if cell.stopped_early:

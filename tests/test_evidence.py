@@ -133,6 +133,6 @@ def test_variants_change_one_setting_at_a_time(tmp_path):
 @pytest.mark.parametrize("study", [s for s in STUDIES.values() if isinstance(s, Study)], ids=lambda s: s.name)
 def test_every_method_of_a_study_has_as_many_trials(study):
     assert len({len(trials) for trials in study.trials.values()}) == 1
-    rates = dict.fromkeys(study.trials, 1.0)
+    rates = dict.fromkeys((*study.trials, study.reference), 1.0)
     for label in study.trials:
         assert len({config.key() for config in study.configs(label, rates)}) == len(study.trials[label])

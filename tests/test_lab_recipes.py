@@ -189,6 +189,8 @@ def test_passes_a_step():
     assert passes("tsam", num_samples=5) == 10
     assert passes("tsam", num_samples=3, ascent_steps=3) == 12
     assert passes("tsam", num_samples=10, sampler="uniform") == 10
+    assert passes("sam", every=4) == 1.25
+    assert passes("sam", ascent_fraction=0.25) == 1.25
 
 
 def test_published_sizes_give_the_steps():

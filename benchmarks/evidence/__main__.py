@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -74,8 +75,8 @@ def main() -> None:
             draw_variants(study, args.out, args.record / f"{study.name}.png")
 
 
-def _known_rates(path: Path) -> dict[str, dict[str, Rates]]:
-    found: dict[str, dict[str, Rates]] = json.loads(path.read_text()) if path.exists() else {}
+def _known_rates(path: Path) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = json.loads(path.read_text()) if path.exists() else {}
     return found
 
 
@@ -84,16 +85,19 @@ def measure_rates(study: Study, path: Path, root: Path | None) -> None:
 
     Args:
         study: Which.
-        path: The file; a study of the same family needs no rates of its own.
+        path: The file; what it holds of other labels stays in it.
         root: Where data sets lie; without it, noise in the shape of CIFAR-100.
     """
-    first = {label: study.configs(label, dict.fromkeys(study.trials, 1.0))[0] for label in study.trials}
-    device = torch.device(first[study.reference].device)
+    alike = dict.fromkeys((*study.trials, study.reference), 1.0)
+    first = {label: study.configs(label, alike)[0] for label in study.trials}
+    device = torch.device(study.base.device)
     if study.unit == "seconds":
         found = _milliseconds(first, root)
     else:
         found = {label: passes_per_step(config) for label, config in first.items()}
-    known = _known_rates(path) | {study.family: {"environment": environment(device), "a_step": found}}
+    known = _known_rates(path)
+    before = known.get(study.family, {}).get("a_step", {})
+    known[study.family] = {"environment": environment(device), "a_step": {**before, **found}}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(known, indent=1) + "\n")
     print(json.dumps(found))

@@ -142,4 +142,37 @@ DIGITS = Study(
     unit="thousand passes",
 )
 
-STUDIES: dict[str, Study | Variants] = {study.name: study for study in (NOISY, *FINE_TUNING, DIGITS)}
+# ---------------------------------------------------------------- cheaper steps
+
+
+def _cheaper(study: Study, pairs: _Pairs, radii: Sequence[float], tilts: Sequence[float]) -> Study:
+    """The same comparison for methods whose steps cost less than SAM's, and for a second sample at half as much again.
+
+    An ascent on a quarter of the batch costs a quarter of a pass, and is the perturbation of fewer examples at that.
+    """
+    quarter = {"ascent_fraction": [0.25] * len(pairs)}
+    shared: dict[str, Sequence[Any]] = {
+        "share_ascent": [True] * len(pairs),
+        "num_samples": [2] * len(pairs),
+        "radius": radii,
+        "t": tilts,
+    }
+    return replace(
+        study,
+        name=f"{study.name}-cheaper",
+        trials={
+            "sam, ascent on 1/4": _with_pairs("sam", pairs, **quarter),
+            "tsam s=1, ascent on 1/4": [
+                a | b for a, b in zip(_tsam(pairs, 1, radii, tilts), _with_pairs("tsam", pairs, **quarter), strict=True)
+            ],
+            "sam, every 2nd step": _with_pairs("sam", pairs, every=[2] * len(pairs)),
+            "tsam s=2, shared ascent": _with_pairs("tsam", pairs, **shared),
+        },
+    )
+
+
+NOISY_CHEAPER = _cheaper(NOISY, _PAIRS, _RADII, _TILTS)
+DIGITS_CHEAPER = _cheaper(DIGITS, _SMALL_PAIRS, _SMALL_RADII, _TILTS)
+
+_ALL = (NOISY, NOISY_CHEAPER, *FINE_TUNING, DIGITS, DIGITS_CHEAPER)
+STUDIES: dict[str, Study | Variants] = {study.name: study for study in _ALL}

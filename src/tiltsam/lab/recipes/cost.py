@@ -79,8 +79,11 @@ def passes_per_step(config: TrainConfig) -> float:
             loss.backward()
         return loss
 
-    optimizer.step(closure)
-    return optimizer.last.cost(config.ascent_fraction)
+    costs = []
+    for _ in range(config.every):  # all but one of these do not look around
+        optimizer.step(closure)
+        costs.append(optimizer.last.cost(config.ascent_fraction))
+    return sum(costs) / len(costs)
 
 
 def num_passes(config: TrainConfig, examples: int | None = None) -> float:

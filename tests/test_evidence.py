@@ -6,16 +6,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
-from evidence.__main__ import flat, work
+from evidence.__main__ import cross, flat, measure_rates, work
 from evidence.archive import collect, restore
 from evidence.studies import STUDIES, around
 from evidence.study import Study, Variants, score_at
 from evidence.tables import draw_curves, draw_variants, final_table, trial_table, variant_table
 from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.record import Record
+from tiltsam.lab.train import TrainError
 
 RATES = {"erm": 1.0, "sam": 2.0}
 STUDY = Study(
@@ -24,7 +26,7 @@ STUDY = Study(
     reference="sam",
     trials={
         "erm": [{"method": "erm", "lr": lr} for lr in (1e-5, 0.005, 0.05)],
-        "sam": [{"method": "sam", "lr": lr} for lr in (1e-5, 0.005, 0.05)],
+        "sam": [{"method": "sam", "lr": lr, "rho": 0.1} for lr in (1e-5, 0.005, 0.05)],
     },
     rungs=((0.25, 2),),
     seeds=(0, 1),
@@ -33,10 +35,18 @@ STUDY = Study(
 )
 
 
-def fake(out, config, epoch, validation):
+def fake(out, config, epoch, validation, loss=1.0):
     record = Record.of(out, config)
     record.folder.mkdir(parents=True, exist_ok=True)
-    record.log(epoch=epoch, validation_accuracy=validation)
+    record.log(epoch=epoch, validation_accuracy=validation, validation_loss=loss)
+    if epoch == config.epochs:
+        (record.folder / "result.json").write_text("{}")
+
+
+def lose(out, config):
+    folder = Record.of(out, config).folder
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "diverged").touch()
 
 
 def test_everybody_gets_the_seconds_of_the_reference():
@@ -54,9 +64,7 @@ def test_worse_trials_stay_where_they_are(tmp_path):
     fake(tmp_path, first, 1.0, 0.3)
     fake(tmp_path, second, 1.0, 0.5)
     assert left() == [(third, 0.25)]
-    lost = Record.of(tmp_path, third).folder
-    lost.mkdir(parents=True)
-    (lost / "diverged").touch()
+    lose(tmp_path, third)
     assert left() == [(second, 1.0), (first, 1.0)]
     fake(tmp_path, second, 4.0, 0.55)
     assert STUDY.winner("sam", tmp_path, RATES) is None
@@ -65,6 +73,65 @@ def test_worse_trials_stay_where_they_are(tmp_path):
     assert left() == [(replace(first, seed=1), 1.0)]
     fake(tmp_path, replace(first, seed=1), 4.0, 0.1)
     assert left() == []
+
+
+def test_a_late_divergence_brings_nobody_back(tmp_path):
+    first, second, third = STUDY.configs("sam", RATES)
+    for config, score in ((first, 0.5), (second, 0.4), (third, 0.3)):
+        fake(tmp_path, config, 1.0, score)
+    lose(tmp_path, first)
+    assert [cell.config for cell in STUDY.left(tmp_path, RATES, ["sam"])] == [second]
+    fake(tmp_path, second, 4.0, 0.45)
+    assert STUDY.winner("sam", tmp_path, RATES) == second
+    cells = trial_table(STUDY, tmp_path, RATES)[4]
+    assert cells[0] == "sam"
+    assert cells[2:4] == ["50.00", "diverged"]
+
+
+def test_where_all_trials_diverged_there_is_no_winner(tmp_path):
+    for config in STUDY.configs("sam", RATES):
+        lose(tmp_path, config)
+    assert STUDY.left(tmp_path, RATES, ["sam"]) == []
+    assert STUDY.winner("sam", tmp_path, RATES) is None
+    assert len(final_table(STUDY, tmp_path, RATES)) == 1
+    draw_curves(STUDY, tmp_path, RATES, tmp_path / "curves.png")
+
+
+def test_of_equals_the_one_with_the_smaller_loss_is_chosen(tmp_path):
+    first, second, _ = STUDY.configs("sam", RATES)
+    for config, loss in zip(STUDY.configs("sam", RATES), (1.0, 0.5, 2.0), strict=True):
+        fake(tmp_path, config, 1.0, 0.5, loss)
+    assert [cell.config for cell in STUDY.left(tmp_path, RATES, ["sam"])] == [second, first]
+
+
+def test_a_run_without_a_result_is_not_done(tmp_path):
+    config = STUDY.configs("erm", RATES)[2]
+    study = Variants("one", {"erm": config}, [0])
+    work([study], tmp_path, {}, None)
+    (Record.of(tmp_path, config).folder / "result.json").unlink()  # killed between the last line and the result
+    assert len(study.left(tmp_path, {})) == 1
+    work([study], tmp_path, {}, None)
+    assert study.left(tmp_path, {}) == []
+
+
+def test_a_model_that_cannot_be_compiled_has_not_diverged(tmp_path, monkeypatch):
+    def fail(graph, inputs):
+        raise RuntimeError("no compiler here")
+
+    monkeypatch.setattr(torch, "compile", lambda model: torch._dynamo.optimize(fail)(model))
+    config = replace(STUDY.configs("erm", RATES)[0], compile=True)
+    with pytest.raises(TrainError, match="cannot be compiled"):
+        work([Variants("one", {"erm": config}, [0])], tmp_path, {}, None)
+    assert score_at(tmp_path, config, 0.25) is None
+
+
+def test_rates_of_another_day_are_brought_to_the_clock_of_the_first(tmp_path, monkeypatch):
+    path = tmp_path / "rates.json"
+    days = iter([{"sam": 2.0, "erm": 1.0}, {"sam": 4.0, "erm": 2.4, "other": 6.0}])
+    monkeypatch.setattr("evidence.__main__._milliseconds", lambda configs, root: next(days))
+    for _ in range(2):
+        measure_rates(STUDY, path, None)
+    assert json.loads(path.read_text())["small"]["a_step"] == {"sam": 2.0, "erm": 1.0, "other": 3.0}
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +167,10 @@ def test_tables_say_what_the_runs_did_and_survive_the_archive(done, tmp_path):
     assert trial_table(STUDY, tmp_path / "again", RATES) == trials
     assert final_table(STUDY, tmp_path / "again", RATES) == final
     assert STUDY.left(tmp_path / "again", RATES) == []
+    (Record.of(tmp_path / "again", chosen).folder / "result.json").unlink()
+    collect(tmp_path / "again", tmp_path / "runs.jsonl")  # what is known is not lost to a run that is not as far
+    restore(tmp_path / "runs.jsonl", tmp_path / "third")
+    assert final_table(STUDY, tmp_path / "third", RATES) == final
     draw_curves(STUDY, done, RATES, tmp_path / "curves.png")
     assert (tmp_path / "curves.png").stat().st_size > 10_000
 
@@ -109,6 +180,22 @@ def test_flatness_of_the_winners_is_measured_once(done, capsys):
     assert capsys.readouterr().out.count("loss") == 2
     flat(STUDY, done, RATES, None, ["erm"], draws=2)
     assert capsys.readouterr().out == ""
+
+
+def test_losses_under_each_others_objectives(done, tmp_path, capsys):
+    path = tmp_path / "cross.json"
+    three = {**STUDY.trials, "tsam s=3": [{"method": "tsam", "lr": 0.05, "rho": 0.2, "radius": 1.0}] * 3}
+    study, rates = replace(STUDY, trials=three, rungs=(), seeds=(0,)), {**RATES, "tsam s=3": 6.0}
+    work([study], done, {"small": rates}, None)
+    capsys.readouterr()
+    cross(study, done, rates, None, path)
+    entries = json.loads(path.read_text())["0"]
+    losses = {(e["split"], e["model"], e["objective"]): e["loss"] for e in entries}
+    assert len(losses) == 2 * 3 * 3
+    for model in three:
+        assert losses["train", model, "ERM"] < losses["train", model, "SAM"]
+    cross(study, done, rates, None, path)
+    assert capsys.readouterr().out.count("under") == 18  # not measured again
 
 
 def test_variants_change_one_setting_at_a_time(tmp_path):

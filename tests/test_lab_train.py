@@ -124,6 +124,27 @@ def test_a_pause_is_no_break(tmp_path, capsys):
     assert "after 4 epochs" in capsys.readouterr().out
 
 
+def test_a_pause_tells_of_the_epoch_it_is_at(tmp_path):
+    config = replace(SMALL, method="erm", epochs=10, evaluate_every=4)
+    record = Record(tmp_path)
+
+    def stop_at_seven(progress):
+        if progress.epoch >= 7:
+            raise Stop
+
+    train(config, record, until=0.2)
+    with pytest.raises(Stop):
+        train(config, record, report=stop_at_seven, checkpoint_seconds=1e9)
+    assert train(config, record, until=0.3)["epoch"] == 3  # not 4, of the attempt that was killed
+    with pytest.raises(Stop):
+        train(config, record, report=stop_at_seven, checkpoint_seconds=0)
+    row = train(config, record, until=0.5)  # it is at six already, where nobody looked
+    assert row["epoch"] == 6
+    assert row["steps"] > 0
+    with pytest.raises(ConfigError, match=r"until must be in \(0, 1\]"):
+        train(config, record, until=0.0)
+
+
 def test_looking_less_often_changes_nothing_else(tmp_path):
     often, seldom = Record(tmp_path / "often"), Record(tmp_path / "seldom")
     config = replace(SMALL, method="sam", epochs=5)
@@ -140,8 +161,13 @@ def test_looking_less_often_changes_nothing_else(tmp_path):
 
 def test_ascents_on_part_of_a_batch_cost_that_part(tmp_path):
     config = replace(SMALL, method="sam", epochs=1, ascent_fraction=0.25)
-    result = train(config, Record(tmp_path))
+    part, whole = Record(tmp_path / "part"), Record(tmp_path / "whole")
+    result = train(config, part)
     assert result["passes"] == pytest.approx(1.25 * result["steps"])
+    train(replace(config, ascent_fraction=1.0), whole)
+    assert not same(weights(part), weights(whole))  # another ascent
+    budget = train(replace(config, method="esam1", num_samples=4), Record(tmp_path / "longer"))
+    assert budget["passes"] == pytest.approx(4 * 1.25 * result["steps"])  # what tsam with four samples would have spent
 
 
 def test_a_compiled_model_trains_alike(tmp_path, monkeypatch):

@@ -20,20 +20,23 @@ from evidence.studies import STUDIES
 from evidence.study import Cell, Rates, Study, Variants, diverged, score_at
 from evidence.tables import draw_curves, draw_variants, final_table, trial_table, variant_table
 from tiltsam.flatness.comparison import Plan
+from tiltsam.flatness.objectives import ErmLoss, Objective, SamLoss, TsamLoss
 from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.data import Data
 from tiltsam.lab.devices import suited_to
-from tiltsam.lab.flat import measure_runs, save_flatness
+from tiltsam.lab.flat import cross_runs, measure_runs, save_flatness
 from tiltsam.lab.recipes.cost import passes_per_step
 from tiltsam.lab.record import Record
-from tiltsam.lab.train import Run, TrainError, data_key, load_data, train
+from tiltsam.lab.train import Diverged, Run, data_key, load_data, train
 from timing import best_of, environment, print_table
+
+COMMANDS = ("rates", "work", "left", "flat", "cross", "table", "collect", "restore")
 
 
 def main() -> None:
     """One command on some studies."""
     parser = argparse.ArgumentParser(prog="python -m evidence", description=__doc__)
-    parser.add_argument("command", choices=("rates", "work", "left", "flat", "table", "collect", "restore"))
+    parser.add_argument("command", choices=COMMANDS)
     parser.add_argument("studies", nargs="+", choices=STUDIES, metavar="STUDY", help=", ".join(STUDIES))
     parser.add_argument("--out", type=Path, required=True, help="folder of the runs")
     parser.add_argument("--record", type=Path, required=True, help="folder of rates.json and runs.jsonl")
@@ -58,11 +61,15 @@ def main() -> None:
         work(studies, args.out, rates, args.data_root, args.labels)
     for study in studies:
         mine = rates.get(study.family, {})
+        if isinstance(study, Study) and (missing := {*study.trials, study.reference} - mine.keys()):
+            parser.error(f"{args.record / 'rates.json'} has no rates of {', '.join(sorted(missing))}: run rates first")
         if args.command == "left":
             for cell in study.left(args.out, mine, args.labels):
                 print(f"{study.name} {cell.label} {cell.config.key()} seed {cell.config.seed} until {cell.until}")
         elif args.command == "flat" and isinstance(study, Study):
             flat(study, args.out, mine, args.data_root, args.labels)
+        elif args.command == "cross" and isinstance(study, Study):
+            cross(study, args.out, mine, args.data_root, args.record / f"{study.name}-cross.json")
         elif args.command == "table" and isinstance(study, Study):
             for table in (trial_table(study, args.out, mine), final_table(study, args.out, mine)):
                 print(f"\n### {study.name}\n")
@@ -85,19 +92,25 @@ def measure_rates(study: Study, path: Path, root: Path | None) -> None:
 
     Args:
         study: Which.
-        path: The file; what it holds of other labels stays in it.
+        path: The file; what it holds stays in it, and the number of a label that it holds is not replaced.
         root: Where data sets lie; without it, noise in the shape of CIFAR-100.
     """
-    alike = dict.fromkeys((*study.trials, study.reference), 1.0)
-    first = {label: study.configs(label, alike)[0] for label in study.trials}
-    device = torch.device(study.base.device)
+    labels = [study.reference, *(label for label in study.trials if label != study.reference)]
+    first = {}
+    for label in labels:
+        owner = study if label in study.trials else STUDIES[study.family]
+        assert isinstance(owner, Study)
+        first[label] = owner.configs(label, dict.fromkeys((*owner.trials, owner.reference), 1.0))[0]
     if study.unit == "seconds":
         found = _milliseconds(first, root)
     else:
         found = {label: passes_per_step(config) for label, config in first.items()}
     known = _known_rates(path)
-    before = known.get(study.family, {}).get("a_step", {})
-    known[study.family] = {"environment": environment(device), "a_step": {**before, **found}}
+    before = known.setdefault(study.family, {"a_step": {}, "measured": []})
+    # What was measured on another day is brought to the clock of the first by the reference, which is in both.
+    scale = before["a_step"].get(study.reference, found[study.reference]) / found[study.reference]
+    before["a_step"] = {label: scale * cost for label, cost in found.items()} | before["a_step"]
+    before["measured"].append({"environment": environment(torch.device(study.base.device)), "a_step": found})
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(known, indent=1) + "\n")
     print(json.dumps(found))
@@ -108,7 +121,8 @@ def _milliseconds(configs: Mapping[str, TrainConfig], root: Path | None) -> dict
         steps: dict[str, Callable[[], object]] = {}
         data: Data | None = None
         for label, config in configs.items():
-            data = data or (load_data(config, root) if root else random_cifar(2048, 64))
+            if data is None:
+                data = load_data(config, root) if root or config.model != "resnet18" else random_cifar(2048, 64)
             run = Run(config, Record(Path(folder)), data)
             run.model.train()
             steps[label] = partial(run.step, *next(run.batches.epoch(0, 0)))
@@ -159,8 +173,8 @@ def _try(cell: Cell, out: Path, data: Callable[[TrainConfig], Data]) -> bool:
             return False
         started = time.time()
         try:
-            train(config, record, data=data, until=cell.until, checkpoint_seconds=float("inf"))
-        except TrainError as error:
+            train(config, record, data=data, until=cell.until, checkpoint_seconds=120)
+        except Diverged as error:
             (record.folder / "diverged").write_text(f"{error}\n")
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -177,16 +191,53 @@ def flat(
     """Measure the neighbourhood and the top eigenvalues of the finished winners, seed by seed."""
     plan = Plan(num_samples=draws, num_ascent_steps=0, num_trace_samples=0, num_density_probes=0, num_points=0)
     for seed in study.seeds:
-        runs: dict[str, Record] = {}
-        for label in labels or study.trials:
-            chosen = study.winner(label, out, rates)
-            record = chosen and Record.of(out, replace(chosen, seed=seed))
-            if record and record.result() and not (record.folder / "flatness.json").exists():
-                runs[label] = record
+        runs = {
+            label: record
+            for label, record in _winners(study, out, rates, labels or list(study.trials), seed).items()
+            if not (record.folder / "flatness.json").exists()
+        }
         about = {"task": study.base.task, "split": "train", "examples": 1000}
         for found in measure_runs(runs, examples=1000, root=root, plan=plan) if runs else ():
             save_flatness(runs[found.name], found, about)
             print(f"{found.name} seed {seed}: loss {float(found.loss):.4f}", flush=True)
+
+
+def cross(study: Study, out: Path, rates: Rates, root: Path | None, path: Path) -> None:
+    """The losses of ERM's, SAM's and TSAM's winners under the objectives of all three, on training and test examples.
+
+    Args:
+        study: One with these three.
+        out: Folder of the runs.
+        rates: Of the study.
+        root: Where data sets lie.
+        path: The file; seeds that it holds are not measured again.
+    """
+    labels = ["erm", "sam", "tsam s=3"]
+    known: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    for seed in study.seeds:
+        runs = _winners(study, out, rates, labels, seed)
+        if len(runs) < len(labels) or str(seed) in known:
+            continue
+        sam, tsam = (runs[label].config() for label in labels[1:])
+        assert sam.rho is not None
+        assert tsam.rho is not None
+        objectives: dict[str, Objective] = {
+            "ERM": ErmLoss(),
+            "SAM": SamLoss(sam.rho),
+            "TSAM": TsamLoss(tsam.t, tsam.rho, tsam.radius, tsam.num_samples),
+        }
+        found = cross_runs(runs, objectives, batch_size=study.base.batch_size, device=study.base.device, root=root)
+        known[str(seed)] = [entry._asdict() for entry in found.entries]
+        path.write_text(json.dumps(known, indent=1) + "\n")
+        for entry in found.entries:
+            print(f"seed {seed} {entry.split} {entry.model} under {entry.objective}: {entry.loss:.4f}", flush=True)
+
+
+def _winners(study: Study, out: Path, rates: Rates, labels: Sequence[str], seed: int) -> dict[str, Record]:
+    """The finished runs of the chosen settings with a seed, those whose weights are here."""
+    chosen = {label: study.winner(label, out, rates) for label in labels}
+    found = {label: Record.of(out, replace(config, seed=seed)) for label, config in chosen.items() if config}
+    return {label: r for label, r in found.items() if r.result() and (r.folder / "model.safetensors").exists()}
 
 
 if __name__ == "__main__":

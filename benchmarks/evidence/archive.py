@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.record import Record, folders_of_runs
 
 __all__ = ["collect", "restore"]
@@ -20,19 +19,20 @@ def collect(out: Path, path: Path) -> int:
 
     Args:
         out: Folder of the runs.
-        path: The file; what it holds of other runs stays in it.
+        path: The file; what it holds of other runs stays in it, and of these where they had gone further.
     """
-    lines = {_name(entry): entry for entry in _read(path)} if path.exists() else {}
+    lines = {entry["place"]: entry for entry in _read(path)} if path.exists() else {}
     for folder in folders_of_runs([out]):
-        entry: dict[str, Any] = {
-            name: json.loads((folder / f"{name}.json").read_text())
-            for name in _FILES
-            if (folder / f"{name}.json").exists()
-        }
+        entry: dict[str, Any] = {"place": folder.relative_to(out).as_posix()}
+        for name in _FILES:
+            if (folder / f"{name}.json").exists():
+                entry[name] = json.loads((folder / f"{name}.json").read_text())
         entry["metrics"], _ = Record(folder).metrics()
         entry["diverged"] = (folder / "diverged").exists()
-        if entry["metrics"] or entry["diverged"]:
-            lines[_name(entry)] = entry
+        known = lines.get(entry["place"])
+        begun = entry["metrics"] or entry["diverged"]
+        if begun and (known is None or _length(entry) >= _length(known)):
+            lines[entry["place"]] = entry
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(lines[name]) + "\n" for name in sorted(lines)))
     return len(lines)
@@ -42,7 +42,7 @@ def restore(path: Path, out: Path) -> int:
     """Write the runs of a file as folders; those that are there already are left alone."""
     count = 0
     for entry in _read(path):
-        record = Record.of(out, TrainConfig(**entry["config"]))
+        record = Record(out / entry["place"])
         if (record.folder / "metrics.jsonl").exists():
             continue
         record.folder.mkdir(parents=True, exist_ok=True)
@@ -62,6 +62,7 @@ def _read(path: Path) -> Iterator[dict[str, Any]]:
         yield json.loads(line)
 
 
-def _name(entry: dict[str, Any]) -> tuple[str, str, int]:
-    config = TrainConfig(**entry["config"])
-    return config.task, config.key(), config.seed
+def _length(entry: dict[str, Any]) -> tuple[bool, float, int]:
+    """How much is known of a run: whether it is finished, how far it went, and what was measured of it."""
+    ended = "result" in entry or entry["diverged"]
+    return ended, max((row["epoch"] for row in entry["metrics"]), default=0.0), len(entry)

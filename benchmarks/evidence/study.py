@@ -76,7 +76,8 @@ class Study:
 
     def left(self, out: Path, rates: Rates, labels: Sequence[str] | None = None) -> list[Cell]:
         """What can be worked on now, most urgent first: trials of all labels, then the winners' other seeds."""
-        cells = [cell for label in labels or self.trials for cell in self._left_of(label, out, rates)]
+        mine = [label for label in self.trials if not labels or label in labels]
+        cells = [cell for label in mine for cell in self._left_of(label, out, rates)]
         order = list(self.seeds)
         return sorted(cells, key=lambda cell: (order.index(cell.config.seed), cell.until))
 
@@ -97,11 +98,12 @@ class Study:
             standing = _best(standing, out, share)[:keep]
 
     def winner(self, label: str, out: Path, rates: Rates) -> TrainConfig | None:
-        """The settings that the trials chose, once they have."""
+        """The settings that the trials chose, once they have; None too if all of them diverged."""
         *_, (share, standing) = self.standings(label, out, rates)
         if share < 1 or None in [score_at(out, c, share) for c in standing]:
             return None
-        return _best(standing, out, share)[0]
+        first = _best(standing, out, share)[0]
+        return None if score_at(out, first, share) == -math.inf else first
 
 
 @dataclass(frozen=True)
@@ -128,24 +130,37 @@ class Variants:
         cells = [
             Cell(label, replace(self.configs[label], seed=seed), 1.0)
             for seed in self.seeds
-            for label in labels or self.configs
+            for label in self.configs
+            if not labels or label in labels
         ]
         return [cell for cell in cells if score_at(out, cell.config, 1.0) is None]
 
 
 def _best(configs: Sequence[TrainConfig], out: Path, share: float) -> list[TrainConfig]:
-    """Best first; of equals the one that was listed first."""
-    return sorted(configs, key=lambda c: -(score_at(out, c, share) or 0.0))
+    """Best first; of equals the one with the smaller validation loss."""
+
+    def rank(config: TrainConfig) -> tuple[float, float]:
+        row = _row_at(out, config, share) or {}
+        return -(score_at(out, config, share) or 0.0), float(row.get("validation_loss", 0.0))
+
+    return sorted(configs, key=rank)
 
 
 def score_at(out: Path, config: TrainConfig, share: float) -> float | None:
-    """Validation score of a run when it had used up that share of its epochs; None if it is not that far."""
-    if diverged(out, config):
-        return -math.inf
-    for row in rows_of(out, config):
-        if row["epoch"] >= share * config.epochs - 1e-6:
-            return float(next(value for name, value in row.items() if name.startswith("validation_")))
-    return None
+    """Validation score of a run when it had used up that share of its epochs.
+
+    None if it is not that far, or has not written its result; minus infinity if it diverged before.
+    """
+    row = _row_at(out, config, share)
+    if row is None:
+        return -math.inf if diverged(out, config) else None
+    if share >= 1 and Record.of(out, config).result() is None:
+        return None
+    return float(next(value for name, value in row.items() if name.startswith("validation_")))
+
+
+def _row_at(out: Path, config: TrainConfig, share: float) -> dict[str, Any] | None:
+    return next((row for row in rows_of(out, config) if row["epoch"] >= share * config.epochs - 1e-6), None)
 
 
 def rows_of(out: Path, config: TrainConfig) -> list[dict[str, Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from tiltsam.palette import color_of
 
 __all__ = ["draw_curves", "draw_variants", "final_table", "trial_table", "variant_table"]
 
-_STYLES = {"tsam s=3": "--", "tsam s=5": ":"}
+_STYLES = ("-", "--", ":", "-.")  # of labels that share their method's colour
 _SETTINGS = ("lr", "rho", "radius", "t", "num_samples", "alpha", "lam", "num_points", "ascent_fraction", "every")
 
 
@@ -40,10 +41,14 @@ def trial_table(study: Study, out: Path, rates: Rates) -> list[list[str]]:
 
 def over_seeds(out: Path, config: TrainConfig, seeds: Sequence[int]) -> dict[str, Any]:
     """What settings reached, seed by seed, of the runs that are finished."""
-    found: dict[str, Any] = {"config": config, "seeds": [], "final": [], "best": [], "size": [], "steps": 0}
+    found: dict[str, Any] = {"config": config, "seeds": [], "diverged": []}
+    found |= {"final": [], "best": [], "size": [], "steps": 0}
     for seed in seeds:
         mine = replace(config, seed=seed)
-        if score_at(out, mine, 1.0) is None or diverged(out, mine):
+        if diverged(out, mine):
+            found["diverged"].append(seed)
+            continue
+        if score_at(out, mine, 1.0) is None:
             continue
         rows = rows_of(out, mine)
         metric = next(name for name in rows[-1] if name.startswith("test_"))
@@ -66,13 +71,21 @@ def numbers(study: Study, label: str, out: Path, rates: Rates) -> dict[str, Any]
 
 
 def final_table(study: Study, out: Path, rates: Rates) -> list[list[str]]:
-    """The chosen settings of every label: test score at the end, and at the epoch that was best on validation."""
-    table = [["method", "chosen", "epochs", study.unit, "at the end", "at the best epoch", "seeds"]]
+    """The chosen settings of every label: test score at the end, and at the epoch that was best on validation.
+
+    Seeds are paired (the same labels, the same split), so differences to the reference are of the same seed.
+    """
+    heading = ["method", "chosen", "epochs", study.unit, "at the end", "at the best epoch"]
+    table = [[*heading, f"at the end, minus {study.reference}", "seeds"]]
+    against = numbers(study, study.reference, out, rates) if study.reference in study.trials else None
     for label in study.trials:
         found = numbers(study, label, out, rates)
-        if found is None:
+        if found is None or not found["seeds"]:
             continue
         config = found["config"]
+        shared = [seed for seed in found["seeds"] if against and seed in against["seeds"]] * (label != study.reference)
+        differences = [_of_seed(found, seed) - _of_seed(against, seed) for seed in shared if against]
+        lost = f", {len(found['diverged'])} diverged" if found["diverged"] else ""
         table.append(
             [
                 label,
@@ -81,16 +94,21 @@ def final_table(study: Study, out: Path, rates: Rates) -> list[list[str]]:
                 f"{found['cost']:.3g}",
                 _spread(found["final"]),
                 _spread(found["best"]),
-                ", ".join(map(str, found["seeds"])),
+                _spread(differences, sign="+") if differences else "",
+                f"{len(found['seeds'])}{lost}",
             ]
         )
     return table
 
 
-def _spread(values: Sequence[float]) -> str:
-    if len(values) < 2:
-        return f"{values[0]:.2f}"
-    return f"{statistics.fmean(values):.2f} ± {_error(values):.2f}"
+def _of_seed(found: dict[str, Any], seed: int) -> float:
+    score: float = found["final"][found["seeds"].index(seed)]
+    return score
+
+
+def _spread(values: Sequence[float], sign: str = "") -> str:
+    error = f" ± {_error(values):.2f}" if len(values) > 1 else ""
+    return f"{statistics.fmean(values):{sign}.2f}{error}"
 
 
 def draw_curves(study: Study, out: Path, rates: Rates, path: Path) -> None:
@@ -102,23 +120,26 @@ def draw_curves(study: Study, out: Path, rates: Rates, path: Path) -> None:
 
     figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
     metric = ""
+    drawn: Counter[str] = Counter()
     for label in study.trials:
         found = numbers(study, label, out, rates)
-        if found is None:
+        if found is None or not found["seeds"]:
             continue
         curves = [rows_of(out, replace(found["config"], seed=seed)) for seed in found["seeds"]]
         steps = sorted(set.intersection(*({row["steps"] for row in rows} for rows in curves)))
         metric = found["metric"]
         lines = [{row["steps"]: 100 * row[metric] for row in rows} for rows in curves]
         costs = [k * rates[label] / 1e3 for k in steps]
-        style = {"color": color_of(label), "linestyle": _STYLES.get(label, "-")}
+        style = {"color": color_of(label), "linestyle": _STYLES[drawn[color_of(label)]]}
+        drawn[color_of(label)] += 1
         axes.plot(costs, [statistics.fmean(line[k] for line in lines) for k in steps], label=label, **style)
         low, high = ([pick(line[k] for line in lines) for k in steps] for pick in (min, max))
         axes.fill_between(costs, low, high, color=style["color"], alpha=0.15, linewidth=0)
     axes.set(xlabel=f"{study.unit} of training", ylabel=f"{metric.replace('_', ' ')}, ×100", title=study.title)
     axes.set_ylim(bottom=max(0.0, axes.get_ylim()[0]))
     axes.grid(alpha=0.3)
-    axes.legend()
+    if drawn:
+        axes.legend()
     figure.savefig(path, dpi=160)
     plt.close(figure)
 
@@ -144,7 +165,13 @@ def draw_variants(study: Variants, out: Path, path: Path) -> None:
 
     names = list(dict.fromkeys(label.rpartition(" ")[0] for label in study.configs))
     figure, axes = plt.subplots(
-        2, len(names), figsize=(3 * len(names), 5), layout="constrained", sharey="row", height_ratios=(2, 1)
+        2,
+        len(names),
+        figsize=(3 * len(names), 5),
+        layout="constrained",
+        sharey="row",
+        height_ratios=(2, 1),
+        squeeze=False,
     )
     for column, name in enumerate(names):
         places, rows = [], []

@@ -214,17 +214,21 @@ class CapturedStep:
         mine = tuple(x.clone() if isinstance(x, Tensor) else x for x in batch)
         space = optimizer.prepare(*self._closures(mine))
         graph = torch.cuda.CUDAGraph()
-        if not self._graphs:  # a pool goes with the last graph in it
-            self._pool = torch.cuda.graph_pool_handle()
         with (
             self._device_rates(),
             space.capturing(graph, seen.passes, drawing=seen.drawing) as random,
             torch.no_grad(),
-            torch.cuda.graph(graph, pool=self._pool, stream=self._own_stream()),
+            torch.cuda.graph(graph, pool=self._living_pool(), stream=self._own_stream()),
         ):
             rows: list[Tensor] = []
             info = optimizer.execute(space, watch=lambda info: rows.append(_row(info)))
         return _Graph(graph, info, rows[0], mine, random, space, _places(optimizer.base))
+
+    def _living_pool(self) -> Any:
+        """The memory that graphs share; it goes with the last of them."""
+        if not self._graphs:
+            self._pool = torch.cuda.graph_pool_handle()
+        return self._pool
 
     def _drop_if_stale(self, key: Any, space: ParameterSpace) -> None:
         """A graph knows tensors by their addresses: layers that were frozen for a while, or a loaded state, end it."""
@@ -300,8 +304,10 @@ def _arrange_state(base: Optimizer) -> None:
                 continue
             if value.dim() == 0:
                 state[name] = value.to(p.device)
-            elif value.shape == p.shape and value.stride() != p.stride():
-                state[name] = torch.empty_like(p, dtype=value.dtype, requires_grad=False).copy_(value)
+            elif value.shape == p.shape:
+                like = torch.empty_like(p, dtype=value.dtype, requires_grad=False)
+                if value.stride() != like.stride():
+                    state[name] = like.copy_(value)
 
 
 def _obstacle(optimizer: SharpnessAware) -> str | None:

@@ -53,6 +53,11 @@ _SAYS_NOTHING: dict[str, Any] = {
 }
 
 
+# Networks that no longer begin with the weights they once began with: their runs are others than those of that time.
+_BEGIN_ANEW = ("resnet18", "resnet34", "wrn16-8")
+_IMAGES = ("cifar", "tiny-imagenet", "dtd", "images:", "npz:")  # where "auto" may pick one of them
+
+
 class ConfigError(Exception):
     """A setting that cannot be, told in one line."""
 
@@ -193,6 +198,8 @@ class TrainConfig:
         # Another method's settings make no other run, nor does 2 for 2.0, nor a field added later that says nothing.
         body = {k: v for k, v in body.items() if k not in others and (k not in _SAYS_NOTHING or v != _SAYS_NOTHING[k])}
         body = {k: float(v) if isinstance(v, int) else v for k, v in body.items()}
+        if self.model in _BEGIN_ANEW or (self.model == "auto" and self.task.startswith(_IMAGES)):
+            body["begins"] = "he"
         digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()[:10]
         return f"{self.method}-{digest}"
 

@@ -28,13 +28,17 @@ from tiltsam.lab.scoring import reestimate_batchnorm, score
 from tiltsam.lab.team import Team
 from tiltsam.lab.tensorboard import Board
 
-__all__ = ["Run", "TrainError", "data_key", "load_data", "load_model", "train"]
+__all__ = ["Diverged", "Run", "TrainError", "data_key", "load_data", "load_model", "train"]
 
 TICK_SECONDS = 0.5  # between signs of life within an epoch
 
 
 class TrainError(Exception):
     """Training that cannot go on, told in one line."""
+
+
+class Diverged(TrainError):
+    """The loss is not finite any more."""
 
 
 @dataclass
@@ -84,6 +88,8 @@ def train(
         until: Pause at the end of the epoch in which this share of the budget is reached, with a checkpoint: called
             again, the run goes on from there.
     """
+    if not 0 < until <= 1:
+        raise ConfigError(f"until must be in (0, 1], got {until}")
     team = team or Team()
     with ExitStack() as stack:
         board = stack.enter_context(Board(record)) if tensorboard and team.first else None
@@ -165,7 +171,7 @@ class Run:
     ) -> dict[str, Any]:
         """Epoch after epoch until the budget is used up; the arguments are those of :func:`train`."""
         with suited_to(self.device, self.model):
-            return self._run(report, checkpoint_seconds, tick, min(until, 1.0))
+            return self._run(report, checkpoint_seconds, tick, until)
 
     def _run(
         self,
@@ -226,7 +232,7 @@ class Run:
         progress.epoch = epoch + (1 if len(losses) == per_epoch else len(losses) / per_epoch)
         progress.done = max(progress.done, self._used(progress.epoch, progress.seconds))
         if not math.isfinite(mean):
-            raise TrainError(
+            raise Diverged(
                 f"the loss is not finite in epoch {epoch + 1} of {config.method}, seed {config.seed}: lower lr or rho"
             )
         return mean, _mean(sizes)
@@ -248,7 +254,8 @@ class Run:
         passes = config.passes
         epochs = config.epochs
         if config.method == "esam1":  # SAM until it has spent what TSAM would have
-            passes = passes or config.epochs * self.batches.per_epoch * 2 * config.num_samples
+            tsam = config.num_samples * (1 + config.ascent_fraction)
+            passes = passes or config.epochs * self.batches.per_epoch * tsam
             epochs = math.inf
         shares = [epoch / epochs]
         # By one count and one clock, or some processes would stop while others wait for them.
@@ -343,8 +350,11 @@ class Run:
             torch.cuda.set_rng_state(checkpoint.random["cuda"], self.device)
 
     def _last_row(self) -> dict[str, Any]:
-        rows, _ = self.record.metrics()
-        return rows[-1]
+        """The line of the epoch that the run is at; what is known without one if nobody looked there."""
+        here = round(self.progress.epoch, 6)
+        rows, _ = self.record.metrics()  # some may be later, of an attempt that was killed
+        numbers = {name: getattr(self.progress, name) for name in ("passes", "seconds", "steps")}
+        return next((row for row in rows if row["epoch"] == here), {"epoch": here, **numbers})
 
     def _finish(self) -> dict[str, Any]:
         """The trained model with its estimated statistics, and the numbers to compare."""

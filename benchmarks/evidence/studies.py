@@ -126,7 +126,15 @@ DIGITS = Study(
     name="digits",
     family="digits",
     title="8×8 digits, 20% of labels wrong, a small network",
-    base=TrainConfig(task="digits", model="mlp", epochs=60.0, batch_size=64, label_smoothing=0.1, device="cpu"),
+    base=TrainConfig(
+        task="digits",
+        model="mlp",
+        epochs=60.0,
+        batch_size=64,
+        label_smoothing=0.1,
+        validation=0.3,  # a tenth would be 120 examples, a fifth of them with wrong labels
+        device="cpu",
+    ),
     reference="sam",
     trials={
         "erm": [{"method": "erm", "lr": lr} for lr in (0.003, 0.01, 0.03, 0.1, 0.2, 0.4)],

@@ -21,7 +21,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.distributed_c10d import PrefixStore, _set_pg_timeout
+from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
@@ -29,8 +29,6 @@ import tiltsam
 from tiltsam.lab.config import ConfigError
 
 __all__ = ["Split", "Team", "team_of_this_process"]
-
-CONNECT_SECONDS, CONNECT_ATTEMPTS = 20.0, 4
 
 Split = Literal["data", "samples"]
 """What is divided: each batch, or the samples of each step."""
@@ -123,15 +121,11 @@ def team_of_this_process(split: Split, device: str, *, timeout: float = 300.0) -
 
 
 def _connect(backend: str, timeout: float) -> None:
-    """Connect the processes; anew where it does not succeed soon, for gloo's connections sometimes wait for ever."""
+    """Connect the processes.
+
+    The store through which they find each other outlives them when ``torchrun`` starts them again. Under the old names
+    they would find the addresses of the dead, and be refused or wait for ever.
+    """
     store, rank, size = next(iter(rendezvous("env://")))
-    for attempt in range(CONNECT_ATTEMPTS):
-        own = PrefixStore(f"attempt-{attempt}", store)  # or it would find the addresses of the one before
-        wait = timedelta(seconds=CONNECT_SECONDS if attempt < CONNECT_ATTEMPTS - 1 else timeout)
-        try:
-            dist.init_process_group(backend, store=own, rank=rank, world_size=size, timeout=wait)
-            break
-        except RuntimeError:
-            if attempt == CONNECT_ATTEMPTS - 1:
-                raise
-    _set_pg_timeout(timedelta(seconds=timeout))
+    own = PrefixStore(f"restart-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    dist.init_process_group(backend, store=own, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))

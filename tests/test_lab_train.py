@@ -14,7 +14,7 @@ from tiltsam.cli import main
 from tiltsam.lab.batches import Batches
 from tiltsam.lab.compare import compare, format_rows, summarise
 from tiltsam.lab.config import METHOD_SETTINGS, ConfigError, TrainConfig, field_docs
-from tiltsam.lab.record import Record, RecordError
+from tiltsam.lab.record import Record, RecordError, _is_at
 from tiltsam.lab.train import Run, TrainError, load_data, load_model, train
 
 SMALL = TrainConfig(epochs=2, batch_size=128, num_samples=2, num_points=2)
@@ -338,6 +338,30 @@ def test_a_full_disk_loses_nothing(tmp_path, capsys, monkeypatch):
     assert "No space left on device" in capsys.readouterr().err
     monkeypatch.undo()
     assert main(["train", "digits", "--epochs", "3", "--out", str(tmp_path)]) == 0
+
+
+def test_where_nothing_was_trained_nothing_is_left(tmp_path, capsys):
+    out = tmp_path / "runs"
+    (out / "digits").mkdir(parents=True)
+    command = ["train", "cifar10", "--out", str(out), "--data-root", str(tmp_path / "nowhere")]
+    assert main(command) == 2
+    assert "cifar" in capsys.readouterr().err
+    assert [path.name for path in out.iterdir()] == ["digits"]
+
+
+def test_a_lock_that_was_removed_is_no_lock(tmp_path):
+    """One process opens the lock, another one, with nothing to show, removes it: the first must not hold a ghost."""
+    record = Record(tmp_path / "task" / "method" / "seed-0")
+    with record.working():
+        ghost = open(record.folder / "lock", "w")  # noqa: SIM115 (closed below)
+    assert not record.folder.exists()
+    with record.working() as mine, Record(record.folder).working() as other:
+        assert mine
+        assert not other
+        assert not _is_at(ghost, record.folder / "lock")
+        (record.folder / "config.json").touch()
+    ghost.close()
+    assert (record.folder / "lock").exists()
 
 
 def test_a_folder_that_is_no_run(tmp_path):

@@ -150,6 +150,24 @@ DIGITS = Study(
     unit="thousand passes",
 )
 
+# Around the settings that the trials of "digits" chose for a single sample.
+_DIGITS_CENTER = replace(
+    DIGITS.base, method="tsam", lr=0.03, rho=0.5, radius=4.0, num_samples=1, t=20.0, evaluate_every=3
+)
+DIGITS_ACTS = Variants("digits-acts", around(_DIGITS_CENTER), tuple(range(5)), DIGITS.title)
+
+# Is a random start more than a longer ascent? Without one, TSAM with a single sample is SAM.
+DIGITS_MAP = Variants(
+    "digits-map",
+    {
+        f"rho at radius {radius:g}: {rho:g}": replace(_DIGITS_CENTER, radius=radius, rho=rho)
+        for radius in (0.0, 2.0, 4.0, 6.0)
+        for rho in (0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
+    },
+    tuple(range(5)),
+    DIGITS.title,
+)
+
 # ---------------------------------------------------------------- cheaper steps
 
 
@@ -182,5 +200,5 @@ def _cheaper(study: Study, pairs: _Pairs, radii: Sequence[float], tilts: Sequenc
 NOISY_CHEAPER = _cheaper(NOISY, _PAIRS, _RADII, _TILTS)
 DIGITS_CHEAPER = _cheaper(DIGITS, _SMALL_PAIRS, _SMALL_RADII, _TILTS)
 
-_ALL = (NOISY, NOISY_CHEAPER, *FINE_TUNING, DIGITS, DIGITS_CHEAPER)
+_ALL: list[Study | Variants] = [NOISY, NOISY_CHEAPER, *FINE_TUNING, DIGITS, DIGITS_CHEAPER, DIGITS_ACTS, DIGITS_MAP]
 STUDIES: dict[str, Study | Variants] = {study.name: study for study in _ALL}

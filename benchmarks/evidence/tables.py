@@ -112,14 +112,14 @@ def _spread(values: Sequence[float], sign: str = "") -> str:
 
 
 def draw_curves(study: Study, out: Path, rates: Rates, path: Path) -> None:
-    """Test score against cost, of the chosen settings: the mean over seeds, and from the worst to the best."""
+    """Test score against cost, of the chosen settings: the mean over seeds and its standard error."""
     import matplotlib as mpl
 
     mpl.use("agg")
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
-    metric = ""
+    metric, floor = "", math.inf
     drawn: Counter[str] = Counter()
     for label in study.trials:
         found = numbers(study, label, out, rates)
@@ -132,11 +132,16 @@ def draw_curves(study: Study, out: Path, rates: Rates, path: Path) -> None:
         costs = [k * rates[label] / 1e3 for k in steps]
         style = {"color": color_of(label), "linestyle": _STYLES[drawn[color_of(label)]]}
         drawn[color_of(label)] += 1
-        axes.plot(costs, [statistics.fmean(line[k] for line in lines) for k in steps], label=label, **style)
-        low, high = ([pick(line[k] for line in lines) for k in steps] for pick in (min, max))
-        axes.fill_between(costs, low, high, color=style["color"], alpha=0.15, linewidth=0)
+        means = [statistics.fmean(line[k] for line in lines) for k in steps]
+        errors = [_error([line[k] for line in lines]) for k in steps]
+        axes.plot(costs, means, label=label, **style)
+        low, high = ([m + sign * e for m, e in zip(means, errors, strict=True)] for sign in (-1, 1))
+        axes.fill_between(costs, low, high, color=style["color"], alpha=0.2, linewidth=0)
+        late = [m for c, m in zip(costs, means, strict=True) if c >= 0.2 * costs[-1]]
+        floor = min(floor, *late)
     axes.set(xlabel=f"{study.unit} of training", ylabel=f"{metric.replace('_', ' ')}, ×100", title=study.title)
-    axes.set_ylim(bottom=max(0.0, axes.get_ylim()[0]))
+    if drawn:
+        axes.set_ylim(bottom=floor - 0.2 * (axes.get_ylim()[1] - floor))  # the climb at the start tells little
     axes.grid(alpha=0.3)
     if drawn:
         axes.legend()
@@ -188,7 +193,7 @@ def draw_variants(study: Variants, out: Path, path: Path) -> None:
         below.plot(at, [statistics.fmean(row["share"]) for row in rows], "o-", color=color_of("tsam"))
         above.set_xticks(at, [])
         below.set_xticks(at, places)
-        below.set(xlabel=name, ylim=(0, 1.05))
+        below.set(xlabel=name.rstrip(":"), ylim=(0, 1.05))
         above.grid(alpha=0.3)
         below.grid(alpha=0.3)
     axes[0][0].set_ylabel("test score, ×100")

@@ -23,9 +23,9 @@ import platform
 import shutil
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import Tensor
@@ -74,22 +74,42 @@ class Record:
 
     @contextmanager
     def working(self) -> Iterator[bool]:
-        """Hold the run; yields whether we got it. The lock goes with the process, however it ends."""
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            file = open(self.folder / "lock", "w")  # noqa: SIM115 (closed below)
-        except OSError as error:
-            raise RecordError(f"cannot write to {self.folder}: {error.strerror}") from None
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.close()
+        """Hold the run; yields whether we got it. The lock goes with the process, however it ends.
+
+        If nothing was written meanwhile (the data is missing, say), the folder goes, too.
+        """
+        file = self._lock()
+        if file is None:
             yield False
             return
         try:
             yield True
         finally:
+            with suppress(OSError):
+                if os.listdir(self.folder) == ["lock"]:
+                    (self.folder / "lock").unlink()
+                    for folder in (self.folder, *self.folder.parents[:2]):
+                        folder.rmdir()  # fails, and ends this, where something else is in it
             file.close()
+
+    def _lock(self) -> IO[str] | None:
+        """The open lock, ours as long as it is open; None if another process has it."""
+        while True:
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                file = open(self.folder / "lock", "w")  # noqa: SIM115 (whoever gets it closes it)
+            except FileNotFoundError:
+                continue  # another process has just removed the folder: nothing came of its run
+            except OSError as error:
+                raise RecordError(f"cannot write to {self.folder}: {error.strerror}") from None
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if _is_at(file, self.folder / "lock"):
+                    return file
+            except BlockingIOError:
+                file.close()
+                return None
+            file.close()  # it was removed between our opening and our locking it
 
     def begin(self, config: TrainConfig, device: torch.device) -> None:
         """Write what was asked and where it runs."""
@@ -286,6 +306,14 @@ def _write_json(path: Path, content: Any) -> None:
         file.flush()
         os.fsync(file.fileno())
     draft.rename(path)
+
+
+def _is_at(file: IO[str], path: Path) -> bool:
+    """Whether an open file is the one that has that name now."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
+    except FileNotFoundError:
+        return False
 
 
 def _digest(path: Path) -> str:

@@ -10,11 +10,19 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
-from evidence.__main__ import cross, flat, measure_rates, work
+from evidence.__main__ import cross, flat, measure_rates, show, work
 from evidence.archive import collect, restore
 from evidence.studies import STUDIES, around
 from evidence.study import Study, Variants, score_at
-from evidence.tables import draw_curves, draw_variants, final_table, trial_table, variant_table
+from evidence.tables import (
+    cross_table,
+    draw_curves,
+    draw_variants,
+    final_table,
+    flat_table,
+    trial_table,
+    variant_table,
+)
 from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.record import Record
 from tiltsam.lab.train import TrainError
@@ -180,6 +188,16 @@ def test_flatness_of_the_winners_is_measured_once(done, capsys):
     assert capsys.readouterr().out.count("loss") == 2
     flat(STUDY, done, RATES, None, ["erm"], draws=2)
     assert capsys.readouterr().out == ""
+    chosen = STUDY.winner("erm", done, RATES)
+    files = [Record.of(done, replace(chosen, seed=seed)).folder / "flatness.json" for seed in (0, 1)]
+    one, two = (json.loads(path.read_text()) for path in files)
+    _, row = flat_table(STUDY, done, RATES, stds=(0.05,))
+    place = one["neighborhood"]["std"].index(0.05)
+    mean = (one["neighborhood"]["mean"][place] + two["neighborhood"]["mean"][place]) / 2
+    largest = (one["eigenvalues"]["values"][0] + two["eigenvalues"]["values"][0]) / 2
+    assert row[0] == "erm"
+    assert row[2] == f"{mean:.3g}"
+    assert row[4].split()[0] == f"{largest:.3g}"
 
 
 def test_losses_under_each_others_objectives(done, tmp_path, capsys):
@@ -196,6 +214,11 @@ def test_losses_under_each_others_objectives(done, tmp_path, capsys):
         assert losses["train", model, "ERM"] < losses["train", model, "SAM"]
     cross(study, done, rates, None, path)
     assert capsys.readouterr().out.count("under") == 18  # not measured again
+    table = cross_table(path)
+    assert table[0][1] == "train, ERM"
+    assert table[1][:2] == ["erm", f"{losses['train', 'erm', 'ERM']:.3f}"]
+    show(study, done, rates, tmp_path)
+    assert capsys.readouterr().out.count("### small") == 3
 
 
 def test_variants_change_one_setting_at_a_time(tmp_path):

@@ -18,7 +18,16 @@ from bench_lab import random_cifar
 from evidence.archive import collect, restore
 from evidence.studies import STUDIES
 from evidence.study import Cell, Rates, Study, Variants, diverged, score_at
-from evidence.tables import draw_curves, draw_variants, final_table, trial_table, variant_table
+from evidence.tables import (
+    cross_table,
+    draw_curves,
+    draw_flatness,
+    draw_variants,
+    final_table,
+    flat_table,
+    trial_table,
+    variant_table,
+)
 from tiltsam.flatness.comparison import Plan
 from tiltsam.flatness.objectives import ErmLoss, Objective, SamLoss, TsamLoss
 from tiltsam.lab.config import TrainConfig
@@ -70,16 +79,27 @@ def main() -> None:
             flat(study, args.out, mine, args.data_root, args.labels)
         elif args.command == "cross" and isinstance(study, Study):
             cross(study, args.out, mine, args.data_root, args.record / f"{study.name}-cross.json")
-        elif args.command == "table" and isinstance(study, Study):
-            for table in (trial_table(study, args.out, mine), final_table(study, args.out, mine)):
-                print(f"\n### {study.name}\n")
-                print_table(table[0], table[1:])
-            draw_curves(study, args.out, mine, args.record / f"{study.name}.png")
-        elif args.command == "table" and isinstance(study, Variants):
-            print(f"\n### {study.name}\n")
-            found = variant_table(study, args.out)
-            print_table(found[0], found[1:])
-            draw_variants(study, args.out, args.record / f"{study.name}.png")
+        elif args.command == "table":
+            show(study, args.out, mine, args.record)
+
+
+def show(study: Study | Variants, out: Path, rates: Rates, record: Path) -> None:
+    """Print the tables of a study and draw its figures into the record's folder."""
+    tables = []
+    if isinstance(study, Variants):
+        tables.append(variant_table(study, out))
+        draw_variants(study, out, record / f"{study.name}.png")
+    else:
+        tables += [trial_table(study, out, rates), final_table(study, out, rates)]
+        draw_curves(study, out, rates, record / f"{study.name}.png")
+        if len(flat := flat_table(study, out, rates)) > 1:
+            tables.append(flat)
+            draw_flatness(study, out, rates, record / f"{study.name}-flatness.png")
+        if (path := record / f"{study.name}-cross.json").exists():
+            tables.append(cross_table(path))
+    for table in tables:
+        print(f"\n### {study.name}\n")
+        print_table(table[0], table[1:])
 
 
 def _known_rates(path: Path) -> dict[str, dict[str, Any]]:

@@ -197,8 +197,32 @@ def _cheaper(study: Study, pairs: _Pairs, radii: Sequence[float], tilts: Sequenc
     )
 
 
+# The coarse grid of "digits" has nothing between a rho of 0.5 and one of 1, at which training collapses.
+_FINE = [(0.03, rho) for rho in (0.45, 0.5, 0.55, 0.6, 0.65, 0.7)]
+DIGITS_FINE = replace(
+    DIGITS,
+    name="digits-fine",
+    trials={
+        "sam": _with_pairs("sam", _FINE),
+        "tsam s=1": _tsam(_FINE, 1, [4.0] * 6, _TILTS),
+        "esam2": _with_pairs("esam2", _FINE, num_points=[3] * 6),
+        "tsam s=2 (shared ascent)": _with_pairs(
+            "tsam", _FINE, share_ascent=[True] * 6, num_samples=[2] * 6, radius=[4.0] * 6, t=_TILTS
+        ),
+    },
+)
+
 NOISY_CHEAPER = _cheaper(NOISY, _PAIRS, _RADII, _TILTS)
 DIGITS_CHEAPER = _cheaper(DIGITS, _SMALL_PAIRS, _SMALL_RADII, _TILTS)
 
-_ALL: list[Study | Variants] = [NOISY, NOISY_CHEAPER, *FINE_TUNING, DIGITS, DIGITS_CHEAPER, DIGITS_ACTS, DIGITS_MAP]
+_ALL: list[Study | Variants] = [
+    NOISY,
+    NOISY_CHEAPER,
+    *FINE_TUNING,
+    DIGITS,
+    DIGITS_CHEAPER,
+    DIGITS_ACTS,
+    DIGITS_MAP,
+    DIGITS_FINE,
+]
 STUDIES: dict[str, Study | Variants] = {study.name: study for study in _ALL}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 from collections import Counter
@@ -12,9 +13,19 @@ from typing import Any
 
 from evidence.study import Rates, Study, Variants, diverged, rows_of, score_at
 from tiltsam.lab.config import TrainConfig
+from tiltsam.lab.record import Record
 from tiltsam.palette import color_of
 
-__all__ = ["draw_curves", "draw_variants", "final_table", "trial_table", "variant_table"]
+__all__ = [
+    "cross_table",
+    "draw_curves",
+    "draw_flatness",
+    "draw_variants",
+    "final_table",
+    "flat_table",
+    "trial_table",
+    "variant_table",
+]
 
 _STYLES = ("-", "--", ":", "-.")  # of labels that share their method's colour
 _SETTINGS = ("lr", "rho", "radius", "t", "num_samples", "alpha", "lam", "num_points", "ascent_fraction", "every")
@@ -202,6 +213,86 @@ def draw_variants(study: Variants, out: Path, path: Path) -> None:
     figure.suptitle(study.title)
     figure.savefig(path, dpi=160)
     plt.close(figure)
+
+
+def flatness_of(study: Study, out: Path, rates: Rates) -> dict[str, list[dict[str, Any]]]:
+    """By label, what was measured around the chosen settings' runs, a seed each."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for label in study.trials:
+        chosen = study.winner(label, out, rates)
+        if chosen is None:
+            continue
+        for seed in study.seeds:
+            path = Record.of(out, replace(chosen, seed=seed)).folder / "flatness.json"
+            if path.exists():
+                found.setdefault(label, []).append(json.loads(path.read_text()))
+    return found
+
+
+def flat_table(study: Study, out: Path, rates: Rates, stds: Sequence[float] = (0.01, 0.05, 0.1)) -> list[list[str]]:
+    """Loss at the weights, mean and variance of the loss around them, and the Hessian's largest eigenvalues.
+
+    Args:
+        study: Which.
+        out: Folder of the runs.
+        rates: Of the study.
+        stds: Noise levels to show, of those that were measured.
+    """
+    heading = ["method", "loss", *(f"{what} at {std:g}" for std in stds for what in ("mean", "variance"))]
+    table = [[*heading, "top-5 eigenvalues", "seeds"]]
+    for label, seeds in flatness_of(study, out, rates).items():
+        around = [seed["neighborhood"] for seed in seeds]
+        places = [around[0]["std"].index(std) for std in stds]
+        cells = [_plain(statistics.fmean(seed["loss"] for seed in seeds))]
+        for k in places:
+            cells += [_plain(statistics.fmean(n[what][k] for n in around)) for what in ("mean", "variance")]
+        values = [seed["eigenvalues"]["values"] for seed in seeds]
+        top = " ".join(_plain(statistics.fmean(column)) for column in zip(*values, strict=True))
+        table.append([label, *cells, top, str(len(seeds))])
+    return table
+
+
+def cross_table(path: Path) -> list[list[str]]:
+    """Rows trained on, columns evaluated on, the mean over seeds."""
+    seeds: dict[str, list[dict[str, Any]]] = json.loads(path.read_text())
+    entries = [entry for found in seeds.values() for entry in found]
+    columns = list(dict.fromkeys((e["split"], e["objective"]) for e in entries))
+    table = [["trained by", *(f"{split}, {objective}" for split, objective in columns), "seeds"]]
+    for model in dict.fromkeys(e["model"] for e in entries):
+        mine = [e for e in entries if e["model"] == model]
+        means = [statistics.fmean(e["loss"] for e in mine if (e["split"], e["objective"]) == c) for c in columns]
+        table.append([model, *(f"{mean:.3f}" for mean in means), str(len(seeds))])
+    return table
+
+
+def draw_flatness(study: Study, out: Path, rates: Rates, path: Path) -> None:
+    """Mean and variance of the loss around the weights against the size of the noise."""
+    import matplotlib as mpl
+
+    mpl.use("agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3.8), layout="constrained")
+    drawn: Counter[str] = Counter()
+    for label, seeds in flatness_of(study, out, rates).items():
+        color = color_of(label)
+        for panel, what in zip(axes, ("mean", "variance"), strict=True):
+            columns = zip(*(seed["neighborhood"][what] for seed in seeds), strict=True)
+            means = [statistics.fmean(column) for column in columns]
+            style = {"color": color, "linestyle": _STYLES[drawn[color]], "marker": "o", "markersize": 3}
+            panel.plot(seeds[0]["neighborhood"]["std"], means, label=label, **style)
+        drawn[color] += 1
+    for panel, what in zip(axes, ("mean", "variance"), strict=True):
+        panel.set(xscale="log", yscale="log", xlabel="std of the noise on the weights", ylabel=f"{what} of the loss")
+        panel.grid(alpha=0.3)
+    axes[0].legend()
+    figure.suptitle(study.title)
+    figure.savefig(path, dpi=160)
+    plt.close(figure)
+
+
+def _plain(value: float) -> str:
+    return f"{value:.3g}"
 
 
 def _error(values: Sequence[float]) -> float:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import tiltsam
-from cases import METHODS, Net, Problem, sgd
+from cases import METHODS, Net, Problem, backward, sgd
 from tiltsam.capture import _arrange_state, capture
 
 every_method = pytest.mark.parametrize("method", METHODS, ids=repr)
@@ -140,6 +140,31 @@ def test_a_layer_frozen_for_a_while():
     assert pair.step.reason is None
     assert len(pair.step._graphs) >= 2
     assert pair.distance() < TOLERANCE
+
+
+@cuda
+def test_a_group_added_between_replays():
+    torch.manual_seed(0)
+    first = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).cuda()
+    first[2].requires_grad_(False)
+    models = [first, copy.deepcopy(first)]
+    optimizers = [tiltsam.TSAM(sgd(m[0].parameters()), model=m, rho=0.1, radius=0.1) for m in models]
+    x, y = torch.randn(16, 6, device="cuda"), torch.randint(3, (16,), device="cuda")
+
+    def loss(i, x, y):
+        return nn.functional.cross_entropy(models[i](x), y)
+
+    step = capture(optimizers[1], lambda x, y: loss(1, x, y), (x, y))
+    for k in range(20):
+        if k == 8:
+            for m, optimizer in zip(models, optimizers, strict=True):
+                m[2].requires_grad_(True)
+                optimizer.add_param_group({"params": list(m[2].parameters()), "lr": 0.02})
+        optimizers[0].step(lambda: backward(loss(0, x, y)))
+        step(x, y)
+    assert step.reason is None
+    for a, b in zip(*(m.parameters() for m in models), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
 @cuda

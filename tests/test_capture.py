@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import tiltsam
-from cases import METHODS, Net, Problem, backward, sgd
+from cases import METHODS, Net, Problem, sgd
 from tiltsam.capture import _arrange_state, capture
 
 every_method = pytest.mark.parametrize("method", METHODS, ids=repr)
@@ -154,13 +154,18 @@ def test_a_group_added_between_replays():
     def loss(i, x, y):
         return nn.functional.cross_entropy(models[i](x), y)
 
+    def closure():
+        value = loss(0, x, y)
+        value.backward()
+        return value
+
     step = capture(optimizers[1], lambda x, y: loss(1, x, y), (x, y))
     for k in range(20):
         if k == 8:
             for m, optimizer in zip(models, optimizers, strict=True):
                 m[2].requires_grad_(True)
                 optimizer.add_param_group({"params": list(m[2].parameters()), "lr": 0.02})
-        optimizers[0].step(lambda: backward(loss(0, x, y)))
+        optimizers[0].step(closure)
         step(x, y)
     assert step.reason is None
     for a, b in zip(*(m.parameters() for m in models), strict=True):

@@ -170,14 +170,14 @@ def test_tables_say_what_the_runs_did_and_survive_the_archive(done, tmp_path):
     scores = [100 * Record.of(done, replace(chosen, seed=seed)).result()["score"] for seed in (0, 1)]
     assert final[1][4] == f"{sum(scores) / 2:.2f} ± {abs(scores[0] - scores[1]) / 2:.2f}"
     assert final[1][2:4] == ["8", "0.032"]  # 4 steps an epoch, of one pass each
-    collect(done, tmp_path / "runs.jsonl")
-    restore(tmp_path / "runs.jsonl", tmp_path / "again")
+    collect(done, tmp_path / "runs.jsonl.gz")
+    restore(tmp_path / "runs.jsonl.gz", tmp_path / "again")
     assert trial_table(STUDY, tmp_path / "again", RATES) == trials
     assert final_table(STUDY, tmp_path / "again", RATES) == final
     assert STUDY.left(tmp_path / "again", RATES) == []
     (Record.of(tmp_path / "again", chosen).folder / "result.json").unlink()
-    collect(tmp_path / "again", tmp_path / "runs.jsonl")  # what is known is not lost to a run that is not as far
-    restore(tmp_path / "runs.jsonl", tmp_path / "third")
+    collect(tmp_path / "again", tmp_path / "runs.jsonl.gz")  # what is known is not lost to a run that is not as far
+    restore(tmp_path / "runs.jsonl.gz", tmp_path / "third")
     assert final_table(STUDY, tmp_path / "third", RATES) == final
     draw_curves(STUDY, done, RATES, tmp_path / "curves.png")
     assert (tmp_path / "curves.png").stat().st_size > 10_000

@@ -48,12 +48,12 @@ def main() -> None:
     parser.add_argument("command", choices=COMMANDS)
     parser.add_argument("studies", nargs="+", choices=STUDIES, metavar="STUDY", help=", ".join(STUDIES))
     parser.add_argument("--out", type=Path, required=True, help="folder of the runs")
-    parser.add_argument("--record", type=Path, required=True, help="folder of rates.json and runs.jsonl")
+    parser.add_argument("--record", type=Path, required=True, help="folder of rates.json and runs.jsonl.gz")
     parser.add_argument("--data-root", type=Path)
     parser.add_argument("--labels", nargs="+", help="these methods alone")
     args = parser.parse_args()
     studies = [STUDIES[name] for name in args.studies]
-    runs = args.record / "runs.jsonl"
+    runs = args.record / "runs.jsonl.gz"
     if args.command == "collect":
         print(f"{runs}: {collect(args.out, runs)} runs")
         return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,7 +35,8 @@ def collect(out: Path, path: Path) -> int:
         if begun and (known is None or _length(entry) >= _length(known)):
             lines[entry["place"]] = entry
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(lines[name]) + "\n" for name in sorted(lines)))
+    text = "".join(json.dumps(lines[name]) + "\n" for name in sorted(lines))
+    path.write_bytes(gzip.compress(text.encode(), mtime=0))
     return len(lines)
 
 
@@ -58,7 +60,7 @@ def restore(path: Path, out: Path) -> int:
 
 
 def _read(path: Path) -> Iterator[dict[str, Any]]:
-    for line in path.read_text().splitlines():
+    for line in gzip.decompress(path.read_bytes()).decode().splitlines():
         yield json.loads(line)
 
 

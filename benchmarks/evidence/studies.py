@@ -11,7 +11,8 @@ from tiltsam.lab.config import TrainConfig
 
 __all__ = ["STUDIES"]
 
-# Two of the six trials end at a quarter of the seconds, two more at half of them; two go to the end.
+# Two of six trials end at a quarter of the cost, two more at half of it; two go to the end. On digits this turned out
+# to favour small rhos, which learn faster and overfit later: where a study can afford it, all trials go to the end.
 _RUNGS = ((0.25, 4), (0.5, 2))
 
 _Pairs = Sequence[tuple[float, float]]
@@ -32,8 +33,8 @@ def _tsam(pairs: _Pairs, num_samples: int, radii: Sequence[float], tilts: Sequen
 
 # ---------------------------------------------------------------- noisy CIFAR-100
 
-_PAIRS = [(0.01, 0.1), (0.01, 0.2), (0.01, 0.4), (0.03, 0.1), (0.03, 0.2), (0.03, 0.4)]
-_RADII = [20.0, 20.0, 10.0, 20.0, 10.0, 10.0]
+_PAIRS = [(0.01, 0.2), (0.01, 0.4), (0.03, 0.1), (0.03, 0.2), (0.03, 0.4)]
+_RADII = [20.0, 10.0, 20.0, 20.0, 10.0]
 _TILTS = [20.0, 100.0, 20.0, 100.0, 20.0, 100.0]
 
 NOISY = Study(
@@ -52,15 +53,15 @@ NOISY = Study(
     ),
     reference="sam",
     trials={
-        "erm": [{"method": "erm", "lr": lr} for lr in (0.003, 0.006, 0.01, 0.03, 0.06, 0.1)],
+        "erm": [{"method": "erm", "lr": lr} for lr in (0.003, 0.01, 0.03, 0.06, 0.1)],
         "sam": _with_pairs("sam", _PAIRS),
         "tsam s=1": _tsam(_PAIRS, 1, _RADII, _TILTS),
         "tsam s=3": _tsam(_PAIRS, 3, _RADII, _TILTS),
-        "pgn": _with_pairs("pgn", _PAIRS, alpha=[0.5, 0.8, 0.8, 0.5, 0.8, 0.8]),
-        "rsam": _with_pairs("rsam", _PAIRS, lam=[1.0, 2.0, 1.0, 2.0, 1.0, 2.0]),
-        "esam2": _with_pairs("esam2", _PAIRS, num_points=[3] * 6),
+        "pgn": _with_pairs("pgn", _PAIRS, alpha=[0.8, 0.5, 0.8, 0.5, 0.8]),
+        "rsam": _with_pairs("rsam", _PAIRS, lam=[1.0, 2.0, 1.0, 2.0, 1.0]),
+        "esam2": _with_pairs("esam2", _PAIRS, num_points=[3] * 5),
     },
-    rungs=_RUNGS,
+    rungs=(),
     seeds=(0, 1, 2),
 )
 

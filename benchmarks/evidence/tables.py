@@ -14,7 +14,7 @@ from typing import Any
 from evidence.study import Rates, Study, Variants, diverged, rows_of, score_at
 from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.record import Record
-from tiltsam.palette import color_of
+from tiltsam.palette import OKABE_ITO, color_of
 
 __all__ = [
     "cross_table",
@@ -28,6 +28,8 @@ __all__ = [
 ]
 
 _STYLES = ("-", "--", ":", "-.")  # of labels that share their method's colour
+_KINDS = {"final": "at the end", "best": "at the best epoch"}
+_SHOWN = 12.0  # points below the best that a figure of variants shows; what collapsed is told in words
 _SETTINGS = ("lr", "rho", "radius", "t", "num_samples", "alpha", "lam", "num_points", "ascent_fraction", "every")
 
 
@@ -173,43 +175,53 @@ def variant_table(study: Variants, out: Path) -> list[list[str]]:
 
 
 def draw_variants(study: Variants, out: Path, path: Path) -> None:
-    """A panel for each setting that was varied: test score at the end and at the best epoch, with standard errors."""
+    """A panel for each setting that was varied: test score at the end and at the best epoch, with standard errors.
+
+    Below it, where there are several samples anywhere, which share of them the weights are worth.
+    """
     import matplotlib as mpl
 
     mpl.use("agg")
     import matplotlib.pyplot as plt
 
-    names = list(dict.fromkeys(label.rpartition(" ")[0] for label in study.configs))
+    found = {label: over_seeds(out, config, study.seeds) for label, config in study.configs.items()}
+    found = {label: runs for label, runs in found.items() if runs["seeds"]}
+    names = list(dict.fromkeys(label.rpartition(" ")[0] for label in found))
+    several = any(runs["config"].num_samples > 1 for runs in found.values())
+    highest = max(statistics.fmean(runs[kind]) for runs in found.values() for kind in ("final", "best"))
+    floor = highest - _SHOWN
     figure, axes = plt.subplots(
-        2,
+        1 + several,
         len(names),
-        figsize=(3 * len(names), 5),
+        figsize=(3 * len(names), 3.3 + 1.5 * several),
         layout="constrained",
         sharey="row",
-        height_ratios=(2, 1),
+        height_ratios=(2, 1)[: 1 + several],
         squeeze=False,
     )
     for column, name in enumerate(names):
-        places, rows = [], []
-        for label, config in study.configs.items():
-            found = over_seeds(out, config, study.seeds)
-            if label.rpartition(" ")[0] == name and found["seeds"]:
-                places.append(label.rpartition(" ")[2])
-                rows.append(found | {"share": [x / config.num_samples for x in found["size"]]})
-        at = range(len(places))
-        above, below = axes[0][column], axes[1][column]
-        for kind, told, marker in (("final", "at the end", "o-"), ("best", "at the best epoch", "s--")):
-            means = [statistics.fmean(row[kind]) for row in rows]
-            above.errorbar(at, means, [_error(row[kind]) for row in rows], fmt=marker, label=told, capsize=3)
-        below.plot(at, [statistics.fmean(row["share"]) for row in rows], "o-", color=color_of("tsam"))
-        above.set_xticks(at, [])
-        below.set_xticks(at, places)
-        below.set(xlabel=name.rstrip(":"), ylim=(0, 1.05))
-        above.grid(alpha=0.3)
-        below.grid(alpha=0.3)
-    axes[0][0].set_ylabel("test score, ×100")
-    axes[1][0].set_ylabel("effective samples / s")
-    axes[0][0].legend()
+        mine = {label.rpartition(" ")[2]: runs for label, runs in found.items() if label.rpartition(" ")[0] == name}
+        at, above = range(len(mine)), axes[0][column]
+        for (kind, told), color, marker in zip(_KINDS.items(), OKABE_ITO, ("o-", "s--"), strict=False):
+            means = [statistics.fmean(runs[kind]) for runs in mine.values()]
+            errors = [_error(runs[kind]) for runs in mine.values()]
+            above.errorbar(at, means, errors, fmt=marker, color=color, label=told, capsize=3)
+            for place, mean in zip(at, means, strict=True):
+                if mean < floor and kind == "final":
+                    above.annotate(f"{mean:.0f} ↓", (place, floor), ha="center", va="bottom")
+        if several:
+            shares = [statistics.fmean(runs["size"]) / runs["config"].num_samples for runs in mine.values()]
+            axes[1][column].plot(at, shares, "o-", color=color_of("tsam"))
+            axes[1][column].set_ylim(0, 1.05)
+        for panel in axes[:, column]:
+            panel.set_xticks(at, [])
+            panel.grid(alpha=0.3)
+        axes[-1][column].set_xticks(at, mine)
+        axes[-1][column].set_xlabel(name.rstrip(":"))
+    axes[0][0].set(ylabel="test score, ×100", ylim=(floor, highest + 0.1 * _SHOWN))
+    if several:
+        axes[1][0].set_ylabel("effective samples / s")
+    axes[0][0].legend(loc="lower left")
     figure.suptitle(study.title)
     figure.savefig(path, dpi=160)
     plt.close(figure)

@@ -63,6 +63,7 @@ NOISY = Study(
     },
     rungs=(),
     seeds=(0, 1, 2),
+    looks=12,
 )
 
 # ---------------------------------------------------------------- a transformer on small tasks

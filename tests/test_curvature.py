@@ -199,10 +199,11 @@ def test_recurrent_layers() -> None:
     torch.testing.assert_close(found.values, exact, rtol=1e-4, atol=1e-6)
 
 
-def test_compiled_models_are_measured_eagerly() -> None:
+@pytest.mark.parametrize("dynamic", [False, True])  # torch complains of either in words of its own
+def test_compiled_models_are_measured_eagerly(dynamic: bool) -> None:
     model, loss_fn, batches = problems()["mlp, one batch"]
     expected = top_eigenvalues(model, loss_fn, batches, k=1).values
-    compiled = torch.compile(model, backend="aot_eager")
+    compiled = torch.compile(model, backend="aot_eager", dynamic=dynamic)
     with pytest.warns(UserWarning, match="eager"):
         found = top_eigenvalues(compiled, loss_fn, batches, k=1).values
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)

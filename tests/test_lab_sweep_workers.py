@@ -10,6 +10,7 @@ import threading
 import time
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import optuna
@@ -177,7 +178,10 @@ def test_what_a_worker_says_is_wrong_reaches_the_user(tmp_path):
 def test_ctrl_c_leaves_a_study_that_the_same_command_continues(tmp_path):
     command = [sys.executable, "-m", "tiltsam", "sweep", "digits", "--method", "erm", "--grid", "lr=0.02,0.05,0.1"]
     command += ["--epochs", "4000", "--batch-size", "256", "--seeds", "1", "--out", str(tmp_path)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    # Where the tests run in the background, children would ignore a Ctrl-C.
+    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen(command, text=True, preexec_fn=heed, **pipes)
     wait_for(lambda: files_named("metrics.jsonl", tmp_path))
     process.send_signal(signal.SIGINT)
     _, error = process.communicate(timeout=60)

@@ -170,5 +170,5 @@ _SUBSTITUTES: dict[str, tuple[str, Callable[[], AbstractContextManager[Any]]]] =
         r"_cudnn_rnn|cudnn RNN backward",
         lambda: torch.backends.cudnn.flags(enabled=False),
     ),
-    "eager execution of compiled code": (r"aot_autograd", _eager),
+    "eager execution of compiled code": (r"aot_autograd|donated buffer", _eager),
 }

@@ -18,24 +18,42 @@ _RUNGS = ((0.25, 4), (0.5, 2))
 _Pairs = Sequence[tuple[float, float]]
 
 
-def _with_pairs(method: str, pairs: _Pairs, **lists: Sequence[Any]) -> list[dict[str, Any]]:
-    """Trials of a method: learning rate and rho, the same for all methods, and beside them what else the method has."""
+def _with_pairs(method: str, pairs: _Pairs, **more: Any) -> list[dict[str, Any]]:
+    """Trials of a method: learning rate and rho, and beside them what else it has: a list of values, or one for all."""
     return [
-        {"method": method, "lr": lr, "rho": rho} | {name: values[i] for name, values in lists.items()}
+        {"method": method, "lr": lr, "rho": rho}
+        | {name: value[i] if isinstance(value, list) else value for name, value in more.items()}
         for i, (lr, rho) in enumerate(pairs)
     ]
 
 
-def _tsam(pairs: _Pairs, num_samples: int, radii: Sequence[float], tilts: Sequence[float]) -> list[dict[str, Any]]:
-    more = {} if num_samples == 1 else {"t": tilts}  # a single sample has all the weight, whatever the tilt
-    return _with_pairs("tsam", pairs, radius=radii, num_samples=[num_samples] * len(pairs), **more)
+def _tsam(pairs: _Pairs, num_samples: int, radii: list[float], **more: Any) -> list[dict[str, Any]]:
+    if num_samples > 1:  # a single sample has all the weight, whatever the tilt
+        more["t"] = _TILTS
+    return _with_pairs("tsam", pairs, radius=radii, num_samples=num_samples, **more)
 
+
+def _seven(
+    rates: Sequence[float], pairs: _Pairs, radii: list[float], alphas: list[float], lams: list[float]
+) -> dict[str, list[dict[str, Any]]]:
+    """The methods of the paper's comparison; ``rates`` are ERM's, which has no rho, as many as there are pairs."""
+    return {
+        "erm": [{"method": "erm", "lr": lr} for lr in rates],
+        "sam": _with_pairs("sam", pairs),
+        "tsam s=1": _tsam(pairs, 1, radii),
+        "tsam s=3": _tsam(pairs, 3, radii),
+        "pgn": _with_pairs("pgn", pairs, alpha=alphas),
+        "rsam": _with_pairs("rsam", pairs, lam=lams),
+        "esam2": _with_pairs("esam2", pairs, num_points=3),
+    }
+
+
+_TILTS = [20.0, 100.0, 20.0, 100.0, 20.0, 100.0]
 
 # ---------------------------------------------------------------- noisy CIFAR-100
 
 _PAIRS = [(0.01, 0.2), (0.01, 0.4), (0.03, 0.1), (0.03, 0.2), (0.03, 0.4)]
 _RADII = [20.0, 10.0, 20.0, 20.0, 10.0]
-_TILTS = [20.0, 100.0, 20.0, 100.0, 20.0, 100.0]
 
 NOISY = Study(
     name="noisy",
@@ -52,15 +70,9 @@ NOISY = Study(
         device="cuda",
     ),
     reference="sam",
-    trials={
-        "erm": [{"method": "erm", "lr": lr} for lr in (0.003, 0.01, 0.03, 0.06, 0.1)],
-        "sam": _with_pairs("sam", _PAIRS),
-        "tsam s=1": _tsam(_PAIRS, 1, _RADII, _TILTS),
-        "tsam s=3": _tsam(_PAIRS, 3, _RADII, _TILTS),
-        "pgn": _with_pairs("pgn", _PAIRS, alpha=[0.8, 0.5, 0.8, 0.5, 0.8]),
-        "rsam": _with_pairs("rsam", _PAIRS, lam=[1.0, 2.0, 1.0, 2.0, 1.0]),
-        "esam2": _with_pairs("esam2", _PAIRS, num_points=[3] * 5),
-    },
+    trials=_seven(
+        (0.003, 0.01, 0.03, 0.06, 0.1), _PAIRS, _RADII, alphas=[0.8, 0.5, 0.8, 0.5, 0.8], lams=[1.0, 2.0, 1.0, 2.0, 1.0]
+    ),
     rungs=(),
     seeds=(0, 1, 2),
     looks=12,
@@ -92,8 +104,8 @@ def _fine_tuning(task: str) -> Study:
         trials={
             "erm": [{"method": "erm", "lr": lr} for lr in (1e-5, 2e-5, 3e-5, 5e-5, 1e-4, 2e-4)],
             "sam": _with_pairs("sam", _FINE_PAIRS),
-            "tsam s=1": _tsam(_FINE_PAIRS, 1, _FINE_RADII, _TILTS),
-            "tsam s=3": _tsam(_FINE_PAIRS, 3, _FINE_RADII, _TILTS),
+            "tsam s=1": _tsam(_FINE_PAIRS, 1, _FINE_RADII),
+            "tsam s=3": _tsam(_FINE_PAIRS, 3, _FINE_RADII),
         },
         rungs=(),  # three samples make two epochs: nothing that could be cut at a quarter
         seeds=tuple(range(10)),
@@ -138,15 +150,13 @@ DIGITS = Study(
         device="cpu",
     ),
     reference="sam",
-    trials={
-        "erm": [{"method": "erm", "lr": lr} for lr in (0.003, 0.01, 0.03, 0.1, 0.2, 0.4)],
-        "sam": _with_pairs("sam", _SMALL_PAIRS),
-        "tsam s=1": _tsam(_SMALL_PAIRS, 1, _SMALL_RADII, _TILTS),
-        "tsam s=3": _tsam(_SMALL_PAIRS, 3, _SMALL_RADII, _TILTS),
-        "pgn": _with_pairs("pgn", _SMALL_PAIRS, alpha=[0.5, 0.8, 0.5, 0.8, 0.5, 0.8]),
-        "rsam": _with_pairs("rsam", _SMALL_PAIRS, lam=[1.0, 2.0, 1.0, 2.0, 1.0, 2.0]),
-        "esam2": _with_pairs("esam2", _SMALL_PAIRS, num_points=[3] * 6),
-    },
+    trials=_seven(
+        (0.003, 0.01, 0.03, 0.1, 0.2, 0.4),
+        _SMALL_PAIRS,
+        _SMALL_RADII,
+        alphas=[0.5, 0.8, 0.5, 0.8, 0.5, 0.8],
+        lams=[1.0, 2.0, 1.0, 2.0, 1.0, 2.0],
+    ),
     rungs=_RUNGS,
     seeds=tuple(range(10)),
     unit="thousand passes",
@@ -173,28 +183,19 @@ DIGITS_MAP = Variants(
 # ---------------------------------------------------------------- cheaper steps
 
 
-def _cheaper(study: Study, pairs: _Pairs, radii: Sequence[float], tilts: Sequence[float]) -> Study:
+def _cheaper(study: Study, pairs: _Pairs, radii: list[float]) -> Study:
     """The same comparison for methods whose steps cost less than SAM's, and for a second sample at half as much again.
 
     An ascent on a quarter of the batch costs a quarter of a pass, and is the perturbation of fewer examples at that.
     """
-    quarter = {"ascent_fraction": [0.25] * len(pairs)}
-    shared: dict[str, Sequence[Any]] = {
-        "share_ascent": [True] * len(pairs),
-        "num_samples": [2] * len(pairs),
-        "radius": radii,
-        "t": tilts,
-    }
     return replace(
         study,
         name=f"{study.name}-cheaper",
         trials={
-            "sam (ascent on 1/4)": _with_pairs("sam", pairs, **quarter),
-            "tsam s=1 (ascent on 1/4)": [
-                a | b for a, b in zip(_tsam(pairs, 1, radii, tilts), _with_pairs("tsam", pairs, **quarter), strict=True)
-            ],
-            "sam (every 2nd step)": _with_pairs("sam", pairs, every=[2] * len(pairs)),
-            "tsam s=2 (shared ascent)": _with_pairs("tsam", pairs, **shared),
+            "sam (ascent on 1/4)": _with_pairs("sam", pairs, ascent_fraction=0.25),
+            "tsam s=1 (ascent on 1/4)": _tsam(pairs, 1, radii, ascent_fraction=0.25),
+            "sam (every 2nd step)": _with_pairs("sam", pairs, every=2),
+            "tsam s=2 (shared ascent)": _tsam(pairs, 2, radii, share_ascent=True),
         },
     )
 
@@ -206,16 +207,14 @@ DIGITS_FINE = replace(
     name="digits-fine",
     trials={
         "sam": _with_pairs("sam", _FINE),
-        "tsam s=1": _tsam(_FINE, 1, [4.0] * 6, _TILTS),
-        "esam2": _with_pairs("esam2", _FINE, num_points=[3] * 6),
-        "tsam s=2 (shared ascent)": _with_pairs(
-            "tsam", _FINE, share_ascent=[True] * 6, num_samples=[2] * 6, radius=[4.0] * 6, t=_TILTS
-        ),
+        "tsam s=1": _tsam(_FINE, 1, [4.0] * 6),
+        "esam2": _with_pairs("esam2", _FINE, num_points=3),
+        "tsam s=2 (shared ascent)": _tsam(_FINE, 2, [4.0] * 6, share_ascent=True),
     },
 )
 
-NOISY_CHEAPER = _cheaper(NOISY, _PAIRS, _RADII, _TILTS)
-DIGITS_CHEAPER = _cheaper(DIGITS, _SMALL_PAIRS, _SMALL_RADII, _TILTS)
+NOISY_CHEAPER = _cheaper(NOISY, _PAIRS, _RADII)
+DIGITS_CHEAPER = _cheaper(DIGITS, _SMALL_PAIRS, _SMALL_RADII)
 
 _ALL: list[Study | Variants] = [
     NOISY,

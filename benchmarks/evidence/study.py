@@ -83,8 +83,9 @@ class Study:
 
     def _left_of(self, label: str, out: Path, rates: Rates) -> Iterator[Cell]:
         *_, (share, standing) = self.standings(label, out, rates)
-        yield from (Cell(label, c, share) for c in standing if score_at(out, c, share) is None)
-        if chosen := self.winner(label, out, rates):
+        missing = [c for c in standing if score_at(out, c, share) is None]
+        yield from (Cell(label, c, share) for c in missing)
+        if share == 1 and not missing and (chosen := _first(standing, out)):
             others = [replace(chosen, seed=seed) for seed in self.seeds[1:]]
             yield from (Cell(label, c, 1.0) for c in others if score_at(out, c, 1.0) is None)
 
@@ -102,8 +103,7 @@ class Study:
         *_, (share, standing) = self.standings(label, out, rates)
         if share < 1 or None in [score_at(out, c, share) for c in standing]:
             return None
-        first = _best(standing, out, share)[0]
-        return None if score_at(out, first, share) == -math.inf else first
+        return _first(standing, out)
 
 
 @dataclass(frozen=True)
@@ -134,6 +134,12 @@ class Variants:
             if not labels or label in labels
         ]
         return [cell for cell in cells if score_at(out, cell.config, 1.0) is None]
+
+
+def _first(configs: Sequence[TrainConfig], out: Path) -> TrainConfig | None:
+    """The best at the end; None if all diverged."""
+    first = _best(configs, out, 1.0)[0]
+    return None if score_at(out, first, 1.0) == -math.inf else first
 
 
 def _best(configs: Sequence[TrainConfig], out: Path, share: float) -> list[TrainConfig]:

@@ -126,11 +126,7 @@ def _spread(values: Sequence[float], sign: str = "") -> str:
 
 def draw_curves(study: Study, out: Path, rates: Rates, path: Path) -> None:
     """Test score against cost, of the chosen settings: the mean over seeds and its standard error."""
-    import matplotlib as mpl
-
-    mpl.use("agg")
-    import matplotlib.pyplot as plt
-
+    plt = _pyplot()
     figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
     metric, floor = "", math.inf
     drawn: Counter[str] = Counter()
@@ -179,11 +175,7 @@ def draw_variants(study: Variants, out: Path, path: Path) -> None:
 
     Below it, where there are several samples anywhere, which share of them the weights are worth.
     """
-    import matplotlib as mpl
-
-    mpl.use("agg")
-    import matplotlib.pyplot as plt
-
+    plt = _pyplot()
     found = {label: over_seeds(out, config, study.seeds) for label, config in study.configs.items()}
     found = {label: runs for label, runs in found.items() if runs["seeds"]}
     names = list(dict.fromkeys(label.rpartition(" ")[0] for label in found))
@@ -279,11 +271,7 @@ def cross_table(path: Path) -> list[list[str]]:
 
 def draw_flatness(study: Study, out: Path, rates: Rates, path: Path) -> None:
     """Mean and variance of the loss around the weights against the size of the noise."""
-    import matplotlib as mpl
-
-    mpl.use("agg")
-    import matplotlib.pyplot as plt
-
+    plt = _pyplot()
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.8), layout="constrained")
     drawn: Counter[str] = Counter()
     for label, seeds in flatness_of(study, out, rates).items():
@@ -301,6 +289,16 @@ def draw_flatness(study: Study, out: Path, rates: Rates, path: Path) -> None:
     figure.suptitle(study.title)
     figure.savefig(path, dpi=160)
     plt.close(figure)
+
+
+def _pyplot() -> Any:
+    """Matplotlib, drawing into files."""
+    import matplotlib as mpl
+
+    mpl.use("agg")
+    import matplotlib.pyplot as plt
+
+    return plt
 
 
 def _plain(value: float) -> str:

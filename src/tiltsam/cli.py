@@ -115,7 +115,7 @@ def _add_lab(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     )
     train.add_argument(
         "--until",
-        type=_share,
+        type=float,
         default=1.0,
         metavar="SHARE",
         help="pause when this share of the budget is used up, say 0.25; the same command without it goes on from there",
@@ -320,13 +320,6 @@ def _methods(args: argparse.Namespace) -> None:
     for name, method in tiltsam.METHODS.items():
         first = (inspect.getdoc(method) or "").splitlines()[0]
         print(f"{name:{width}}  {first}")
-
-
-def _share(text: str) -> float:
-    value = float(text)
-    if not 0 < value <= 1:
-        raise argparse.ArgumentTypeError(f"must be in (0, 1], got {text}")
-    return value
 
 
 def _writable(folder: Path) -> None:

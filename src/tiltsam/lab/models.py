@@ -51,8 +51,8 @@ class _BasicBlock(nn.Module):
 def _he_normal(model: nn.Module) -> None:
     """He's initialisation of the convolutions, as the networks were published.
 
-    PyTorch's own draws weights 2.4 times smaller. Before BatchNorm that leaves the function alone, and makes a
-    perturbation of a given length 2.4 times as strong.
+    PyTorch's own are shorter, 2.2 times for a ResNet-18. Before BatchNorm that leaves the function alone, and makes a
+    perturbation of a given length as much stronger.
     """
     for module in model.modules():
         if isinstance(module, nn.Conv2d):

@@ -63,6 +63,11 @@ def test_everybody_gets_the_seconds_of_the_reference():
     assert STUDY.configs("erm", RATES)[0].evaluate_every == 2
 
 
+def test_labels_are_worked_on_in_the_order_they_are_asked_for(tmp_path):
+    assert [cell.label for cell in STUDY.left(tmp_path, RATES, ["sam", "erm"])] == ["sam"] * 3 + ["erm"] * 3
+    assert [cell.label for cell in STUDY.left(tmp_path, RATES)] == ["erm"] * 3 + ["sam"] * 3
+
+
 def test_worse_trials_stay_where_they_are(tmp_path):
     def left():
         return [(cell.config, cell.until) for cell in STUDY.left(tmp_path, RATES, ["sam"])]

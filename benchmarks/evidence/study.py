@@ -75,7 +75,7 @@ class Study:
         return [replace(usual, **settings) for settings in self.trials[label]]
 
     def left(self, out: Path, rates: Rates, labels: Sequence[str] | None = None) -> list[Cell]:
-        """What can be worked on now, most urgent first: trials in the order of labels, then the winners' other seeds."""
+        """What can be worked on now, most urgent first: trials, in the order of labels, then the winners' seeds."""
         mine = [label for label in labels or self.trials if label in self.trials]
         cells = [cell for label in mine for cell in self._left_of(label, out, rates)]
         order = list(self.seeds)

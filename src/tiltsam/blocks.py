@@ -98,13 +98,13 @@ class BlockVectors:
 
     def filter_norms(self, x: Sequence[Tensor]) -> list[Tensor]:
         """See :class:`Space`."""
-        squares = [_filter_squares(a, self.dtype) for a in x]
-        apart = [i for i in range(len(x)) if not self.sharding.rows_are_whole(i)]
-        if self.sharding.mesh is not None:  # every rank holds a part of each of these filters
-            flat = self.sharding.sum(torch.cat([self._zero[None], *(squares[i].reshape(-1) for i in apart)]))
-            for i, total in zip(apart, flat[1:].split([squares[i].numel() for i in apart]), strict=True):
-                squares[i] = total.view(squares[i].shape)
-        return [square.sqrt().to(a.dtype) for square, a in zip(squares, x, strict=True)]
+        norms = [_filter_norms(a, self.dtype) for a in x]
+        if self.sharding.mesh is not None:  # every rank holds a part of each filter of these
+            apart = [i for i in range(len(x)) if not self.sharding.rows_are_whole(i)]
+            flat = self.sharding.sum(torch.cat([self._zero[None], *(norms[i].reshape(-1).square() for i in apart)]))
+            for i, total in zip(apart, flat[1:].sqrt().split([norms[i].numel() for i in apart]), strict=True):
+                norms[i] = total.view(norms[i].shape)
+        return [norm.to(a.dtype) for norm, a in zip(norms, x, strict=True)]
 
     def copy_(self, x: Sequence[Tensor], y: Sequence[Tensor | None]) -> None:
         """See :class:`Space`. Where ``y`` is missing, ``x`` becomes zero."""
@@ -180,8 +180,8 @@ def _partition(tensors: Sequence[Tensor], groups: Sequence[int]) -> list[Block]:
     return [Block(device, tuple(at), group) for (device, _, group), at in found.items()]
 
 
-def _filter_squares(w: Tensor, dtype: torch.dtype) -> Tensor:
-    """The sum of squares of each slice along the first dimension, shaped to be multiplied with ``w``."""
-    rows = w.reshape(1, -1) if w.dim() <= 1 else w.flatten(1)
-    squares = rows.to(dtype).square().sum(1)
-    return squares.view(-1, *[1] * (w.dim() - 1)) if w.dim() > 1 else squares.squeeze(0)
+def _filter_norms(w: Tensor, dtype: torch.dtype) -> Tensor:
+    """The norm of each slice along the first dimension, shaped to be multiplied with ``w``; in one kernel."""
+    inner = tuple(range(1, w.dim())) or None
+    norms: Tensor = torch.linalg.vector_norm(w, dim=inner, keepdim=inner is not None, dtype=dtype)
+    return norms

@@ -160,10 +160,10 @@ class RandomAscent(Stateless):
         if not space.ascending:
             space.go_home()
             return evaluated(space.evaluate()), None
-        gamma = space.setting("gamma")
         space.normal_(space.point, index)
-        norms = space.filter_norms(space.center)
-        space.map_(space.point, lambda z, w, norm: z * norm * gamma.to(w.device) + w, space.center, norms)
+        scales = space.filter_norms(space.center)
+        space.scale_(scales, space.setting("gamma"))
+        space.map_(space.point, lambda z, w, scale: torch.addcmul(w, z, scale), space.center, scales)
         first = space.evaluate(ascent=True)
         space.keep_(first.gradient, first.finite)
         space.add_(space.point, space.center, alpha=-1.0)  # the point now holds Δ

@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA de
 class Pair:
     """The same problem twice, one to step eagerly and one captured, on batches that change from step to step."""
 
-    def __init__(self, method, device="cuda", model=None, base=sgd, autocast=False, **options):
+    def __init__(self, method, device="cuda", model=None, base=sgd, autocast=False, split=False, **options):
         self.models, self.optimizers = [], []
         torch.manual_seed(1)
         first = (Net(dropout=0.3) if model is None else model).to(device)
@@ -28,8 +29,8 @@ class Pair:
         for m in (first, copy.deepcopy(first)):
             self.models.append(m)
             self.optimizers.append(method(base(m.parameters()), model=m, **options))
-        self.autocast = autocast
-        self.step = capture(self.optimizers[1], lambda x, y: self.loss(1, x, y), self.batch(0))
+        self.autocast, self.split = autocast, split
+        self.step = capture(self.optimizers[1], lambda x, y: self.loss(1, x, y), self.batch(0), split=split)
         self.device = device
 
     def batch(self, k):
@@ -55,7 +56,9 @@ class Pair:
                     loss.backward()
                     return loss
 
-                row.append(self.optimizers[0].step(closure) if i == 0 else self.step(x, y))
+                parts = [partial(closure, x=x[a:b], y=y[a:b]) for a, b in ((0, 5), (5, 10), (10, 16))]
+                by_hand = parts if self.split else closure
+                row.append(self.optimizers[0].step(by_hand) if i == 0 else self.step(x, y))
             losses.append(torch.stack(row))
         return torch.stack(losses)
 
@@ -238,6 +241,15 @@ def test_looking_around_at_every_second_step(name):
     pair.run(20)
     assert len(pair.step._graphs) == 2
     assert pair.distance() < TOLERANCE
+
+
+@cuda
+def test_a_batch_that_is_split_among_the_samples():
+    pair = Pair(METHODS[6], split=True)
+    pair.run(15)
+    assert pair.step.reason is None
+    assert pair.distance() < TOLERANCE
+    assert [optimizer.last.num_parts for optimizer in pair.optimizers] == [3, 3]
 
 
 @cuda

@@ -1,4 +1,7 @@
-"""Cheaper steps: shared ascent, ascent on part of the batch, looking around at every k-th step only."""
+"""Cheaper steps: shared ascent, ascent on part of the batch, a part for each sample, plain steps between."""
+
+import re
+from functools import partial
 
 import pytest
 import torch
@@ -94,3 +97,107 @@ def test_bad_fractions():
     for fraction in (0.0, 1.5):
         with pytest.raises(ValueError, match=r"ascent_fraction must be in \(0, 1\], got"):
             capture(optimizer, problem.loss, (problem.x,), ascent_fraction=fraction)
+
+
+def losses_of_parts(problem, number):
+    """The loss of each part of the batch, as functions."""
+    size = len(problem.x) // number
+
+    def on(rows):
+        return lambda: nn.functional.cross_entropy(problem.model(problem.x[rows]), problem.y[rows])
+
+    return [on(slice(i * size, (i + 1) * size)) for i in range(number)]
+
+
+def closures(losses):
+    def closure(loss):
+        value = loss()
+        value.backward()
+        return value
+
+    return [partial(closure, loss) for loss in losses]
+
+
+def test_each_sample_may_have_a_part_of_the_batch():
+    """Without noise and tilt: the mean over parts of SAM's gradient on each."""
+    problem = Problem(nn.Linear(6, 3))
+    params = list(problem.model.parameters())
+    theta = [p.detach().clone() for p in params]
+    expected = [torch.zeros_like(p) for p in params]
+    for loss in losses_of_parts(problem, 4):
+        gradient = torch.autograd.grad(loss(), params)
+        length = torch.cat([g.flatten() for g in gradient]).norm()
+        for p, home, g in zip(params, theta, gradient, strict=True):
+            p.data = home + 0.1 * g / length
+        for total, g in zip(expected, torch.autograd.grad(loss(), params), strict=True):
+            total += g / 4
+        for p, home in zip(params, theta, strict=True):
+            p.data = home.clone()
+    optimizer = tiltsam.TSAM(torch.optim.SGD(params, lr=1.0), t=0.0, rho=0.1, radius=0.0, num_samples=4)
+    optimizer.step(closures(losses_of_parts(problem, 4)))
+    for p, home, g in zip(params, theta, expected, strict=True):
+        torch.testing.assert_close(p.detach(), home - g)
+    assert (optimizer.last.num_backwards, optimizer.last.num_parts, optimizer.last.cost()) == (8, 4, 2.0)
+
+
+def test_the_tilt_weighs_parts_by_their_loss():
+    problem = Problem()
+    optimizer = tiltsam.TSAM(sgd(problem.model.parameters()), t=5.0, delta=0.0, num_samples=2, model=problem.model)
+    optimizer.step(closures(losses_of_parts(problem, 2)))
+    info = optimizer.info
+    torch.testing.assert_close(info.weights, torch.softmax(5.0 * info.losses, 0))
+    assert info.weights[0] != info.weights[1]
+
+
+@pytest.mark.parametrize(
+    "method", [m for m in METHODS if m.name.startswith("tsam") and "shared" not in m.name], ids=repr
+)
+def test_a_captured_step_splits_the_batch_by_itself(method):
+    ours, twin = Problem(dropout=0.0), Problem(dropout=0.0)
+    optimizer = method(sgd(ours.model.parameters()), model=ours.model)
+    split = capture(
+        optimizer,
+        lambda x, y: nn.functional.cross_entropy(ours.model(x), y),
+        (ours.x, ours.y),
+        split=True,
+    )
+    by_hand = method(sgd(twin.model.parameters()), model=twin.model)
+    number = optimizer.num_samples
+    ours.x, ours.y, twin.x, twin.y = (x[: 16 // number * number] for x in (ours.x, ours.y, twin.x, twin.y))
+    for _ in range(3):
+        split(ours.x, ours.y)
+        by_hand.step(closures(losses_of_parts(twin, number)))
+    assert_same(ours.weights(), twin.weights())
+    assert optimizer.last.cost() == by_hand.last.cost() == optimizer.last.num_backwards / number
+
+
+@pytest.mark.parametrize(
+    ("make", "number", "message"),
+    [
+        (partial(tiltsam.TSAM, num_samples=3), 2, "TSAM takes one, or one for each of its 3 samples; got 2 closures"),
+        (tiltsam.SAM, 2, "SAM takes one, or one for each of its 1 samples; got 2 closures"),
+        (tiltsam.PGN, 2, "PGN takes one; got 2 closures"),
+        (partial(tiltsam.TSAM, num_samples=2, every=2), 2, "the plain steps of every=2 need one closure, got 2"),
+        (partial(tiltsam.TSAM, num_samples=2, share_ascent=True), 2, "one ascent for all samples needs ascent_closure"),
+        (tiltsam.TSAM, 0, "TSAM takes one, or one for each of its 3 samples; got 0 closures"),
+    ],
+)
+def test_closures_that_do_not_fit_the_samples(make, number, message):
+    problem = Problem()
+    optimizer = make(sgd(problem.model.parameters()))
+    with pytest.raises(ValueError, match=re.escape(message)):
+        optimizer.step([problem.closure] * number)
+    optimizer.step(problem.closure)  # nothing is left behind
+
+
+def test_a_split_that_cannot_be():
+    problem = Problem(nn.Linear(6, 3))
+    optimizer = tiltsam.TSAM(sgd(problem.model.parameters()))
+
+    def loss_fn(x, y):
+        return nn.functional.cross_entropy(problem.model(x), y)
+
+    with pytest.raises(ValueError, match="leave out ascent_fraction"):
+        capture(optimizer, loss_fn, (problem.x, problem.y), split=True, ascent_fraction=0.5)
+    with pytest.raises(ValueError, match="a batch of 2 cannot be split among 3 samples"):
+        capture(optimizer, loss_fn, (problem.x, problem.y), split=True)(problem.x[:2], problem.y[:2])

@@ -220,6 +220,63 @@ def test_add_param_group_and_groups_added_behind_our_back(method):
 
 
 @every_method
+def test_a_group_added_to_the_base_is_filled_before_anyone_looks(method):
+    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def fresh():
+        optimizer = method(sgd(first.parameters()))
+        optimizer.step(lambda: _backward(first(torch.ones(3, 2)).square().mean()))
+        optimizer.base.add_param_group({"params": second.parameters()})
+        return optimizer
+
+    assert "every=1" in repr(fresh())
+    whole, partial = fresh().state_dict(), fresh().base.state_dict()
+    assert whole["param_groups"][1].keys() == whole["param_groups"][0].keys()
+    assert {k for k, v in whole["param_groups"][1].items() if v != whole["param_groups"][0][k]} == {"params"}
+    assert "every" not in partial["param_groups"][1]  # the base does not ask us before it gives out its groups
+    for state in (whole, partial):
+        optimizer = fresh()
+        optimizer.param_groups[0]["steps_taken"] = 7
+        optimizer.load_state_dict(state)
+        assert [g["steps_taken"] for g in optimizer.param_groups] == [1, 1]
+        optimizer.step(lambda: _backward(second(first(torch.ones(3, 2))).square().mean()))
+
+
+@pytest.mark.parametrize("bad", [{"rho": -1.0}, {"t": 3.0}], ids=str)
+def test_a_group_with_a_bad_setting_is_not_added(bad):
+    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+    optimizer = tiltsam.TSAM(sgd(first.parameters()), t=1.0)
+    with pytest.raises(ValueError, match=r"rho must be .*>= 0, got -1.0|t is one number for the whole step"):
+        optimizer.add_param_group({"params": second.parameters(), **bad})
+    assert len(optimizer.param_groups) == 1
+    optimizer.add_param_group({"params": second.parameters()})
+    optimizer.step(lambda: _backward(second(first(torch.ones(3, 2))).square().mean()))
+
+
+def test_groups_may_be_empty():
+    problem = Problem()
+    optimizer = tiltsam.SAM(sgd(problem.model.parameters()))
+    optimizer.step(problem.closure)
+    optimizer.add_param_group({"params": []})
+    assert optimizer.step(problem.closure).isfinite()
+
+
+@every_method
+def test_a_layer_frozen_while_training_stays_where_it_is(method):
+    problem = Problem()
+    optimizer = method(sgd(problem.model.parameters()), model=problem.model)
+    optimizer.step(problem.closure)
+    layer = problem.model.first.requires_grad_(False)
+    before = {k: v.clone() for k, v in layer.state_dict().items()}
+    train(problem, optimizer, 3)
+    assert_same(before, layer.state_dict())
+    assert all(p.grad is None for p in layer.parameters())
+    layer.requires_grad_(True)
+    train(problem, optimizer, 1)
+    assert not torch.equal(before["weight"], layer.weight)
+
+
+@every_method
 def test_step_without_closure_shows_what_to_write(method):
     optimizer = method(sgd(Problem().model.parameters()))
     with pytest.raises(TypeError, match=r"(?s)needs a closure.*def closure\(\):.*optimizer.step\(closure\)"):
@@ -310,6 +367,66 @@ def test_rho_per_group():
     assert seen[1] == pytest.approx([3.0, 3.0 + 0.5 / 2**0.5])
 
 
+def test_a_parameter_that_changes_groups_gets_the_rho_of_its_new_one():
+    theta = [nn.Parameter(torch.tensor([3.0], dtype=torch.float64)) for _ in range(3)]
+    base = sgd([{"params": theta[:2]}, {"params": theta[2:], "rho": 0.0}], lr=0.0)
+    optimizer = tiltsam.SAM(base, rho=0.5)
+    seen = []
+
+    def closure():
+        seen.append([t.item() for t in theta])
+        return _backward(sum(t.square().sum() for t in theta))
+
+    optimizer.step(closure)
+    base.param_groups[1]["params"].insert(0, base.param_groups[0]["params"].pop())
+    optimizer.step(closure)
+    assert [abs(x - 3.0) > 0.1 for x in seen[1]] == [True, True, False]
+    assert [abs(x - 3.0) > 0.1 for x in seen[3]] == [True, False, False]
+
+
+def test_a_schedule_leaves_a_groups_own_rho_alone():
+    """Whoever brings the group and whenever, and after a resume, a copy or a pickle of the optimizer."""
+
+    def fresh(own=0.0):
+        theta = [nn.Parameter(torch.ones(2)) for _ in range(2)]
+        base = sgd([{"params": theta[:1], "rho": own}, {"params": theta[1:]}])
+        return tiltsam.SAM(base, rho=_rising)
+
+    def steps(optimizer):
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        optimizer.step(lambda: _backward(sum(p.square().sum() for p in params)))
+        return [group["rho"] for group in optimizer.param_groups]
+
+    optimizer = fresh()
+    assert steps(optimizer) == [0.0, 0.0]
+    assert steps(optimizer) == [0.0, 1.0]
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))], "rho": 2.0})
+    optimizer.base.add_param_group({"params": [nn.Parameter(torch.ones(2))], "rho": 2.0})  # the schedule's next value
+    optimizer.base.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    assert steps(optimizer) == [0.0, 2.0, 2.0, 2.0, 2.0]
+    assert steps(optimizer) == [0.0, 3.0, 2.0, 2.0, 3.0]
+    for other in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        assert steps(other) == [0.0, 4.0, 2.0, 2.0, 4.0]
+
+    optimizer = fresh()
+    steps(optimizer)
+    resumed = fresh(own=5.0)
+    resumed.load_state_dict(optimizer.state_dict())
+    assert steps(resumed) == [0.0, 1.0]
+    resumed = fresh()
+    resumed.base.load_state_dict(optimizer.state_dict())
+    assert steps(resumed) == [0.0, 1.0]
+    wrapped = tiltsam.SAM(resumed.base, rho=lambda k: 10.0 + k)  # the base brings what it was given before
+    assert steps(wrapped) == [0.0, 12.0]
+    resumed = fresh()
+    resumed.load_state_dict(sgd([{"params": g["params"]} for g in resumed.param_groups]).state_dict())
+    assert [steps(resumed), steps(resumed)] == [[0.0, 0.0], [0.0, 1.0]]
+
+
+def _rising(k):
+    return float(k)
+
+
 def test_one_t_for_the_whole_step():
     a, b = nn.Linear(2, 2), nn.Linear(2, 2)
     optimizer = tiltsam.TSAM(sgd([{"params": a.parameters()}, {"params": b.parameters()}]), t=1.0)
@@ -390,3 +507,24 @@ def test_the_methods_by_the_papers_names():
     assert list(tiltsam.METHODS) == ["erm", "sam", "asam", "esam2", "pgn", "rsam", "tsam"]
     for cls in tiltsam.METHODS.values():
         assert issubclass(cls, tiltsam.SharpnessAware)
+
+
+def test_a_captured_step_cuts_what_has_a_row_for_each_example():
+    """Numbers and class weights belong to all examples, and stay whole."""
+    problem, seen = Problem(nn.Linear(6, 3)), []
+    batch = problem.x, problem.y, torch.ones(3, dtype=torch.float64), torch.tensor(0.1, dtype=torch.float64)
+
+    def loss_fn(x, y, weights, smoothing):
+        seen.append((len(x), len(y), len(weights), smoothing.dim()))
+        return nn.functional.cross_entropy(problem.model(x), y, weights) * (1 - smoothing)
+
+    step = tiltsam.capture(tiltsam.SAM(sgd(problem.model.parameters())), loss_fn, batch, ascent_fraction=0.3)
+    step(*batch)
+    assert seen == [(5, 5, 3, 0), (16, 16, 3, 0)]
+
+
+def test_a_tilt_beyond_the_range_of_its_dtype_follows_the_worst_sample():
+    problem = Problem(dtype=torch.float32)
+    optimizer = tiltsam.TSAM(sgd(problem.model.parameters()), t=1e39, radius=0.5, model=problem.model)
+    optimizer.step(problem.closure)
+    assert optimizer.info.weights[optimizer.info.losses.argmax()] == 1

@@ -228,6 +228,33 @@ def test_bfloat16_is_measured_in_its_own_precision_and_says_how_well() -> None:
     assert estimate.value > 0
 
 
+def test_a_flat_bowl_of_many_halves_does_not_vanish() -> None:
+    """A unit vector of 1e6 entries times a curvature of 1e-4 is 1e-7, next to the smallest float16."""
+    bowl = Bowl([0.0], [0.0])
+    bowl.theta = nn.Parameter(torch.zeros(1_000_000, dtype=torch.float16))
+    with LossSurface(bowl, lambda m, _: 0.5e-4 * m.theta.float().square().sum(), ONE) as surface:
+        hessian = HessianOperator(surface)
+        v = torch.full((hessian.size,), hessian.size**-0.5)
+        out = torch.empty_like(v)
+        hessian(v, out)
+    torch.testing.assert_close(out, 1e-4 * v, rtol=1e-2, atol=0)
+
+
+def test_autocast_is_measured_in_its_own_precision_and_says_how_well() -> None:
+    model, data = convnet(torch.float32), unequal_batches(torch.float32)
+    exact = top_eigenvalues(model, cross_entropy, data, k=2).values
+    with torch.autocast("cpu", torch.bfloat16):
+        found = top_eigenvalues(model, cross_entropy, data, k=2, max_products=60)
+        with LossSurface(model, cross_entropy, data) as surface:
+            hessian, residuals = HessianOperator(surface), []
+            for value, vector in zip(found.values.tolist(), found.vectors, strict=True):
+                out = torch.empty_like(vector)
+                hessian(vector, out)
+                residuals.append(float((out - value * vector).norm()))
+    torch.testing.assert_close(found.values, exact, rtol=0.1, atol=0)
+    assert found.residuals.tolist() == pytest.approx(residuals, rel=1e-4)
+
+
 def test_a_kept_graph_changes_nothing() -> None:
     model, loss_fn, batches = problems()["mlp, one batch"]
     kept, fresh = (top_eigenvalues(model, loss_fn, batches, keep_graph=keep).values for keep in (True, False))

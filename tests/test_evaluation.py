@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import copy
 import gc
+import random
 import sys
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from measuring import MEASUREMENTS, Bowl, call, convnet, cross_entropy, images, mse, unequal_batches
-from tiltsam.flatness.evaluation import LossSurface, batch_size, generator, layers, supervised, trainable
+from tiltsam.flatness.evaluation import LossSurface, batch_size, generator, layers, supervised, trainable, weighted_mean
 from tiltsam.flatness.progress import Bars
 
 every = pytest.mark.parametrize("measure", MEASUREMENTS.values(), ids=MEASUREMENTS)
@@ -87,6 +93,31 @@ def test_leaves_no_trace_when_the_loss_raises(measure: Any, fatal_call: int) -> 
     assert_same(before, snapshot(model))
 
 
+def test_leaves_no_trace_of_a_buffer_that_cannot_be_written() -> None:
+    model = unusual_model()
+    model.register_buffer("mask", torch.ones(1, 1).expand(32, 1))
+    before = snapshot(model)
+    with LossSurface(model, cross_entropy, unequal_batches()) as surface:
+        surface.loss()
+    assert_same(before, snapshot(model))
+
+
+def test_modes_and_random_state_are_put_back_even_if_the_weights_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing() -> None:
+        raise MemoryError("no room")
+
+    model = unusual_model()
+    before = snapshot(model)
+    surface = LossSurface(model, cross_entropy, unequal_batches())
+    monkeypatch.setattr(surface, "restore", failing)
+    surface.__enter__()
+    surface.loss()
+    model[1].running_mean.add_(1.0)
+    with pytest.raises(MemoryError):
+        surface.__exit__(None, None, None)
+    assert_same(before, snapshot(model))
+
+
 @every
 def test_keeps_no_graph(measure: Any) -> None:
     model = convnet()
@@ -117,6 +148,73 @@ def test_same_seed_same_numbers_whatever_the_global_state(measure: Any) -> None:
         torch.manual_seed(seed)
         numbers.append(measure(model, cross_entropy, loader))
     assert torch.equal(*numbers)
+
+
+@every
+def test_a_loader_with_a_generator_of_its_own_gives_the_same_walk_each_time(measure: Any) -> None:
+    model, own = convnet(), torch.Generator()
+    loader = DataLoader(TensorDataset(*images()), batch_size=5, shuffle=True, drop_last=True, generator=own)
+    numbers = []
+    for seed in (1, 2):
+        state = own.manual_seed(seed).get_state()
+        numbers.append(measure(model, cross_entropy, loader))
+        assert torch.equal(own.get_state(), state)
+    assert torch.equal(*numbers)
+
+
+class Shaken(TensorDataset):
+    """Augmentation by the global generators of numpy and of the standard library."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+        x, y = super().__getitem__(index)
+        return x + np.random.rand() + random.random(), y
+
+
+def test_each_walk_sees_the_same_augmentation_and_the_same_order() -> None:
+    model, own = convnet(), torch.Generator()
+    loader = DataLoader(Shaken(*images()), batch_size=5, shuffle=True, drop_last=True, generator=own)
+    before = np.random.get_state(), random.getstate()
+    with LossSurface(model, cross_entropy, loader) as surface:
+        assert len({surface.loss() for _ in range(3)}) == 1
+    after = np.random.get_state(), random.getstate()
+    assert np.array_equal(before[0][1], after[0][1])
+    assert before[0][2:] == after[0][2:]
+    assert before[1] == after[1]
+
+
+def under_autocast(model: nn.Module, batch: Any) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return cross_entropy(model, batch)
+
+
+@every
+def test_an_outer_autocast_is_that_of_the_loss(measure: Any) -> None:
+    """It keeps low-precision copies of weights, which must not outlive a move; and holds for the loss alone."""
+    model, (x, _), data = convnet(torch.float32).eval(), images(dtype=torch.float32), unequal_batches(torch.float32)
+    expected = measure(model, under_autocast, data)
+    with torch.autocast("cpu", torch.bfloat16):
+        before = model(x)
+        found = measure(model, cross_entropy, data)
+        assert torch.is_autocast_enabled("cpu")
+        assert torch.equal(model(x), before)
+    assert torch.equal(found, expected)
+
+
+def penalized(model: nn.Module, batch: Any) -> Tensor:
+    """A loss that differentiates inside, and draws a random number."""
+    x = batch[0].clone().requires_grad_()
+    loss = cross_entropy(model, (x, batch[1]))
+    (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+    return loss + slope.square().sum() * torch.rand(())
+
+
+@every
+def test_a_loss_may_differentiate_inside(measure: Any) -> None:
+    model = convnet()
+    expected = measure(model, torch.enable_grad()(penalized), unequal_batches())
+    found = measure(model, penalized, unequal_batches())
+    assert torch.equal(found, expected)
+    assert not found.requires_grad
 
 
 @every
@@ -176,6 +274,25 @@ def test_a_model_without_parameters_is_a_clear_error(measure: Any) -> None:
 
 
 @every
+def test_a_complex_parameter_is_a_clear_error(measure: Any) -> None:
+    model = nn.Linear(1, 1, dtype=torch.complex64)
+    with pytest.raises(ValueError, match="weight is complex"):
+        measure(model, lambda m, b: m(b[0].cfloat()).abs().mean(), [(torch.ones(2, 1), torch.ones(2, 1))])
+
+
+def test_sharded_parameters_are_a_clear_error(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        model = nn.Linear(1, 1)
+        model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), init_device_mesh("cpu", (1,)), [Shard(0)]))
+        for measure in MEASUREMENTS.values():
+            with pytest.raises(ValueError, match=r"weight is sharded.*gather"):
+                measure(model, mse, [(torch.ones(2, 1), torch.ones(2, 1))])
+    finally:
+        dist.destroy_process_group()
+
+
+@every
 def test_a_loss_per_example_is_a_clear_error(measure: Any) -> None:
     with pytest.raises(ValueError, match="scalar"):
         measure(nn.Linear(1, 1), lambda model, batch: model(batch[0]), [(torch.ones(2, 1), torch.ones(2, 1))])
@@ -211,6 +328,27 @@ def test_names_layers_and_sizes() -> None:
         batch_size("text")
     with pytest.raises(ValueError, match="no trainable parameter named nothing"):
         LossSurface(tied, mse, [], parameters=["nothing"])
+
+
+def test_chosen_parameters_count_once_in_the_order_of_the_model() -> None:
+    model = nn.Linear(2, 1)
+    assert LossSurface(model, mse, [], parameters=["bias", "weight", "bias"]).names == ["weight", "bias"]
+    assert LossSurface(model, mse, [], parameters="weight").names == ["weight"]
+    with pytest.raises(ValueError, match=r"no trainable parameter named weights$"):
+        LossSurface(model, mse, [], parameters="weights")
+    with pytest.raises(ValueError, match="parameters is empty"):
+        LossSurface(model, mse, [], parameters=[])
+
+
+def test_the_error_of_a_mean_is_that_of_independent_batches() -> None:
+    values = torch.tensor([1.0, 2.0, 4.0, 8.0], dtype=torch.float64)
+    mean, error = weighted_mean(values, torch.full((4,), 7.0, dtype=torch.float64))
+    assert mean == pytest.approx(3.75)
+    assert error == pytest.approx(float(values.std()) / 2)
+    mean, error = weighted_mean(values[:2], torch.tensor([3.0, 1.0], dtype=torch.float64))
+    assert mean == pytest.approx(1.25)
+    # shares 3/4 and 1/4: (9 (1/4)^2 + (3/4)^2) / 16 over 1 - 10/16
+    assert error == pytest.approx((18 / 256 / (6 / 16)) ** 0.5)
 
 
 def test_generators_do_not_share_streams() -> None:

@@ -4,6 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
+import tiltsam
+from cases import Problem, sgd
 from tiltsam.chains import ChainSpace, sample_chains
 from tiltsam.parameters import ParameterSpace
 from tiltsam.samplers import HMC
@@ -33,17 +35,18 @@ def run(sampler: HMC, chains: int = CHAINS) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize(
-    ("integrator", "boundary", "num_steps"),
+    ("integrator", "boundary", "num_steps", "sigma"),
     [
-        ("leapfrog", "reflect", 1),
-        ("leapfrog", "reflect", 3),
-        ("leapfrog", "reject", 1),
-        ("euler-corrected", "reflect", 1),
-        ("euler-corrected", "reject", 2),
+        ("leapfrog", "reflect", 1, 1.0),
+        ("leapfrog", "reflect", 1, 0.5),
+        ("leapfrog", "reflect", 3, 1.0),
+        ("leapfrog", "reject", 1, 1.0),
+        ("euler-corrected", "reflect", 1, 1.0),
+        ("euler-corrected", "reject", 2, 1.0),
     ],
 )
-def test_exact_integrators_follow_the_tilted_density(integrator, boundary, num_steps):
-    sampler = HMC(num_steps, 0.8 / num_steps, 1.0, integrator, boundary, num_proposals=12)
+def test_exact_integrators_follow_the_tilted_density(integrator, boundary, num_steps, sigma):
+    sampler = HMC(num_steps, 0.8 * sigma / num_steps, sigma, integrator, boundary, num_proposals=12)
     eps, info = run(sampler)
     assert sup_cdf(eps) < 0.005
     assert eps.abs().max() <= 1 + 1e-9
@@ -90,13 +93,91 @@ def test_bounce_equals_following_every_reflection(dim, time):
     torch.testing.assert_close(x[0], start, rtol=0, atol=1e-8)
 
 
-def test_energy_is_conserved_to_second_order():
+def test_a_start_that_rounding_put_outside_bounces_as_on_the_sphere():
+    space = ParameterSpace([[torch.nn.Parameter(torch.zeros(2, dtype=torch.float64))]])
+    space.set_radius(1.0)
+    x, p = ([torch.tensor(v, dtype=torch.float64)] for v in ([1 + 1e-6, 0.0], [2e-4, 1.0]))
+    speed = p[0].norm()
+    bounce(space, x, p, torch.tensor(3.0, dtype=torch.float64))
+    torch.testing.assert_close(p[0].norm(), speed, rtol=0, atol=1e-10)
+    assert 0.999 < x[0].norm() <= 1 + 1.001e-6
+
+
+@pytest.mark.parametrize("sigma", [1.0, 0.5])
+def test_energy_is_conserved_to_second_order(sigma):
     errors = []
-    for step in (0.2, 0.1):
+    for step in (0.2 * sigma, 0.1 * sigma):
         # Smooth paths only: a turn at the sphere falls between two kicks and costs an order.
-        _, info = run(HMC(round(0.4 / step), step, 1.0, boundary="reject"), chains=4000)
+        _, info = run(HMC(round(0.4 * sigma / step), step, sigma, boundary="reject"), chains=4000)
         errors.append(info["energy_error"].abs().mean().item())
     assert errors[1] < errors[0] / 3  # halving β quarters the leapfrog's error
+
+
+@pytest.mark.parametrize("integrator", ["leapfrog", "euler-corrected", "euler"])
+def test_the_energy_error_is_that_of_the_hamiltonian(integrator):
+    sigma, delta, losses, noise = 0.5, 1.5, [], []
+
+    def watched(x: Tensor) -> Tensor:
+        losses.append(wavy(x))
+        return losses[-1]
+
+    class Watched(ChainSpace):
+        def normal_(self, x: Tensor, sample: int) -> None:
+            super().normal_(x, sample)
+            noise.append(x.clone())
+
+    space = Watched(watched, torch.zeros(3, dtype=torch.float64), 100, radius=1.0, delta=delta)
+    draws, _ = sample_chains(HMC(3, 0.3, sigma, integrator), space)
+    before, after = (p.square().sum(1) / (2 * sigma**2) for p in (sigma * noise[1], space.vector("momentum")))
+    error = (after - delta * losses[-1]) - (before - delta * losses[0])
+    assert error.abs().mean() > 0.01
+    torch.testing.assert_close(draws[0].info["energy_error"], error.detach(), rtol=0, atol=1e-10)
+
+
+def test_millions_of_float32_coordinates_cost_no_acceptance():
+    """Without a force the energy stays, though the kinetic energy has more digits than a float32."""
+    theta = torch.nn.Parameter(torch.zeros(2_000_000))
+
+    def flat() -> Tensor:
+        theta.grad = torch.zeros_like(theta)
+        return torch.ones(())
+
+    optimizer = tiltsam.TSAM(sgd([theta], lr=0.0), num_samples=1, sampler="hmc")
+    optimizer.step(flat)
+    assert optimizer.info.sampler["energy_error"].abs() < 1e-3
+    assert optimizer.info.sampler["acceptance"] > 0.999
+    torch.testing.assert_close(optimizer.info.perturbation_norms, torch.tensor([0.006 * 2e6**0.5]), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("boundary", ["reflect", "reject"])
+def test_acceptance_is_the_chance_to_move(boundary):
+    space = ChainSpace(wavy, torch.zeros(1, dtype=torch.float64), 20_000, radius=1.0, delta=4.0)
+    draws, _ = sample_chains(HMC(1, 0.8, boundary=boundary), space)
+    moved = (draws[0].loss != draws[0].start_loss).double().mean()
+    assert moved < 0.9
+    assert draws[0].info["acceptance"].mean() == pytest.approx(moved.item(), abs=0.02)  # 4 standard errors: 0.014
+
+
+@pytest.mark.parametrize("boundary", ["reflect", "reject"])
+def test_without_noise_it_stays_home(boundary):
+    problem, seen = Problem(dropout=0.0), []
+    problem.model.register_forward_pre_hook(lambda model, _: seen.append(model.first.weight.detach().clone()))
+    sampler = HMC(num_steps=2, boundary=boundary)
+    optimizer = tiltsam.TSAM(
+        sgd(problem.model.parameters(), lr=0.0), radius=lambda step: 0.1 * step, num_samples=2, sampler=sampler
+    )
+    home = problem.model.first.weight.detach().clone()
+    optimizer.step(problem.closure)
+    assert len(seen) == 2
+    assert all(torch.equal(weight, home) for weight in seen)
+    info = optimizer.info
+    assert info.num_nonfinite == 0
+    assert info.perturbation_norms.tolist() == [0.0, 0.0]
+    calm = {"acceptance": [1.0, 1.0], "energy_error": [0.0, 0.0], "divergence": [0.0, 0.0]}
+    assert {name: value.tolist() for name, value in info.sampler.items()} == calm
+    optimizer.step(problem.closure)
+    assert len(seen) == 2 + 2 * 3
+    assert optimizer.info.sampler.keys() == calm.keys()
 
 
 def test_a_nan_energy_is_a_rejection():

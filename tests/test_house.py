@@ -25,6 +25,8 @@ MODULES = sorted(
 CORE = {
     "tilting": set(),
     "vectors": set(),
+    "batches": set(),
+    "buffers": {"vectors"},
     "space": set(),
     "kernels": set(),
     "streams": set(),
@@ -33,7 +35,7 @@ CORE = {
     "blocks": {"distributed", "vectors"},
     "accumulator": {"blocks", "distributed", "fused", "vectors"},
     "fused": {"kernels", "samplers", "space", "vectors"},
-    "passes": {"vectors"},
+    "passes": {"buffers"},
     "parameters": {
         *("accumulator", "blocks", "distributed", "fused", "passes", "settings", "space"),
         *("streams", "tilting", "vectors", "weighing"),
@@ -43,12 +45,12 @@ CORE = {
     "weighing": {"samplers", "tilting"},
     "wrapper": {"distributed", "parameters", "passes", "samplers", "weighing"},
     "optim": {"parameters", "samplers", "tilting", "weighing", "wrapper"},
-    "capture": {"parameters", "passes", "wrapper"},
+    "capture": {"batches", "parameters", "passes", "wrapper"},
     "palette": set(),
     "sharpness": {"flatness", "tilting"},
     "curvature": {"flatness"},
     "landscape": {"flatness"},
-    "flatness": {"curvature", "landscape", "palette", "sharpness", "tilting"},
+    "flatness": {"batches", "buffers", "curvature", "distributed", "landscape", "palette", "sharpness", "tilting"},
     "integrations": {"parameters", "wrapper"},
     "toys": {"chains", "palette", "samplers", "tilting"},
 }

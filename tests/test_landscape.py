@@ -87,6 +87,30 @@ def test_between_meets_both_ends_exactly() -> None:
         between(start, cross_entropy, data, start, nn.Linear(2, 2))
 
 
+class Noted(nn.Linear):
+    """A layer that keeps more than tensors in its state dict."""
+
+    def __init__(self, note: object) -> None:
+        super().__init__(2, 1)
+        self.note = note
+
+    def get_extra_state(self) -> object:
+        return self.note
+
+    def set_extra_state(self, state: object) -> None:
+        self.note = state
+
+
+@pytest.mark.parametrize("note", ["a note", torch.ones(2)], ids=["text", "tensor"])
+def test_between_leaves_extra_state_alone(note: object) -> None:
+    ends, data = (Noted(note), Noted(torch.zeros(3))), [(torch.randn(4, 2), torch.randn(4, 1))]
+    line = between(ends[0], mse, data, *ends, num_points=3)
+    with torch.no_grad():
+        expected = [float(mse(end, data[0])) for end in ends]
+    assert line.losses[[0, -1]].tolist() == pytest.approx(expected, rel=1e-6)
+    assert ends[0].note is note
+
+
 def test_between_moves_frozen_parameters_and_puts_them_back() -> None:
     model = convnet()
     model[0].weight.requires_grad_(False)
@@ -148,3 +172,10 @@ def test_every_figure_is_drawn(tmp_path: Path) -> None:
         plot_neighborhood(around, "median")
     ax = plot_slices({"x": Slice1D(torch.arange(3.0), torch.ones(3))}, logarithmic=True)
     assert ax.get_yscale() == "log"
+
+
+def test_long_names_stand_apart_in_a_table():
+    names = ["tsam num_samples=5 rho=0.05 seed 0", "tsam num_samples=5 rho=0.05 seed 1"]
+    text = format_table([{"model": name, "loss": 1.0} for name in names])
+    assert "  ".join(names) in text
+    assert len({len(line) for line in text.splitlines()}) == 1

@@ -69,6 +69,19 @@ def test_bad_samples_are_left_out_of_tsam(bad, value, where):
         assert all(p.grad.eq(0).all() for p in problem.model.parameters())
 
 
+@pytest.mark.parametrize("where", ["loss", "gradient"])
+@pytest.mark.parametrize("bad", range(8))
+def test_any_bad_pass_of_many_ascents_makes_the_sample_bad(bad, where):
+    """Three ascents and a descent a sample: passes 0 to 3, and 4 to 7."""
+    problem = Problem(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)))
+    sampler = tiltsam.samplers.Ascent(num_steps=3)
+    optimizer = tiltsam.TSAM(sgd(problem.model.parameters()), num_samples=2, sampler=sampler)
+    optimizer.step(Planted(problem, {bad}, where=where))
+    with pytest.warns(RuntimeWarning, match="1 samples had a loss or gradient that is not finite"):
+        info = optimizer.info
+    assert info.weights.tolist() == ([0.0, 1.0] if bad < 4 else [1.0, 0.0])
+
+
 @every_method
 @pytest.mark.parametrize("skip", [False, True], ids=["zero-gradient", "skip"])
 def test_no_finite_sample_at_all(method, skip):

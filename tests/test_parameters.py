@@ -184,6 +184,20 @@ def test_several_blocks_equal_one():
     assert many.norm(whole) == pytest.approx(reference.norm(whole).item())
 
 
+@pytest.mark.parametrize("foreach", [True, False], ids=["foreach", "loop"])
+@pytest.mark.parametrize("chosen", [True, False])
+def test_choosing_between_vectors_with_missing_tensors(chosen, foreach):
+    """What is missing on one side is zero there; what is missing on both stays missing."""
+    space = ParameterSpace([[nn.Parameter(torch.ones(2)) for _ in range(4)]], foreach=foreach)
+    x = [torch.full((2,), 3.0), None, torch.full((2,), torch.nan), None]
+    y = [torch.full((2,), 5.0), torch.full((2,), 7.0), None, None]
+    space.select_(x, y, torch.tensor(chosen))
+    assert x[3] is None
+    expected = [5.0, 7.0, 0.0] if chosen else [3.0, 0.0, torch.nan]
+    for a, value in zip(x, expected, strict=False):
+        torch.testing.assert_close(a, torch.full((2,), value), rtol=0, atol=0, equal_nan=True)
+
+
 def test_sparse_gradients_are_refused():
     table = nn.Embedding(10, 3, sparse=True)
     optimizer = tiltsam.SAM(sgd(table.parameters(), momentum=0.0, weight_decay=0.0))

@@ -1,5 +1,7 @@
 """BatchNorm's statistics move once a step, dropout keeps one mask; only with ``model=``, and both can be turned off."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
@@ -105,3 +107,107 @@ def test_a_model_in_eval_mode_stays_as_it_is():
     optimizer.step(problem.closure)
     assert not problem.model.training
     assert all(torch.equal(v, before[k]) for k, v in problem.model.named_buffers())
+
+
+class Reassigning(nn.Module):
+    """Puts another tensor in its buffer's place at each pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("sparse", torch.eye(3).to_sparse_csr())
+
+    def forward(self, x):
+        self.calls = self.calls + 1
+        return self.layer(x)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+def test_buffers_that_are_replaced_move_once_and_come_back():
+    problem = Problem(Reassigning(), dtype=torch.float32)
+    optimizer = tiltsam.TSAM(sgd(problem.model.parameters()), model=problem.model)
+    for k in range(3):
+        optimizer.step(problem.closure)
+        assert problem.model.calls == k + 1
+    answers = iter([problem.closure, problem.closure, problem.loss])  # the third leaves no gradient
+    with pytest.raises(RuntimeError, match="left no gradient"):
+        optimizer.step(lambda: next(answers)())
+    assert problem.model.calls == 3
+
+
+class Interrupted(nn.BatchNorm1d):
+    """Ctrl-C falls on it when its statistics are switched off or on for the n-th time."""
+
+    left = -1
+
+    def __setattr__(self, name, value):
+        super().__setattr__(name, value)
+        if name == "track_running_stats":
+            Interrupted.left -= 1
+            if Interrupted.left == 0:
+                raise self.signal
+
+
+@pytest.mark.parametrize("signal", [KeyboardInterrupt, SystemExit])
+@pytest.mark.parametrize("moment", range(1, 7))
+def test_ctrl_c_leaves_no_layer_without_its_statistics(moment, signal):
+    Interrupted.signal = signal
+    layers = [layer for _ in range(3) for layer in (nn.Linear(6, 6), Interrupted(6))]
+    problem = Problem(nn.Sequential(*layers, nn.Linear(6, 3)), dtype=torch.float32)
+    optimizer = tiltsam.SAM(sgd(problem.model.parameters()), model=problem.model)
+    Interrupted.left = moment
+    with pytest.raises(signal):
+        optimizer.step(problem.closure)
+    assert Interrupted.left <= 0
+    assert all(layer.track_running_stats for layer in layers[1::2])
+    assert all(layer.num_batches_tracked == 0 for layer in layers[1::2])
+
+
+def test_an_autocast_around_the_step_sees_the_weights_that_moved():
+    def autocast(*, on):
+        return torch.autocast("cpu", torch.bfloat16) if on else nullcontext()
+
+    def losses(*, around):
+        torch.manual_seed(0)
+        problem = Problem(nn.Linear(6, 3), dtype=torch.float32)
+        optimizer = tiltsam.SAM(sgd(problem.model.parameters()), rho=1.0)
+
+        def closure():
+            with autocast(on=not around):
+                loss = problem.loss()
+            loss.backward()
+            return loss
+
+        with autocast(on=around):
+            optimizer.step(closure)
+            again = problem.loss()
+        return [*optimizer.last.start_losses, *optimizer.last.losses, again.detach()]
+
+    outer, inner = losses(around=True), losses(around=False)
+    assert outer[1] > 1.2 * outer[0]
+    assert outer[:2] == inner[:2]
+    torch.testing.assert_close(outer[2], inner[2], rtol=0.01, atol=0.0)
+
+
+def test_a_line_search_over_a_loss_that_differentiates():
+    def weights(method, **options):
+        torch.manual_seed(0)
+        problem = Problem(nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)))
+        optimizer = method(sgd(problem.model.parameters()), rho=0.1, model=problem.model, **options)
+
+        def closure():
+            x = problem.x.detach().requires_grad_()
+            loss = problem.model(x).square().mean()
+            loss = loss + torch.autograd.grad(loss, x, create_graph=True)[0].square().sum()
+            loss.backward()
+            return loss
+
+        for _ in range(2):
+            optimizer.step(closure)
+        assert optimizer.info.num_forwards - optimizer.info.num_backwards == options.get("num_points", 0)
+        return problem.weights()
+
+    found, expected = weights(tiltsam.LineSearchSAM, num_points=1), weights(tiltsam.SAM)
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value)

@@ -81,6 +81,54 @@ def test_gradients_from_before_survive_a_failed_step():
     assert_same(before, after)
 
 
+def test_half_a_sum_is_not_left_for_a_gradient():
+    """The last step's gradient lies where this one sums: whoever goes on with ``base.step()`` would descend a part."""
+    problem, calls = Problem(), []
+    optimizer = tiltsam.TSAM(sgd(problem.model.parameters()), model=problem.model, num_samples=3)
+    optimizer.step(problem.closure)
+
+    def failing(at):
+        def closure():
+            calls.append(1)
+            if len(calls) == at:
+                raise RuntimeError("planted")
+            return problem.closure()
+
+        return closure
+
+    before = {k: p.grad.clone() for k, p in problem.model.named_parameters() if p.grad is not None}
+    for at, factor in ((2, 1), (5, 0)):  # in the first sample, in the third
+        calls.clear()
+        with pytest.raises(RuntimeError, match="planted"):
+            optimizer.step(failing(at))
+        after = {k: p.grad for k, p in problem.model.named_parameters() if p.grad is not None}
+        assert_same({k: factor * v for k, v in before.items()}, after)
+
+
+@pytest.mark.parametrize("foreach", [True, False])
+@pytest.mark.parametrize("skip", [False, True], ids=["zero-gradient", "skip"])
+def test_a_sample_without_weight_is_not_descended(foreach, skip):
+    """PGN with alpha=1 is SAM: θ's own gradient counts nothing, even where the perturbed one is not finite."""
+    theta, calls = nn.Parameter(torch.tensor([3.0, -2.0])), []
+
+    def closure():
+        calls.append(1)
+        loss = theta.square().sum()
+        loss.backward()
+        return loss * (torch.nan if len(calls) == 2 else 1.0)
+
+    base = sgd([theta], momentum=0.0, weight_decay=0.0)
+    hits = []
+    base.register_step_pre_hook(lambda *_: hits.append(1))
+    optimizer = tiltsam.PGN(base, alpha=1.0, rho=0.1, foreach=foreach, skip_nonfinite=skip)
+    assert optimizer.step(closure).isnan()
+    assert optimizer.last.weights.tolist() == [0.0, 0.0]
+    assert theta.tolist() == [3.0, -2.0]
+    assert len(hits) == (0 if skip else 1)
+    optimizer.step(closure)
+    assert (theta.abs() < torch.tensor([3.0, 2.0])).all()
+
+
 def test_ctrl_c_during_the_restore_is_held_until_it_is_complete(monkeypatch):
     problem = Problem()
     optimizer = tiltsam.SAM(sgd(problem.model.parameters()))

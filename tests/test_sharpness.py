@@ -129,6 +129,20 @@ def test_t_sharper_knows_the_steeper_bowl() -> None:
         t_sharper(flat, steep)
 
 
+def test_two_draws_say_nothing_about_the_error_of_a_variance() -> None:
+    """Leaving one of them out leaves no variance at all."""
+    flat, steep = Bowl([1.0, 1.0], [0.1, 0.1]), Bowl([1.3, 1.3], [0.1, 0.1])
+    for t in (0.0, 1.0):
+        found = neighborhood(flat, call, ONE, [0.1, 0.3], num_samples=2, t=t)
+        assert found.variance_error.isnan().all()
+        assert found.tilted_variance_error.isnan().all()
+        torch.testing.assert_close(found.mean_error, found.losses.std(1) / math.sqrt(2))
+        verdict = t_sharper(steep, flat, call, ONE, std=0.3, num_samples=2, t=t)
+        assert verdict.error.isnan().all()
+        assert not verdict.sure.any()
+    assert neighborhood(flat, call, ONE, 0.1, num_samples=3).variance_error > 0
+
+
 def test_bfloat16_weights_too_coarse_for_the_noise_warn() -> None:
     model = nn.Linear(16, 1).bfloat16()
     with torch.no_grad():
@@ -209,6 +223,8 @@ def test_chunks_of_m_examples() -> None:
     # smaller chunks, each with a worst case of its own, are sharper than the whole
     assert found.value > m_sharpness(model, cross_entropy, [(x, y)], rho=0.1).value
     assert math.isnan(m_sharpness(model, cross_entropy, [(x, y)], rho=0.1).error)
+    halves = m_sharpness(model, cross_entropy, [(x, y)], rho=0.1, m=5)
+    assert halves.error == pytest.approx(float(halves.rises.std()) / math.sqrt(2))
     with pytest.raises(ValueError, match="more than the 10"):
         m_sharpness(model, cross_entropy, [(x, y)], rho=0.1, m=11)
 
@@ -263,7 +279,11 @@ def test_tsam_objective_in_the_limits() -> None:
     assert loss["no noise"] == pytest.approx(loss["SAM"], rel=1e-9)
     assert loss["nothing"] == pytest.approx(loss["ERM"], rel=1e-9)
     assert loss["t = 0"] < loss["t = 5"] < loss["t = 1e6"]
-    assert table.entry("m", "ERM", "train").error > 0
+    with torch.no_grad():
+        first, second = (float(cross_entropy(model.eval(), batch)) for batch in data)
+    # batches of 7 and 5: the squared deviations are (5/12)^2 and (7/12)^2 of the difference, the shares 7/12 and 5/12
+    squares = 2 * (35 / 144) ** 2 / (1 - 74 / 144)
+    assert table.entry("m", "ERM", "train").error == pytest.approx(abs(first - second) * math.sqrt(squares))
     text = str(table)
     assert "train loss" in text
     assert "test loss" in text

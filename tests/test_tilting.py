@@ -96,6 +96,32 @@ def test_extremes_in_float32():
     assert tilted_weights(x, 1e6).tolist() == [0.0, 1.0, 0.0]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_tilts_beyond_the_range_of_float32_are_the_limits(dtype):
+    x = torch.tensor([1.0, 2.0, 6.0], dtype=dtype)
+    for t in (1e-300, 1e-46, 1e-39):
+        torch.testing.assert_close(tilted_loss(x, t), x.mean())
+        torch.testing.assert_close(tilted_weights(x, t), torch.full((3,), 1 / 3, dtype=dtype))
+        torch.testing.assert_close(tilted_var(x, t), x.var(correction=0))
+    for t in (1e38, 1e39, 1e300):
+        assert tilted_loss(x, t) == x.max()
+        assert tilted_mean(x, t) == x.max()
+        assert tilted_weights(x, t).tolist() == [0.0, 0.0, 1.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_infinite_losses_share_all_the_weight(dtype):
+    x = torch.tensor([1.0, math.inf, -2.0, math.inf], dtype=dtype)
+    for t in (0.5, 1e6):
+        assert tilted_weights(x, t).tolist() == [0.0, 0.5, 0.0, 0.5]
+        for order in (x, x.flip(0)):
+            tilt = StreamingTilt(t)
+            shares = [float(tilt.add(loss)) for loss in order]
+            assert tilt.loss() == tilt.mean() == math.inf
+        assert shares == [1.0, 0.0, 0.5, 0.0]  # of the last order: inf, -2, inf, 1
+    assert tilted_weights(x, 0.0).tolist() == [0.25] * 4
+
+
 def test_gradient_is_the_weights():
     x = torch.randn(6, dtype=torch.float64, requires_grad=True)
     for t in (0.0, 1e-6, 2.0, 500.0):

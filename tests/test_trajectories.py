@@ -164,6 +164,37 @@ def test_perturbations_stay_in_the_ball(start):
     assert norms.unique().numel() == 20
 
 
+@pytest.mark.parametrize("wrap", [lambda start: start, samplers.Ascent], ids=["naive", "start"])
+def test_an_explicit_std_needs_no_radius(wrap):
+    """The radius matters to a Gaussian only as its default spread and where it clips."""
+    lengths = {}
+    for start in (samplers.Gaussian(0.1), samplers.Gaussian(0.1, clip=True), samplers.Gaussian()):
+        problem = Problem(mlp())
+        base = sgd(problem.model.parameters())
+        optimizer = tiltsam.TSAM(base, rho=0.0, radius=0.0, num_samples=20, sampler=wrap(start))
+        optimizer.step(problem.closure)
+        lengths[start] = optimizer.info.perturbation_norms
+    drawn, clipped, default = lengths.values()
+    assert drawn.square().mean().sqrt() == pytest.approx(0.1 * 83**0.5, rel=0.1)
+    assert clipped.tolist() == default.tolist() == [0.0] * 20
+
+
+@pytest.mark.parametrize(
+    ("sampler", "method"),
+    [
+        (samplers.AdaptiveAscent(), tiltsam.ASAM),
+        (samplers.RandomAscent(), tiltsam.RSAM),
+        (samplers.CenterThenAscent(), tiltsam.PGN),
+    ],
+    ids=lambda x: getattr(x, "__name__", type(x).__name__),
+)
+def test_the_kernels_of_other_methods_are_refused(sampler, method):
+    params = list(mlp().parameters())
+    with pytest.raises(ValueError, match=rf"{type(sampler).__name__}\(\) .*use {method.__name__}"):
+        tiltsam.TSAM(sgd(params), sampler=sampler)
+    assert type(method(sgd(params)).sampler) is type(sampler)
+
+
 def test_default_radius_grows_with_the_dimension():
     model = nn.Linear(100, 100)
     optimizer = tiltsam.TSAM(sgd(model.parameters()), rho=0.0, num_samples=1)

@@ -62,8 +62,8 @@ class Accumulator:
     ) -> None:
         """Mix a gradient into the mean: ``mean += share (gradient − mean)``; uses it up.
 
-        A gradient that is not ``valid`` counts as zero (its share is zero too). So does a parameter without gradient in
-        this pass; one without any in the whole step keeps ``None``.
+        A gradient that is not ``valid`` counts as zero (its share is zero too), and so does a first one without weight.
+        So does a parameter without gradient in this pass; one without any in the whole step keeps ``None``.
 
         Args:
             gradient: The gradient.
@@ -76,11 +76,13 @@ class Accumulator:
         self._make_room(gradient, like)
         if self._fused is not None and table is not None and (first or all(self._seen)):
             mean = self._fused.named("mean", [m for m in self._mean if m is not None])
-            self._fused.mix(mean, table, share, valid, first=first)
+            # The first one's share is all or nothing, and tells as much as a truth value.
+            self._fused.mix(mean, table, share, share if first else valid, first=first)
             self._seen = [True] * len(self._params)
             return
         for block in self._blocks:
-            part, ok = share.to(block.device), valid.to(block.device)
+            part = share.to(block.device)
+            ok = part > 0 if first else valid.to(block.device)
             new = [i for i in block.indices if gradient[i] is not None and not self._seen[i]]
             old = [i for i in block.indices if gradient[i] is not None and self._seen[i]]
             gone = [i for i in block.indices if gradient[i] is None and self._seen[i]]

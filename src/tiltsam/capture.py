@@ -21,12 +21,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from tiltsam.batches import cut
 from tiltsam.parameters import Closure, ParameterSpace
 from tiltsam.passes import CapturedRandom
 from tiltsam.wrapper import SharpnessAware, StepInfo
@@ -62,6 +64,7 @@ def capture(
     example_batch: Sequence[Any],
     *,
     ascent_fraction: float = 1.0,
+    split: bool = False,
     warm_up: int = WARM_UP,
 ) -> CapturedStep:
     """A callable that runs one whole step of ``optimizer`` on a batch, as one CUDA graph.
@@ -75,7 +78,10 @@ def capture(
         loss_fn: From the tensors of a batch to the loss; open ``torch.autocast`` inside it, and put a compiled model
             in it, as you like. It must not read values back to the host.
         example_batch: A batch, for its shapes and device.
-        ascent_fraction: Passes that only point the way up see this share of the batch, its first rows.
+        ascent_fraction: Passes that only point the way up see this share of the batch: the first rows of every tensor
+            that is as long as the first.
+        split: Each sample of a step sees a part of the batch of its own, in ascent and descent: s samples at the price
+            of one. The tilt then weighs parts against each other as well.
         warm_up: Eager steps before the capture.
 
     Example:
@@ -87,7 +93,8 @@ def capture(
         >>> step.reason
         'the parameters are on the cpu'
     """
-    return CapturedStep(optimizer, loss_fn, example_batch, ascent_fraction=ascent_fraction, warm_up=warm_up)
+    options: Any = {"ascent_fraction": ascent_fraction, "split": split, "warm_up": warm_up}
+    return CapturedStep(optimizer, loss_fn, example_batch, **options)
 
 
 class CapturedStep:
@@ -100,6 +107,7 @@ class CapturedStep:
         example_batch: Sequence[Any],
         *,
         ascent_fraction: float = 1.0,
+        split: bool = False,
         warm_up: int = WARM_UP,
     ) -> None:
         if not isinstance(optimizer, SharpnessAware):
@@ -109,13 +117,15 @@ class CapturedStep:
             )
         if not 0 < ascent_fraction <= 1:
             raise ValueError(f"ascent_fraction must be in (0, 1], got {ascent_fraction}")
+        if split and ascent_fraction < 1:
+            raise ValueError("split gives each sample a part of the batch already: leave out ascent_fraction")
         if warm_up < 1:
             raise ValueError(f"warm_up must be at least 1, got {warm_up}")
         self.optimizer = optimizer
         self.loss_fn = loss_fn
         self.reason: str | None = _obstacle(optimizer)
         """Why steps run eagerly, or ``None``."""
-        self._ascent_fraction = ascent_fraction
+        self._ascent_fraction, self._split = ascent_fraction, split
         self._warm_up = warm_up
         self._seen: dict[Any, _Seen] = {}
         self._graphs: dict[Any, _Graph] = {}
@@ -154,18 +164,28 @@ class CapturedStep:
         self._seen[key] = _Seen(seen.steps + 1, self.optimizer.last.num_forwards, drawing)
         return loss
 
-    def _closures(self, batch: tuple[Any, ...]) -> tuple[Closure, Closure | None]:
-        """Forward and backward on the batch, and on the part of it that ascents see."""
+    def _closures(self, batch: tuple[Any, ...]) -> tuple[Closure | list[Closure], Closure | None]:
+        """Forward and backward on the batch or its parts, and on the part of it that ascents see."""
 
         def closure(batch: tuple[Any, ...] = batch) -> Tensor:
             loss = self.loss_fn(*batch)
             loss.backward()
             return loss
 
+        length = next((len(x) for x in batch if isinstance(x, Tensor) and x.dim()), 0)
+
+        def on(begin: int, end: int) -> Closure:
+            return partial(closure, tuple(cut(x, length, begin, end) for x in batch))
+
+        if self._split:
+            number = self.optimizer.num_samples
+            if length < number:
+                raise ValueError(f"a batch of {length} cannot be split among {number} samples")
+            edges = [length * i // number for i in range(number + 1)]
+            return [on(begin, end) for begin, end in pairwise(edges)], None
         if self._ascent_fraction == 1:
             return closure, None
-        part = tuple(x[: math.ceil(self._ascent_fraction * len(x))] if isinstance(x, Tensor) else x for x in batch)
-        return closure, partial(closure, part)
+        return closure, on(0, math.ceil(self._ascent_fraction * length))
 
     # ---------------------------------------------------------------- replaying
 

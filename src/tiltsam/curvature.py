@@ -392,11 +392,12 @@ def spectral_density(
 
 
 def by_layer(measure: Callable[..., T], model: nn.Module, *args: Any, **kwargs: Any) -> dict[str, T]:
-    """Any measurement of this package for each layer by itself: ``{layer: result}``.
+    """A measurement that takes ``parameters`` for each layer by itself: ``{layer: result}``.
 
     ``by_layer(f, model, ...)`` calls ``f(model, ..., parameters=names)`` with the names of the trainable parameters
-    of each layer in turn; what comes out is about the layer's own block of the Hessian, or about noise on that layer
-    alone. (:func:`trace` has its layers from one run already, see :attr:`Trace.layers`.)
+    of each layer in turn: those of this module, :func:`~tiltsam.sharpness.neighborhood` and
+    :func:`~tiltsam.sharpness.m_sharpness` take them. What comes out is about the layer's own block of the Hessian, or
+    about that layer moved alone. (:func:`trace` has its layers from one run already, see :attr:`Trace.layers`.)
 
     Example:
         >>> from tiltsam.flatness.evaluation import supervised

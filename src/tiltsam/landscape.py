@@ -181,8 +181,9 @@ def between(
     """The loss on the straight line from one solution (position 0) to another (position 1).
 
     Everything in floating point is interpolated, frozen parameters and buffers included, so that the ends are exactly
-    the two solutions. Between them, interpolated BatchNorm statistics are not those of the interpolated weights: a
-    barrier there may be the statistics' own, not the landscape's.
+    the two solutions; only the extra state of modules (``get_extra_state``) stays the model's own. Between the ends,
+    interpolated BatchNorm statistics are not those of the interpolated weights: a barrier there may be the
+    statistics' own, not the landscape's.
 
     Cost: ``num_points`` forward passes over the data; memory: one copy of the weights.
 
@@ -202,9 +203,10 @@ def between(
     Raises:
         ValueError: If the data is empty, a loss is not finite, or the two do not fit the model.
     """
-    own = model.state_dict(keep_vars=True)
+    own = _tensors(model.state_dict(keep_vars=True))
     # The weights of the model itself move while we look: an end that is the model must be a copy.
-    ends = [_copy_if_own(side.state_dict() if isinstance(side, nn.Module) else side, own) for side in (start, end)]
+    states = [side.state_dict() if isinstance(side, nn.Module) else side for side in (start, end)]
+    ends = [_copy_if_own(_tensors(state), own) for state in states]
     for side in ends:
         if side.keys() != own.keys() or any(side[name].shape != own[name].shape for name in own):
             raise ValueError("the two ends must have the names and shapes of the model's state dict")
@@ -269,6 +271,11 @@ def _steps(span: tuple[float, float], num_points: int) -> list[float]:
     return [middle + half * ((2 * i - (num_points - 1)) / (num_points - 1)) for i in range(num_points)]
 
 
-def _copy_if_own(side: Mapping[str, Tensor], own: Mapping[str, Any]) -> dict[str, Tensor]:
+def _tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The parameters and buffers of a state dict, without what modules make up for it (``get_extra_state``)."""
+    return {name: tensor for name, tensor in state.items() if name.rpartition(".")[2] != "_extra_state"}
+
+
+def _copy_if_own(side: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
     pointers = {tensor.data_ptr() for tensor in own.values()}
     return {name: t.detach().clone() if t.data_ptr() in pointers else t.detach() for name, t in side.items()}

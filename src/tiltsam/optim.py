@@ -71,7 +71,7 @@ class TSAM(SharpnessAware):
         delta: The part of the tilt that the sampler takes over, ``0 <= delta <= t``; the weights use ``t − delta``.
             ``None`` means t/2 as in the paper, or 0 for naive sampling, whose draws follow μ itself.
         sampler: ``"ascent"`` (Algorithm 2), ``"uniform"`` or ``"gaussian"`` (naive sampling), ``"hmc"``, or an instance
-            from :mod:`tiltsam.samplers`.
+            from :mod:`tiltsam.samplers` (not those of ASAM, PGN and RSAM alone).
         model: Keeps BatchNorm's statistics and dropout's masks the same in all passes; see :class:`SharpnessAware`.
         seed: Seed of the noise.
         share_ascent: One ascent gradient, at θ, for all samples: s+1 passes in place of 2s.
@@ -132,7 +132,7 @@ class TSAM(SharpnessAware):
             check_nonnegative("delta", delta)
             if delta > t:
                 raise ValueError(f"delta must be <= t, got delta={delta} with t={t}")
-        check_count("num_samples", self._num_samples())
+        check_count("num_samples", self.num_samples)
 
     def _write_settings(self, space: ParameterSpace) -> None:
         super()._write_settings(space)
@@ -143,7 +143,9 @@ class TSAM(SharpnessAware):
         space.set("tilt", float(t - delta))
         space.set_radius(0.006 * math.sqrt(space.dim) if radius is None else float(radius))
 
-    def _num_samples(self) -> int:
+    @property
+    def num_samples(self) -> int:
+        """How many samples a step takes."""
         return self._setting("num_samples")  # type: ignore[no-any-return]
 
     def _weighing(self, space: ParameterSpace) -> Weighing:
@@ -240,7 +242,9 @@ class PGN(SharpnessAware):
         super()._write_settings(space)
         space.set("alpha", float(self._setting("alpha")))
 
-    def _num_samples(self) -> int:
+    @property
+    def num_samples(self) -> int:
+        """Two: θ, and SAM's point."""
         return 2
 
     def _weighing(self, space: ParameterSpace) -> Weighing:
@@ -301,4 +305,6 @@ def _sampler(sampler: str | Sampler) -> Sampler:
         return _SAMPLERS[sampler]()
     if isinstance(sampler, type) or not (hasattr(sampler, "begin") and hasattr(sampler, "sample")):
         raise TypeError(f"sampler must be a name or an instance from tiltsam.samplers, got {sampler!r}")
+    if method := getattr(sampler, "only_for", None):
+        raise ValueError(f"{sampler!r} does not work in TSAM: use {method}")
     return sampler

@@ -18,7 +18,7 @@ from tiltsam import fused, vectors
 from tiltsam.accumulator import Accumulator
 from tiltsam.blocks import BlockVectors
 from tiltsam.distributed import Parallel, Sharding, World, local_gradient, local_part, reshard
-from tiltsam.passes import CapturedRandom, Passes, WithoutBackward
+from tiltsam.passes import CapturedRandom, Passes, WithoutBackward, to_the_end
 from tiltsam.settings import DeviceSettings
 from tiltsam.space import EPS, Evaluation, Spread
 from tiltsam.streams import Streams
@@ -85,10 +85,12 @@ class ParameterSpace(BlockVectors, DeviceSettings):
         self._num_samples = 1
         self._held: list[object] = []  # what branches of a graph still read: its memory must not be lent out again
         self._side: torch.cuda.Stream | None = None  # for branches of a graph, while one is captured
-        self.closure: Closure = _no_closure
+        self.closures: Sequence[Closure] = [_no_closure]  # one for all samples, or one for each
+        self.turn = 0  # whose turn it is
         self.ascent_closure: Closure | None = None
         self.scaler: torch.amp.GradScaler | None = None
         self.scale_free = True  # whether the sampler asks for directions alone
+        self._differentiates = False  # whether the closure takes derivatives before it calls backward()
         self.num_forwards = self.num_backwards = self.num_ascents = 0
 
     # ---------------------------------------------------------------- visiting and coming back
@@ -167,7 +169,7 @@ class ParameterSpace(BlockVectors, DeviceSettings):
         before = [p.grad for p in self.params + self._empty]
         self.mean.begin()
         self.num_forwards = self.num_backwards = self.num_ascents = 0
-        self._num_samples, self._scales = num_samples, {}
+        self._num_samples, self._scales, self.turn = num_samples, {}, 0
         try:
             with self.passes.of_one_step():
                 yield
@@ -216,22 +218,14 @@ class ParameterSpace(BlockVectors, DeviceSettings):
         """Copy θ back; a Ctrl-C that falls into the copy is held until the copy is complete."""
         if self._at_center or not self._backed_up:
             return
-        interrupt: KeyboardInterrupt | None = None
-        while True:
-            try:
-                self._copy(self.point, self._center)
-                break
-            except KeyboardInterrupt as signal:
-                interrupt = signal
-        if interrupt is not None:
-            raise interrupt
+        to_the_end(lambda: self._copy(self.point, self._center))
 
     def evaluate(self, *, ascent: bool = False, after: Evaluation | None = None) -> Evaluation:
         """See :class:`Space`."""
         self._gradient.clear()  # whoever still holds the last one holds an empty list: its memory is free
         for p in self.params:
             p.grad = None  # autograd then hands its own buffer over instead of adding to ours
-        closure = self.ascent_closure if ascent and self.ascent_closure else self.closure
+        closure = self.ascent_closure if ascent and self.ascent_closure else self._closure()
         with self.passes.one(), self.world.ascending() if ascent else nullcontext(), torch.enable_grad():
             loss = self._loss(closure())
         self.num_forwards += 1
@@ -273,23 +267,28 @@ class ParameterSpace(BlockVectors, DeviceSettings):
         if not self.scale_free:
             self.mean.scale_(self.loss_scale())
 
-    def step_scaled(self, base: Optimizer, num_samples: int, num_nonfinite: Tensor) -> None:
-        """Unscale the mean and let ``base`` step, unless no sample was finite; tell the scaler of any that was not."""
+    def step_scaled(self, base: Optimizer, weights: Tensor, num_nonfinite: Tensor) -> None:
+        """Unscale the mean and let ``base`` step, unless nothing has weight; tell the scaler of any overflow."""
         scaler = self.scaler
         assert scaler is not None
         self.scale_mean()
         scaler.unscale_(base)
         overflows = scaler._found_inf_per_device(base).values()
         for found in overflows:
-            found.add_((num_nonfinite == num_samples).to(found))
+            found.add_((weights == 0).all().to(found))
         scaler.step(base)
         for found in overflows:
             found.add_((num_nonfinite > 0).to(found))
 
     def forward(self) -> Tensor:
-        """See :class:`Space`. The closure runs without building a graph, and its ``backward()`` does nothing."""
-        with self.passes.one(), torch.no_grad(), WithoutBackward():
-            loss = self._loss(self.closure())
+        """See :class:`Space`. The closure's ``backward()`` does nothing, and no graph is built unless it needs one."""
+        try:
+            loss = self._forward()
+        except RuntimeError as error:
+            if self._differentiates or "does not require grad" not in str(error):
+                raise
+            self._differentiates = True  # inside the loss: forces, say, or the norm of a gradient
+            loss = self._forward()
         self.num_forwards += 1
         if self.sharding.mesh is not None:
             if self.passes.model is None:
@@ -298,6 +297,13 @@ class ParameterSpace(BlockVectors, DeviceSettings):
                 )
             reshard(self.passes.model)
         return self.world.average(loss)
+
+    def _closure(self) -> Closure:
+        return self.closures[self.turn if len(self.closures) > 1 else 0]
+
+    def _forward(self) -> Tensor:
+        with self.passes.one(), torch.set_grad_enabled(self._differentiates), WithoutBackward():
+            return self._loss(self._closure()())
 
     def _loss(self, value: Any) -> Tensor:
         if not isinstance(value, Tensor | float | int):

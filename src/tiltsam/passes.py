@@ -7,7 +7,7 @@ would differ by the mask and not by the perturbation alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
-from tiltsam import vectors
+from tiltsam.buffers import KeptBuffers, buffers_of
 
-__all__ = ["CapturedRandom", "Passes", "WithoutBackward"]
+__all__ = ["CapturedRandom", "Passes", "WithoutBackward", "to_the_end"]
 
 
 class Passes:
@@ -45,17 +45,16 @@ class Passes:
         self.same_random = same_random and model is not None
         self.gpus = sorted({d.index for d in devices if d.type == "cuda" and d.index is not None})
         self._random: tuple[Tensor, list[Tensor]] | None = None
-        self._live: list[list[Tensor]] = []  # the model's buffers, by device and dtype
-        self._start: list[list[Tensor]] = []  # their values before the step
+        self._start = KeptBuffers()  # before the step
+        self._first = KeptBuffers()  # after the first pass, those of all layers but the following
         self._tracking: list[_BatchNorm] = []  # layers whose statistics the first pass moved
-        self._others: list[list[Tensor]] = []  # the buffers that are not theirs
-        self._first: list[list[Tensor]] = []  # and the values of those after the first pass
+        self._pausing = False  # whether these are told to leave their statistics alone
         self._count = 0
         self._captured: CapturedRandom | None = None
 
     def buffers(self) -> list[Tensor]:
         """The model's buffers."""
-        return [b for part in _buffers(self.model) for b in part]
+        return buffers_of(self.model)
 
     @contextmanager
     def of_one_step(self) -> Iterator[None]:
@@ -64,19 +63,21 @@ class Passes:
         if self._captured is not None:  # nothing has run if it fails, and all of it runs if it does not
             yield
             return
-        self._live = _buffers(self.model)
-        self._start = _save(self._live, self._start)
+        self._start.keep(_modules(self.model))
         try:
             yield
         except BaseException:
-            _load(self._live, self._start)
+            to_the_end(self._start.put_back)
             raise
         finally:
+            to_the_end(self._resume)
             self._random = None
+            torch.clear_autocast_cache()
 
     @contextmanager
     def one(self) -> Iterator[None]:
         """Around one pass."""
+        torch.clear_autocast_cache()  # inside somebody's autocast it holds copies of weights that have moved since
         if self._captured is not None:
             self._captured.begin_pass(self._count)
         elif self.same_random:
@@ -93,18 +94,25 @@ class Passes:
         elif first:
             yield
             self._tracking = _tracking(self.model)
-            self._others = _buffers(self.model, besides=self._tracking)
-            self._first = _save(self._others, self._first)
+            known = {id(layer) for layer in self._tracking}
+            self._first.keep(module for module in _modules(self.model) if id(module) not in known)
         else:
             # BatchNorm can be told not to touch its statistics, which is cheaper than putting them back.
-            for module in self._tracking:
-                module.track_running_stats = False
+            self._pausing = True
             try:
+                for layer in self._tracking:
+                    layer.track_running_stats = False
                 yield
             finally:
-                for module in self._tracking:
-                    module.track_running_stats = True
-            _load(self._others, self._first)
+                to_the_end(self._resume)
+            self._first.put_back()
+
+    def _resume(self) -> None:
+        """Let BatchNorm move its statistics again; may be called again."""
+        if self._pausing:
+            for layer in self._tracking:
+                layer.track_running_stats = True
+            self._pausing = False
 
     @contextmanager
     def capturing(self, graph: torch.cuda.CUDAGraph, device: torch.device, num_passes: int) -> Iterator[CapturedRandom]:
@@ -170,37 +178,23 @@ class WithoutBackward(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+def to_the_end(action: Callable[[], None]) -> None:
+    """Do what must not be left half done: a Ctrl-C that falls into it is held until it is complete."""
+    interrupt: BaseException | None = None
+    while True:
+        try:
+            action()
+            break
+        except (KeyboardInterrupt, SystemExit) as signal:
+            interrupt = signal
+    if interrupt is not None:
+        raise interrupt
+
+
+def _modules(model: torch.nn.Module | None) -> Iterator[torch.nn.Module]:
+    return model.modules() if model is not None else iter(())
+
+
 def _tracking(model: torch.nn.Module | None) -> list[_BatchNorm]:
     """The layers of BatchNorm that move their statistics in a forward pass."""
-    layers = model.modules() if model is not None else ()
-    return [m for m in layers if isinstance(m, _BatchNorm) and m.training and m.track_running_stats]
-
-
-def _buffers(model: torch.nn.Module | None, besides: Sequence[_BatchNorm] = ()) -> list[list[Tensor]]:
-    """The model's buffers, in lists that one kernel can copy.
-
-    Whether a pass changed a buffer cannot be seen from outside (BatchNorm's kernels do not raise the version counter),
-    so all are kept, but for expanded ones, which cannot be written at all.
-    """
-    left_out = {id(b) for module in besides for b in module.buffers(recurse=False)}
-    lists: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for b in model.buffers() if model is not None else ():
-        writable = not any(n > 1 and stride == 0 for n, stride in zip(b.shape, b.stride(), strict=True))
-        if b.numel() and writable and id(b) not in left_out:
-            lists.setdefault((b.device, b.dtype), []).append(b.detach())
-    return list(lists.values())
-
-
-def _save(live: list[list[Tensor]], into: list[list[Tensor]]) -> list[list[Tensor]]:
-    """Copy the values, into the tensors of the last time if they fit."""
-    if [[(b.shape, b.dtype, b.device) for b in part] for part in live] != [
-        [(b.shape, b.dtype, b.device) for b in part] for part in into
-    ]:
-        return [[b.clone() for b in part] for part in live]
-    _load(into, live)
-    return into
-
-
-def _load(x: list[list[Tensor]], y: list[list[Tensor]]) -> None:
-    for a, b in zip(x, y, strict=True):
-        vectors.copy_(a, b)
+    return [m for m in _modules(model) if isinstance(m, _BatchNorm) and m.training and m.track_running_stats]

@@ -26,7 +26,11 @@ class DeviceSettings:
         self.set_radius(0.0)
 
     def set(self, name: str, value: float) -> None:
-        """Put a number on the device, if it is not there already (a fill, never a copy that would wait)."""
+        """Put a number on the device, if it is not there already (a fill, never a copy that would wait).
+
+        One beyond the range of the dtype counts as the end of that range.
+        """
+        value = min(value, torch.finfo(self.dtype).max)
         known = self._scalars.get(name)
         if known is None:
             self._scalars[name] = (value, torch.full((), value, dtype=self.dtype, device=self.device))

@@ -52,8 +52,8 @@ class Neighborhood:
     """The loss around a point: the statistics of the draws at each ``std``, with their standard errors.
 
     All tensors are float64 on the host with one entry per ``std``. Errors are by the jackknife, exact for the
-    mean. Where ``effective_samples`` is below about ten, a few draws decide the t-weighted numbers and their
-    errors say too little: draw more, or lower ``t``.
+    mean; those of variances are NaN for two draws. Where ``effective_samples`` is below about ten, a few draws
+    decide the t-weighted numbers and their errors say too little: draw more, or lower ``t``.
 
     Attributes:
         std: The standard deviations of the noise.
@@ -100,7 +100,7 @@ class Neighborhood:
             mean=losses.mean(1),
             mean_error=_jackknife([means for means, _ in plain]),
             variance=losses.var(1),
-            # leaving one out of n, the unbiased variance is the plain one times (n-1)/(n-2)
+            # leaving one out of n, the unbiased variance is the plain one times (n-1)/(n-2); NaN already if n = 2
             variance_error=_jackknife([variances for _, variances in plain]) * (num - 1) / max(num - 2, 1),
             tilted_mean=tilted_mean,
             tilted_mean_error=_jackknife([means for means, _ in tilted]),
@@ -123,7 +123,7 @@ class Sharper:
         std: The standard deviations of the noise.
         t: The tilt.
         difference: The t-weighted variance of the first less that of the second.
-        error: The standard error of the difference.
+        error: The standard error of the difference; NaN for two draws.
         sharper: Where the first is sharper (Definition 1 of the paper: its t-weighted variance is larger).
         sure: Where the difference is more than twice its error, whichever its sign.
     """
@@ -161,7 +161,8 @@ def neighborhood(
         loss_fn: ``loss_fn(model, batch)``, the mean loss of a batch.
         batches: The data set, see :mod:`tiltsam.flatness.evaluation`.
         std: The standard deviation of the noise on every coordinate, or several.
-        num_samples: Draws per ``std``, at least 2. The errors fall like ``1 / sqrt(num_samples)``.
+        num_samples: Draws per ``std``, at least 2, or 3 for errors of the variances. The errors fall like
+            ``1 / sqrt(num_samples)``.
         t: The tilt, at least 0; :meth:`Neighborhood.at_tilt` gives other values from the same draws.
         seed: Same seed, same numbers (on the same kind of device).
         parameters: Names of the parameters to disturb; all trainable ones by default.
@@ -299,7 +300,7 @@ def _warn_if_coarse(surface: LossSurface, std: float) -> None:
 
 
 def _leave_one_out(losses: Tensor, t: float) -> tuple[Tensor, Tensor]:
-    """The t-weighted mean and variance of all losses but the i-th, for every i."""
+    """The t-weighted mean and variance of all losses but the i-th, for every i; a single loss has no variance: NaN."""
     num = len(losses)
 
     def weigh(valid: Tensor) -> Tensor:
@@ -312,7 +313,7 @@ def _leave_one_out(losses: Tensor, t: float) -> tuple[Tensor, Tensor]:
         mean = weights @ losses
         means.append(mean)
         variances.append((weights * (losses - mean[:, None]).square()).sum(1))
-    return torch.cat(means), torch.cat(variances)
+    return torch.cat(means), torch.cat(variances) if num > 2 else torch.full_like(losses, math.nan)
 
 
 def _jackknife(left_out: list[Tensor]) -> Tensor:

@@ -55,7 +55,7 @@ class Space(Protocol):
     point: Vector
     """Where the next evaluation happens; samplers write it."""
     noisy: bool
-    """Whether ``radius`` is nonzero, known to the host: without noise none is drawn."""
+    """Whether ``radius`` is nonzero, known to the host: a neighbourhood of no size needs no draws."""
     ascending: bool
     """Whether any ``rho`` is nonzero, known to the host: without ascent no gradient is spent on it."""
 

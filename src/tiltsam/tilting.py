@@ -10,7 +10,9 @@ For losses ``x_1 .. x_s`` and a tilt ``t >= 0``
 At ``t = 0`` these are the plain mean, the uniform weights, the mean and the (biased) variance; as ``t`` grows the
 tilted loss climbs to the maximum. Everything goes through :class:`StreamingTilt`, a log-sum-exp that is shifted by
 the running maximum of the *losses* (not of ``t`` times the losses: the difference of two losses is exact where the
-difference of two huge products is noise), so ``t = 1e6`` with losses of 1e4 stays finite and accurate.
+difference of two huge products is noise), so ``t = 1e6`` with losses of 1e4 stays finite and accurate. A tilt
+beyond the range of float32 counts as the end of that range, which is the limit to the last digit. Losses of +inf
+share all the weight among them if ``t > 0``, and make the tilted loss and mean infinite.
 """
 
 from __future__ import annotations
@@ -74,27 +76,30 @@ class StreamingTilt:
         """
         losses = _working(losses)
         ok = torch.ones_like(losses, dtype=torch.bool) if valid is None else valid
-        highest = losses.detach().masked_fill(~ok, -math.inf).amax()
+        no = ~ok
+        highest = losses.detach().masked_fill(no, -math.inf).amax()
         top = highest if self._state is None else torch.maximum(self._state.top, highest)
-        shift = top.masked_fill(top == -math.inf, 0.0)  # nothing valid yet: any shift does
-        known = torch.where(ok, losses, shift)
-        arg = self.t * (known - shift)
-        mass = arg.exp().masked_fill(~ok, 0.0).sum()
-        excess = arg.expm1().masked_fill(~ok, 0.0).sum()
+        shift = _finite(top)
+        gap = _finite(torch.where(ok, losses, shift)) - shift
+        arg = self.t * gap
+        masses = arg.exp().masked_fill(no, 0.0)
+        mass = masses.sum()
+        excess = arg.expm1().masked_fill(no, 0.0).sum()
         count = ok.sum().to(losses.dtype)
-        weighted = ((known - shift) * arg.exp().masked_fill(~ok, 0.0)).sum()
+        weighted = (gap * masses).sum()
         share = torch.where(mass > 0, mass / mass.clamp_min(_TINY), 0.0)
         if self._state is not None:
             old = self._state
-            was = torch.where(old.number > 0, old.top, shift)
-            fade = self.t * (was - shift)
-            weighted = weighted + fade.exp() * (old.weighted + (was - shift) * old.mass)
-            excess = excess + old.excess * fade.exp() + old.number * fade.expm1()
-            total = mass + old.mass * fade.exp()
+            down = torch.where(old.number > 0, old.shift, shift) - shift
+            fade = self.t * down
+            faded = fade.exp()
+            weighted = weighted + faded * (old.weighted + down * old.mass)
+            excess = excess + old.excess * faded + old.number * fade.expm1()
+            total = mass + old.mass * faded
             count = count + old.number
             share = torch.where(total > 0, mass / total.clamp_min(_TINY), 0.0)
             mass = total
-        self._state = _State(top, mass, excess, weighted, count)
+        self._state = _State(top, shift, mass, excess, weighted, count)
         return share
 
     def loss(self) -> Tensor:
@@ -118,7 +123,7 @@ class StreamingTilt:
         state = self._added()
         losses = _working(losses)
         ok = torch.ones_like(losses, dtype=torch.bool) if valid is None else valid
-        arg = self.t * (torch.where(ok, losses, state.top) - state.top)
+        arg = self.t * (_finite(torch.where(ok, losses, state.shift)) - state.shift)
         return torch.where(ok, arg.exp() / state.mass.clamp_min(_TINY), 0.0)
 
     def _added(self) -> _State:
@@ -131,9 +136,10 @@ class _State(NamedTuple):
     """What a StreamingTilt remembers; all scalars."""
 
     top: Tensor  # the largest valid loss; -inf while there is none
-    mass: Tensor  # sum of exp(t (loss - top))
+    shift: Tensor  # the same as a finite number, as losses are
+    mass: Tensor  # sum of exp(t (loss - shift))
     excess: Tensor  # mass - count, kept apart because at small t it is tiny beside both
-    weighted: Tensor  # sum of exp(t (loss - top)) (loss - top)
+    weighted: Tensor  # sum of exp(t (loss - shift)) (loss - shift)
     number: Tensor  # how many valid losses
 
 
@@ -242,7 +248,8 @@ def _check_tilt(t: Tilt) -> Tilt:
         return t
     if not (math.isfinite(t) and t >= 0):
         raise ValueError(f"the tilt t must be a finite number >= 0, got {t}")
-    return float(t)
+    limits = torch.finfo(torch.float32)
+    return 0.0 if t < limits.tiny else min(float(t), limits.max)
 
 
 def _nonempty(losses: Tensor) -> Tensor:
@@ -254,3 +261,8 @@ def _nonempty(losses: Tensor) -> Tensor:
 def _working(losses: Tensor) -> Tensor:
     """Losses in a dtype that can hold a log-sum-exp: float32, or float64 if they come so."""
     return losses if losses.dtype == torch.float64 else losses.float()
+
+
+def _finite(x: Tensor) -> Tensor:
+    """Infinities as the largest numbers there are, whose differences are never NaN; NaN stays."""
+    return x.clamp(-torch.finfo(x.dtype).max, torch.finfo(x.dtype).max)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeAlias
@@ -76,13 +76,16 @@ class StepInfo:
     """Backward passes of this step: its cost in gradient evaluations."""
     num_ascents: int = 0
     """Those among them whose gradient only pointed the way up."""
+    num_parts: int = 1
+    """How many parts the mini-batch was split into: a pass saw one of them."""
     sampler: Mapping[str, Tensor] = field(default_factory=dict)
     """(s,) each: what the kernel reports (HMC: ``acceptance``, ``energy_error``, ``divergence``), of this rank's."""
 
     def cost(self, ascent_fraction: float = 1.0) -> float:
-        """Passes forward and backward: a forward pass alone counts a third, an ascent the share of the batch it saw."""
+        """Passes forward and backward through the batch: a forward pass alone counts a third, others what they saw."""
         forwards_alone = self.num_forwards - self.num_backwards
-        return self.num_backwards - (1 - ascent_fraction) * self.num_ascents + forwards_alone / 3
+        passes = self.num_backwards - (1 - ascent_fraction) * self.num_ascents + forwards_alone / 3
+        return passes / self.num_parts
 
 
 class SharpnessAware(Optimizer):
@@ -91,7 +94,8 @@ class SharpnessAware(Optimizer):
     It shares ``param_groups`` and ``state`` with ``base``: schedulers, hooks, ``add_param_group`` and checkpoints work
     on either. Its own settings (``settings`` of each method) are entries of the parameter groups, under the names of
     the constructor's arguments; where the base already uses a name (Adadelta's ``rho``, RMSprop's ``alpha``) ours is
-    ``tilt_<name>``. ``rho`` may differ between groups, the others are one number for the whole step.
+    ``tilt_<name>``. ``rho`` may differ between groups, and schedules leave alone those that brought their own (an entry
+    ``own_rho`` says which); the others are one number for the whole step.
 
     A step never leaves a weight perturbed: whatever the closure raises, θ is back bit for bit.
 
@@ -108,12 +112,12 @@ class SharpnessAware(Optimizer):
         every: Look around at every k-th step only, and take plain steps (one pass at θ) between.
         parallel: Which processes take each step together, see :class:`tiltsam.Parallel`; by default found out (DDP,
             FSDP2, or all processes of ``torch.distributed``). ``None``: this process trains on its own.
-        skip_nonfinite: If no sample of a step is finite, do not step the base at all. Costs one host synchronisation a
-            step; without it the base is stepped with a zero gradient.
+        skip_nonfinite: If no sample of a step that counts is finite, do not step the base at all. Costs one host
+            synchronisation a step; without it the base is stepped with a zero gradient.
         foreach: Fused kernels on lists of tensors, or the plain loop; both give the same numbers.
     """
 
-    per_group: ClassVar[frozenset[str]] = frozenset({"rho"})
+    per_group: ClassVar[frozenset[str]] = frozenset({"own_rho", "rho"})
 
     def __init__(
         self,
@@ -136,6 +140,8 @@ class SharpnessAware(Optimizer):
         if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
             raise ValueError(f"seed must be an integer >= 0, got {seed!r}")
         own = {**settings, "every": every, "seed": seed, "steps_taken": 0}
+        if "rho" in own:
+            own = {"own_rho": False, **own}  # ahead of rho: who brought one is asked before all are given one
         self.base = base
         self.sampler = sampler
         self.model = model
@@ -184,8 +190,12 @@ class SharpnessAware(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the base, with this method's settings where it does not bring its own."""
         self.base.add_param_group(param_group)
-        self._fill_settings()
-        self._check_settings()
+        try:
+            self._fill_settings()
+            self._check_settings()
+        except Exception:
+            self.param_groups.pop()
+            raise
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients. Never needed: a step clears them before each pass."""
@@ -193,6 +203,7 @@ class SharpnessAware(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The base's state, its groups carrying this method's settings and step count."""
+        self._fill_settings()
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
         state: dict[str, Any] = self.base.state_dict()
@@ -207,11 +218,13 @@ class SharpnessAware(Optimizer):
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             replaced = hook(self, state_dict)
             state_dict = state_dict if replaced is None else replaced
-        present = [{key: group[key] for key in self._keys.values()} for group in self.param_groups]
+        self._fill_settings()
+        present = [dict(group) for group in self.param_groups]
         self.base.load_state_dict(state_dict)
-        for group, settings in zip(self.param_groups, present, strict=True):
-            for key, value in settings.items():
-                group.setdefault(key, value)
+        for group, old in zip(self.param_groups, present, strict=True):
+            for name, key in self._keys.items():
+                known = group if name in self.per_group else self.param_groups[0]
+                group.setdefault(key, known.get(key, old[key]))
         for post in self._optimizer_load_state_dict_post_hooks.values():
             post(self)
         self._check_settings()
@@ -222,6 +235,7 @@ class SharpnessAware(Optimizer):
         return {**state, "_space": None, "_info": None}
 
     def __repr__(self) -> str:
+        self._fill_settings()
         own = ", ".join(
             f"{name}={self._schedules.get(name, self._setting(name))!r}"
             for name in self._keys
@@ -235,11 +249,11 @@ class SharpnessAware(Optimizer):
 
     def _fill_settings(self) -> None:
         """Groups that lack a setting get the constructor's; global ones follow group 0, which may have moved on."""
-        first = self.param_groups[0]
         for group in self.param_groups:
             for name, key in self._keys.items():
-                value = self._own[name] if name in self.per_group else first.get(key, self._own[name])
-                group.setdefault(key, value)
+                known = group if name in self.per_group else self.param_groups[0]
+                value = self._keys["rho"] in group if name == "own_rho" else self._own[name]
+                group.setdefault(key, known.get(key, value))
 
     def _setting(self, name: str) -> Any:
         """A setting that is one number for the whole step."""
@@ -264,7 +278,9 @@ class SharpnessAware(Optimizer):
         if "rho" in self._keys:
             space.set_rho([float(group[self._keys["rho"]]) for group in self.param_groups])
 
-    def _num_samples(self) -> int:
+    @property
+    def num_samples(self) -> int:
+        """How many samples a step takes."""
         return 1
 
     def _weighing(self, space: ParameterSpace) -> Weighing:
@@ -274,13 +290,13 @@ class SharpnessAware(Optimizer):
         """Where to look at this step, and how often."""
         if self._setting("steps_taken") % self._setting("every"):
             return Center(), 1
-        return self.sampler, self._num_samples()
+        return self.sampler, self.num_samples
 
     # ---------------------------------------------------------------- a step
 
     def step(  # type: ignore[override]
         self,
-        closure: Closure | None = None,
+        closure: Closure | Sequence[Closure] | None = None,
         ascent_closure: Closure | None = None,
         *,
         scaler: torch.amp.GradScaler | None = None,
@@ -290,6 +306,7 @@ class SharpnessAware(Optimizer):
         Args:
             closure: Runs forward and backward on *one* mini-batch and returns the loss; called several times. It need
                 not clear gradients. For gradient accumulation, loop over micro-batches inside and return the total.
+                Or one for each sample of the step, on a part of the mini-batch each: s samples at the price of one.
             ascent_closure: Used in its place where a gradient only points the way up (the first pass of SAM, the first
                 of each sample of TSAM): the same on part of the mini-batch makes those passes cheaper.
             scaler: For float16: the closure calls ``scaler.scale(loss).backward()`` and returns the loss as it is. The
@@ -309,17 +326,32 @@ class SharpnessAware(Optimizer):
                 with space.on_device(), space.world.explaining(self._setting("steps_taken")):
                     self._info = (self._run or self.execute)(space)
             finally:
-                space.closure, space.ascent_closure, space.scaler = _released, None, None
+                space.closures, space.ascent_closure, space.scaler = [_released], None, None
         for group in self.param_groups:
             group[self._keys["steps_taken"]] += 1
         return self._info.loss
 
-    def prepare(self, closure: Closure, ascent_closure: Closure | None = None) -> ParameterSpace:
+    def prepare(self, closure: Closure | Sequence[Closure], ascent_closure: Closure | None = None) -> ParameterSpace:
         """The host's part of a step: schedules, checks, numbers and seeds, put where the device reads them."""
         space = self._settle()
+        for p in (p for group in self.param_groups for p in group["params"] if not p.requires_grad):
+            p.grad = None  # the base would go on descending what it had when it was frozen
         space.streams.begin(self._setting("seed"), self._setting("steps_taken"))
-        space.closure, space.ascent_closure = closure, ascent_closure
+        space.closures, space.ascent_closure = [closure] if callable(closure) else list(closure), ascent_closure
+        if len(space.closures) != 1:
+            self._check_parts(len(space.closures), whole_ascent=ascent_closure is not None)
         return space
+
+    def _check_parts(self, number: int, *, whole_ascent: bool) -> None:
+        """Whether each sample of a step can have a part of the mini-batch of its own."""
+        name, samples = type(self).__name__, self.num_samples
+        if number != samples or not self.sampler.independent:
+            takes = f"one, or one for each of its {samples} samples" if self.sampler.independent else "one"
+            raise ValueError(f"{name} takes {takes}; got {number} closures")
+        if self._setting("every") > 1:
+            raise ValueError(f"the plain steps of every={self._setting('every')} need one closure, got {number}")
+        if getattr(self.sampler, "shared", False) and not whole_ascent:
+            raise ValueError("one ascent for all samples needs ascent_closure where each sample has a closure")
 
     def _settle(self) -> ParameterSpace:
         """Make the settings what they are to be at the coming step."""
@@ -327,7 +359,8 @@ class SharpnessAware(Optimizer):
         step = self._setting("steps_taken")
         for name, schedule in self._schedules.items():
             for group in self.param_groups:
-                group[self._keys[name]] = schedule(step)
+                if name != "rho" or not group["own_rho"]:
+                    group[self._keys[name]] = schedule(step)
         self._check_settings()
         space = self.current_space()
         self._write_settings(space)
@@ -341,8 +374,8 @@ class SharpnessAware(Optimizer):
         info = self.gather(space, watch)
         space.mean.hand_over()
         if space.scaler is not None:
-            space.step_scaled(self.base, len(info.losses), info.num_nonfinite)
-        elif not self.skip_nonfinite or bool((info.num_nonfinite < len(info.losses)).item()):
+            space.step_scaled(self.base, info.weights, info.num_nonfinite)
+        elif not self.skip_nonfinite or bool(info.weights.any().item()):
             self.base.step()
         space.rejoin()
         return info
@@ -389,6 +422,7 @@ class SharpnessAware(Optimizer):
                 space.stand_by()
             state = sampler.begin(space) if mine else None
             for j in mine:
+                space.turn = j
                 draw, state = sampler.sample(space, j, state)
                 share = ledger.add(draw, space.displacement())
                 space.accumulate(draw.gradient, share, draw.valid, first=j == mine[0])
@@ -414,6 +448,7 @@ class SharpnessAware(Optimizer):
             num_forwards=space.num_forwards,
             num_backwards=space.num_backwards,
             num_ascents=space.num_ascents,
+            num_parts=len(space.closures),
             sampler={name: torch.stack([info[name] for info in infos]) for name in (infos[0] if infos else ())},
         )
 
@@ -450,9 +485,11 @@ class SharpnessAware(Optimizer):
         return last
 
     def current_space(self) -> ParameterSpace:
-        """The space over the parameters that are trainable now; built anew only when they changed."""
+        """The space over the parameters that are trainable now; built anew only when they or their groups changed."""
         groups = [group["params"] for group in self.param_groups]
-        key = tuple((id(p), p.requires_grad, p.dtype, p.device, p.shape, p.stride()) for group in groups for p in group)
+        key = tuple(
+            tuple((id(p), p.requires_grad, p.dtype, p.device, p.shape, p.stride()) for p in group) for group in groups
+        )
         if self._space is None or key != self._space_key:
             devices = [p.device for group in groups for p in group]
             passes = Passes(self.model, devices=devices, **self._passes_options)

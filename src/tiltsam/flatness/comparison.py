@@ -204,12 +204,11 @@ def table_rows(flats: Sequence[Flatness], std: float | None = None) -> list[dict
 def format_table(rows: Sequence[Mapping[str, str | float]]) -> str:
     """The rows as text, one model per column, with errors where there are any."""
     keys = [key for key in dict.fromkeys(key for row in rows for key in row) if not key.endswith(" error")]
+    columns = [[_cell(row.get(key, "–"), row.get(f"{key} error", math.nan)) for key in keys] for row in rows]
+    widths = [max(24, 2 + max(len(cell) for cell in column)) for column in columns]
     lines = []
-    for key in keys:
-        cells = [key.ljust(12)]
-        for row in rows:
-            cells.append(_cell(row.get(key, "–"), row.get(f"{key} error", math.nan)).rjust(24))
-        lines.append("".join(cells))
+    for key, *cells in zip(keys, *columns, strict=True):
+        lines.append(key.ljust(12) + "".join(cell.rjust(n) for cell, n in zip(cells, widths, strict=True)))
     return "\n".join(lines)
 
 

@@ -3,8 +3,8 @@
 Every measurement of flatness asks the same thing of a model, "what is the loss of this data set at these
 weights?", and must leave no trace of having asked. :class:`LossSurface` is the one place that knows how: it
 puts the model in eval mode, pins the random numbers, walks the data, and on leaving puts back, bit for bit,
-the weights, the buffers, the mode of every module and the state of the global random generators, whatever was
-raised in between.
+the weights, the buffers, the mode of every module and the state of the random generators, whatever was raised
+in between. A ``torch.autocast`` around a measurement holds for the loss function, not for what is made of it.
 
 The convention for data, here and in every function that measures:
 
@@ -27,6 +27,10 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
+
+from tiltsam.buffers import writable
+from tiltsam.distributed import is_sharded
+from tiltsam.flatness.randomness import RandomSources
 
 __all__ = [
     "Batches",
@@ -62,25 +66,26 @@ class Progress(Protocol):
 class LossSurface:
     """The mean loss over a data set as a function of a model's trainable parameters.
 
-    A context manager. Inside, the model is in eval mode, and each walk over the data starts from the same
-    random state, so a shuffling loader or a random augmentation gives the same batches each time: the loss is
-    a function of the weights alone. On leaving, the model is as it was.
+    A context manager. Inside, the model is in eval mode, and each walk over the data starts from the same random
+    state (:class:`~tiltsam.flatness.randomness.RandomSources`), so a shuffling loader or a random augmentation gives
+    the same batches each time: the loss is a function of the weights alone. On leaving, the model is as it was.
 
     Args:
         model: The model; only its trainable parameters count.
         loss_fn: ``loss_fn(model, batch)``, the mean loss of a batch.
         batches: The data set, see :mod:`tiltsam.flatness.evaluation`.
-        parameters: Names of the parameters to look at; all trainable ones by default.
+        parameters: Names of the parameters to look at, or a single name; all trainable ones by default.
         size_of: The weight of a batch in the mean over the data set.
-        seed: Where each walk over the data puts the global random state.
+        seed: Where each walk over the data puts the random state.
 
     Attributes:
         names: The names of the parameters, in the order of the model.
         params: The parameters themselves. Move them only after reading ``origin``, which is what saves them.
+        autocast: The precision of each kind of device that was under autocast on entering.
 
     Raises:
-        ValueError: If the model has no trainable parameter, ``parameters`` names one it does not have, or
-            ``batches`` can be walked only once.
+        ValueError: If the model has no trainable parameter, ``parameters`` names one it does not have, a parameter
+            is sharded or complex, or ``batches`` can be walked only once.
 
     Example:
         >>> model = nn.Linear(2, 1)
@@ -105,11 +110,18 @@ class LossSurface:
                 "give a list, a DataLoader, or a function that starts a new walk"
             )
         known = trainable(model)
-        chosen = list(known) if parameters is None else list(parameters)
-        if missing := [name for name in chosen if name not in known]:
+        names = [parameters] if isinstance(parameters, str) else parameters
+        wanted = dict.fromkeys(known if names is None else names)
+        if missing := [name for name in wanted if name not in known]:
             raise ValueError(f"the model has no trainable parameter named {', '.join(missing)}")
+        chosen = [name for name in known if name in wanted]
         if not chosen:
             raise ValueError("no parameter was chosen: parameters is empty")
+        if two := [name for name in chosen if known[name].is_complex()]:
+            raise ValueError(
+                f"parameter {two[0]} is complex, and flatness is measured along real coordinates: make its real and "
+                "imaginary parts the parameter (torch.view_as_real)"
+            )
         self.model = model
         self.loss_fn = loss_fn
         self.batches = batches
@@ -118,10 +130,11 @@ class LossSurface:
         self.names = chosen
         self.params: list[nn.Parameter] = [known[name] for name in chosen]
         self.device = self.params[0].device
+        self.autocast: dict[str, torch.dtype] = {}
+        self._random = RandomSources(self.device, batches)
+        self._differentiates: bool | None = None  # whether loss_fn does inside, once that is known
         self._origin: list[Tensor] | None = None
         self._others: list[tuple[nn.Parameter, Tensor]] = []
-        self._modes: list[tuple[nn.Module, bool]] = []
-        self._buffers: list[tuple[nn.Module, dict[str, tuple[Tensor, Tensor] | None]]] = []
         self._stack = ExitStack()
 
     @property
@@ -138,41 +151,46 @@ class LossSurface:
         self._others = [(p, p.detach().clone()) for p in self.model.parameters() if id(p) not in chosen]
 
     def __enter__(self) -> LossSurface:
-        self._modes = [(module, module.training) for module in self.model.modules()]
-        self._buffers = [
-            (m, {k: None if b is None else (b, b.detach().clone()) for k, b in m._buffers.items()})
-            for m in self.model.modules()
-        ]
-        # A caller inside no_grad or inference_mode still gets gradients where a measurement needs them.
-        self._stack.enter_context(torch.inference_mode(False))
-        self._stack.enter_context(torch.enable_grad())
-        devices = [self.device] if self.device.type == "cuda" else []
-        self._stack.enter_context(torch.random.fork_rng(devices=devices))
-        self.model.eval()
+        with ExitStack() as stack:  # whatever one of the steps back raises, the others are taken
+            # A caller inside no_grad or inference_mode still gets gradients where a measurement needs them.
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.enable_grad())
+            stack.callback(torch.clear_autocast_cache)
+            kinds = filter(torch.amp.is_autocast_available, {"cpu", self.device.type})
+            self.autocast = {kind: torch.get_autocast_dtype(kind) for kind in kinds if torch.is_autocast_enabled(kind)}
+            for kind in self.autocast:
+                stack.enter_context(torch.autocast(kind, enabled=False))
+            stack.callback(self._random.restore, self._random.state())
+            for module in self.model.modules():
+                stack.callback(setattr, module, "training", module.training)  # some may be in eval mode on purpose
+                for name, buffer in module._buffers.items():
+                    stack.callback(module._buffers.__setitem__, name, buffer)
+                    if buffer is not None and writable(buffer):
+                        stack.callback(_write, buffer, buffer.detach().clone())
+            stack.callback(self._forget)
+            stack.callback(self._restore_others)
+            stack.callback(self.restore)
+            self.model.eval()
+            self._stack = stack.pop_all()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with torch.no_grad():
-            self.restore()
-            for param, saved in self._others:
-                param.copy_(saved)
-            for module, kept in self._buffers:
-                for name, pair in kept.items():
-                    module._buffers[name] = pair if pair is None else pair[0].copy_(pair[1])
-        for module, mode in self._modes:
-            module.training = mode  # one by one: a model may have frozen parts in eval mode on purpose
-        self._origin = None
-        self._others, self._modes, self._buffers = [], [], []
         self._stack.close()
+
+    def _restore_others(self) -> None:
+        for param, saved in self._others:
+            _write(param, saved)
+
+    def _forget(self) -> None:
+        self._origin, self._others = None, []
 
     def restore(self) -> None:
         """Put the parameters back where they were; nothing to do if ``origin`` was never read."""
         if self._origin is not None:
-            with torch.no_grad():
-                for param, saved in zip(self.params, self._origin, strict=True):
-                    param.copy_(saved)
+            for param, saved in zip(self.params, self._origin, strict=True):
+                _write(param, saved)
 
     def walk(self) -> Iterator[tuple[Any, float]]:
         """One walk over the data: batches on the device of the model, each with its size.
@@ -180,10 +198,7 @@ class LossSurface:
         Raises:
             ValueError: If there is no batch, or one of a size that is not positive.
         """
-        torch.default_generator.manual_seed(self.seed)
-        if self.device.type == "cuda":
-            with torch.cuda.device(self.device):
-                torch.cuda.manual_seed(self.seed)
+        self._random.seed(self.seed)
         empty = True
         for number, batch in enumerate(walk(self.batches)):
             empty = False
@@ -206,16 +221,43 @@ class LossSurface:
         values, sizes = [], []
         with torch.no_grad():
             for batch, size in self.walk():
-                values.append(scalar(self.loss_fn(self.model, batch)).detach())
+                values.append(self.value(batch))
                 sizes.append(size)
         # One transfer for the whole walk: the device runs ahead of the host until here.
         losses = torch.stack(values).to("cpu", torch.float64)
         check_finite(losses, where)
         return weighted_mean(losses, torch.tensor(sizes, dtype=torch.float64))[0]
 
+    def evaluate(self, batch: Any) -> Tensor:
+        """The loss of one batch at the current weights, a scalar with its graph, under the caller's autocast."""
+        with ExitStack() as stack:
+            for kind, dtype in self.autocast.items():
+                stack.enter_context(torch.autocast(kind, dtype))
+            # Autocast keeps its copies of the weights until the outermost one ends, wherever they move meanwhile.
+            torch.clear_autocast_cache()
+            return scalar(self.loss_fn(self.model, batch))
+
+    def value(self, batch: Any) -> Tensor:
+        """The loss of one batch at the current weights, a scalar; without a graph, unless the loss needs one itself."""
+        if self._differentiates is None:
+            state = self._random.state()
+            try:
+                with torch.no_grad():
+                    found = self.evaluate(batch).detach()
+            except RuntimeError as error:
+                if "does not require grad" not in str(error):
+                    raise
+                self._random.restore(state)
+                self._differentiates = True  # a gradient penalty, say, or forces
+            else:
+                self._differentiates = False
+                return found
+        with torch.set_grad_enabled(self._differentiates):
+            return self.evaluate(batch).detach()
+
     def gradient(self, batch: Any) -> tuple[Tensor, list[Tensor]]:
         """The loss of one batch and its gradient at the current weights; ``.grad`` is left alone."""
-        loss = scalar(self.loss_fn(self.model, batch))
+        loss = self.evaluate(batch)
         if not loss.requires_grad:
             return loss.detach(), [torch.zeros_like(p) for p in self.params]
         grads = torch.autograd.grad(loss, self.params, allow_unused=True)
@@ -255,8 +297,14 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     """The trainable parameters by name; one that is tied under several names comes once.
 
     Raises:
-        ValueError: If there is none.
+        ValueError: If there is none, or one of the model's is sharded.
     """
+    if sharded := [name for name, p in model.named_parameters() if is_sharded(p)]:
+        raise ValueError(
+            f"parameter {sharded[0]} is sharded, and flatness is measured by each process alone: gather the model "
+            "first, by loading its full state dict into one that is not sharded (get_model_state_dict of "
+            "torch.distributed.checkpoint.state_dict, with full_state_dict=True)"
+        )
     found = {name: p for name, p in model.named_parameters() if p.requires_grad and p.numel() > 0}
     if not found:
         raise ValueError("the model has no trainable parameters")
@@ -337,6 +385,11 @@ def block_length(tensor: Tensor) -> int:
 def wide(tensor: Tensor) -> torch.dtype:
     """The dtype to compute in: that of the tensor, but float32 at least."""
     return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def _write(tensor: Tensor, saved: Tensor) -> None:
+    with torch.no_grad():
+        tensor.copy_(saved)
 
 
 def _leaves(batch: Any) -> Iterator[Tensor]:

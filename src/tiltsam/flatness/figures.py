@@ -1,14 +1,16 @@
 """Figures of what was measured: neighbourhoods, spectra, slices. Needs matplotlib (``pip install 'tiltsam[plots]'``).
 
 Each function takes matplotlib axes or makes its own, and returns them. A model whose name begins with a method's has
-that method's colour, others have Okabe and Ito's, which people with any kind of colour vision tell apart; line styles
-say the same thing once more, for print.
+that method's colour, and line styles tell the models of a method apart, the first of each being solid. Others have
+Okabe and Ito's colours, which people with any kind of colour vision tell apart; line styles say the same thing once
+more, for print.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +20,7 @@ from torch import Tensor
 from tiltsam.curvature import Density, Eigenpairs
 from tiltsam.flatness.comparison import Flatness
 from tiltsam.landscape import Slice1D, Slice2D
-from tiltsam.palette import color_of
+from tiltsam.palette import METHOD_COLORS, color_of
 from tiltsam.sharpness import Neighborhood
 
 if TYPE_CHECKING:
@@ -48,11 +50,12 @@ def plot_neighborhood(
     if statistic not in labels:
         raise ValueError(f"statistic must be one of {', '.join(labels)}, got {statistic!r}")
     ax = _axes(ax)
-    for number, (name, around) in enumerate(neighborhoods.items()):
+    styles = _styles(neighborhoods)
+    for name, around in neighborhoods.items():
         order = around.std.argsort()
         y = getattr(around, statistic)[order]
         error = getattr(around, f"{statistic}_error")[order]
-        style = _style(name, number)
+        style = styles[name]
         ax.plot(around.std[order].numpy(), y.numpy(), label=name, marker="o", markersize=3.5, **style)
         _band(ax, around.std[order], y, error, style["color"])
     ax.set_xscale("log")
@@ -83,8 +86,9 @@ def plot_density(
     grid = torch.linspace(low - 5 * width, high + 5 * width, 1024, dtype=torch.float64)
     curves = {name: density.smooth(grid, width) for name, density in densities.items()}
     floor = 1e-6 * max(float(values.max()) for values, _ in curves.values())
+    styles = _styles(curves)
     for number, (name, (values, error)) in enumerate(curves.items()):
-        style = _style(name, number)
+        style = styles[name]
         shown = values.masked_fill(values < floor, math.nan)  # a gap, not a line at some floor
         ax.plot(grid.numpy(), shown.numpy(), label=name, **style)
         _band(ax, grid, shown, error, style["color"])
@@ -105,8 +109,9 @@ def plot_density(
 def plot_slices(slices: Mapping[str, Slice1D], ax: Axes | None = None, *, logarithmic: bool = False) -> Axes:
     """The loss along lines, one curve per name."""
     ax = _axes(ax)
-    for number, (name, line) in enumerate(slices.items()):
-        ax.plot(line.positions.numpy(), line.losses.numpy(), label=name, **_style(name, number))
+    styles = _styles(slices)
+    for name, line in slices.items():
+        ax.plot(line.positions.numpy(), line.losses.numpy(), label=name, **styles[name])
     if logarithmic:
         ax.set_yscale("log")
     kinds = {line.label for line in slices.values()}
@@ -182,12 +187,17 @@ def _band(ax: Axes, x: Tensor, y: Tensor, error: Tensor, color: str) -> None:
     ax.fill_between(x.numpy(), (y / factor).numpy(), (y * factor).numpy(), color=color, alpha=0.2, linewidth=0)
 
 
-def _style(name: str, number: int) -> dict[str, Any]:
-    return {
-        "color": color_of(name, number),
-        "linestyle": _DASHES[number % len(_DASHES)],
-        "linewidth": 1.6,
-    }
+def _styles(names: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """How each model is drawn: dashes go by its place among the models of its method, or among all others."""
+    found: dict[str, dict[str, Any]] = {}
+    drawn: Counter[str] = Counter()
+    for number, name in enumerate(names):
+        first = name.split()[0].lower() if name.split() else ""
+        kind = first if first in METHOD_COLORS else ""
+        dash = _DASHES[drawn[kind] % len(_DASHES)]
+        found[name] = {"color": color_of(name, number), "linestyle": dash, "linewidth": 1.6}
+        drawn[kind] += 1
+    return found
 
 
 def _axes(ax: Axes | None) -> Axes:

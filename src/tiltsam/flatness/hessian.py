@@ -11,6 +11,7 @@ plain kernel by itself, warns once and lists it in ``substitutes``.
 
 from __future__ import annotations
 
+import math
 import re
 import warnings
 from collections.abc import Callable, Sequence
@@ -22,7 +23,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from tiltsam.flatness.evaluation import LossSurface, check_finite, scalar
+from tiltsam.flatness.evaluation import LossSurface, check_finite
 
 __all__ = ["HessianOperator"]
 
@@ -30,8 +31,9 @@ __all__ = ["HessianOperator"]
 class HessianOperator:
     """The Hessian of the mean loss on a :class:`~tiltsam.flatness.evaluation.LossSurface`, as a matrix-free operator.
 
-    Flat vectors are in ``dtype``: float32, or float64 if a parameter is. Half-precision models are
-    differentiated in their own precision, so their products carry errors of the order of the dtype's epsilon.
+    Flat vectors are in ``dtype``: float32, or float64 if a parameter is. Half-precision models, and models under
+    autocast, are differentiated in their own precision, so their products carry errors of the order of the dtype's
+    epsilon.
 
     Cost: one product is a forward, a backward and a double backward over the data. With ``keep_graph`` and the data
     in a single batch, the first two are done once, and a product is the double backward alone; the graph then lives,
@@ -53,11 +55,11 @@ class HessianOperator:
         self.device = surface.device
         wide = any(p.dtype == torch.float64 for p in surface.params)
         self.dtype = torch.float64 if wide else torch.float32
-        narrow = any(torch.finfo(p.dtype).bits < 32 for p in surface.params)
-        # Entries of a unit vector of 1e7 elements are near the smallest halves: lift them to about 1 on the
-        # way in.
-        self._lift = self.size**0.5 if narrow else 1.0
-        self.eps = max(torch.finfo(p.dtype).eps for p in surface.params)
+        kinds = [torch.finfo(dtype) for dtype in {*surface.autocast.values(), *(p.dtype for p in surface.params)}]
+        # Entries of a unit vector of 1e7 elements are near the smallest halves: lift them to about 1 on the way in,
+        # by a power of two, which rounds nothing.
+        self._lift = 2.0 ** round(math.log2(self.size) / 2) if any(kind.bits < 32 for kind in kinds) else 1.0
+        self.eps = max(kind.eps for kind in kinds)
         self.num_products = 0
         self.substitutes: list[str] = []
         self._kept: list[GradientEdge | None] | None = None
@@ -112,7 +114,7 @@ class HessianOperator:
 
     def _gradient(self, batch: Any) -> tuple[Tensor, list[GradientEdge | None]]:
         """The loss of a batch and, for each parameter, where in the graph its gradient comes out."""
-        loss = scalar(self.surface.loss_fn(self.surface.model, batch))
+        loss = self.surface.evaluate(batch)
         if not loss.requires_grad:
             return loss, [None] * len(self.surface.params)
         grads = torch.autograd.grad(loss, self.surface.params, create_graph=True, allow_unused=True)

@@ -27,7 +27,6 @@ from tiltsam.flatness.evaluation import (
     Progress,
     check_finite,
     generator,
-    scalar,
     total_norm,
     weighted_mean,
     wide,
@@ -55,7 +54,7 @@ class ErmLoss:
 
     def __call__(self, surface: LossSurface, batch: Any, key: tuple[int, int], /) -> Tensor:
         """The loss of the batch."""
-        return _value(surface, batch)
+        return surface.value(batch)
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ class SamLoss:
     def __call__(self, surface: LossSurface, batch: Any, key: tuple[int, int], /) -> Tensor:
         """The loss of the batch at the end of the step."""
         _climb(surface, batch, self.rho)
-        return _value(surface, batch)
+        return surface.value(batch)
 
 
 @dataclass(frozen=True)
@@ -99,7 +98,7 @@ class TsamLoss:
             _into_ball(surface, radius, size, generator(surface.device, "objective", *key, sample))
             if self.rho > 0:
                 _climb(surface, batch, self.rho)
-            tilt.add(_value(surface, batch))
+            tilt.add(surface.value(batch))
             surface.restore()
         return tilt.loss()
 
@@ -218,11 +217,6 @@ def _evaluate(
     losses = torch.stack(values).to("cpu", torch.float64)
     check_finite(losses)
     return weighted_mean(losses, torch.tensor(sizes, dtype=torch.float64))
-
-
-def _value(surface: LossSurface, batch: Any) -> Tensor:
-    with torch.no_grad():
-        return scalar(surface.loss_fn(surface.model, batch))
 
 
 def _climb(surface: LossSurface, batch: Any, rho: float) -> None:

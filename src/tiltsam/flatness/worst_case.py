@@ -11,11 +11,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from tiltsam.batches import cut
 from tiltsam.flatness.evaluation import (
     Batches,
     LossFn,
@@ -24,7 +26,6 @@ from tiltsam.flatness.evaluation import (
     batch_size,
     check_finite,
     generator,
-    scalar,
     total_norm,
     tree_map,
     weighted_mean,
@@ -163,8 +164,8 @@ def _ascend(
         for param, saved, shift in zip(params, origin, offset, strict=True):
             param.copy_(shift + saved)
 
+    low = high = surface.value(chunk)
     with torch.no_grad():
-        low = high = scalar(surface.loss_fn(surface.model, chunk))
         if random is not None:
             for index, shift in enumerate(offset):
                 shift.normal_(generator=random).mul_(unit(index))
@@ -180,9 +181,7 @@ def _ascend(
                 shift.add_(rise.mul_(unit(index)).mul_(pace.to(rise.device)))
             _to_length(offset, unit, rho, only_shrink=True)
             place()
-    with torch.no_grad():
-        high = torch.maximum(high, scalar(surface.loss_fn(surface.model, chunk)))
-    return low.detach(), high.detach()
+    return low, torch.maximum(high, surface.value(chunk))
 
 
 def _to_length(
@@ -206,13 +205,5 @@ def _chunks(surface: LossSurface, m: int | None) -> Iterator[tuple[Any, float]]:
         if number == 0 and length < m:
             raise ValueError(f"m = {m} examples are more than the {length} in a batch; give larger batches")
         for begin in range(0, length, m):
-            chunk = _cut(batch, length, begin, begin + m)
+            chunk = tree_map(partial(cut, length=length, begin=begin, end=begin + m), batch)
             yield chunk, float(surface.size_of(chunk))
-
-
-def _cut(batch: Any, length: int, begin: int, end: int) -> Any:
-    def cut(tensor: Tensor) -> Tensor:
-        # A tensor of another length belongs to all examples (a mask, class weights) and stays whole.
-        return tensor[begin:end] if tensor.dim() > 0 and len(tensor) == length else tensor
-
-    return tree_map(cut, batch)

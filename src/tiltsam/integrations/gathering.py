@@ -56,7 +56,7 @@ def gather(optimizer: SharpnessAware, closure: Closure, scaler: torch.amp.GradSc
         if space.scaler is not None:
             space.scale_mean()
             _mark_overflow(space, info.num_nonfinite)
-        elif optimizer.skip_nonfinite and bool((info.num_nonfinite == len(info.losses)).item()):
+        elif optimizer.skip_nonfinite and not bool(info.weights.any().item()):
             optimizer.zero_grad()  # a base leaves parameters without gradient alone
         return info
 

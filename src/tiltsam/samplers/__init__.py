@@ -16,7 +16,8 @@ HMC                 s (1 + N proposals)    μ exp(δL) in the limit of many prop
 ==================  =====================  ==================================================================
 
 ``AdaptiveAscent``, ``LineSearch``, ``RandomAscent`` and ``CenterThenAscent`` are the relatives' (ASAM, ESAM2, RSAM,
-PGN).
+PGN). Those that work in one method alone, having settings or a number of samples that no other has, name it in
+``only_for``.
 """
 
 from tiltsam.samplers.ascent import AdaptiveAscent, Ascent, CenterThenAscent, LineSearch, RandomAscent

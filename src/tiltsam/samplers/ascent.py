@@ -85,6 +85,7 @@ class AdaptiveAscent(Stateless):
     tilted: ClassVar[bool] = True
     independent: ClassVar[bool] = True
     scale_free: ClassVar[bool] = True
+    only_for: ClassVar[str] = "ASAM"  # which has eta
 
     def sample(self, space: Space, index: int, state: None) -> tuple[Draw, None]:
         """Ascend from θ in the metric of the weights, evaluate."""
@@ -154,6 +155,7 @@ class RandomAscent(Stateless):
     tilted: ClassVar[bool] = True
     independent: ClassVar[bool] = True
     scale_free: ClassVar[bool] = False
+    only_for: ClassVar[str] = "RSAM"  # which has gamma and lam
 
     def sample(self, space: Space, index: int, state: None) -> tuple[Draw, None]:
         """Smooth by noise, ascend, evaluate."""
@@ -180,6 +182,7 @@ class CenterThenAscent:
     tilted: ClassVar[bool] = True
     independent: ClassVar[bool] = False
     scale_free: ClassVar[bool] = True
+    only_for: ClassVar[str] = "PGN"  # which takes two samples
 
     def begin(self, space: Space) -> None:
         """Nothing to share before θ is evaluated."""

@@ -21,7 +21,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from tiltsam.samplers.kernel import Draw
+from tiltsam.samplers.kernel import Draw, evaluated
 from tiltsam.space import Evaluation, Space, Spread, Vector
 
 __all__ = ["HMC"]
@@ -38,6 +38,7 @@ class HMC:
 
     Cost: ``1 + num_steps · num_proposals`` passes a sample. Memory: six vectors, whatever s. Consistent as
     ``num_proposals`` grows, for all but ``integrator="euler"``; at one proposal the start's distribution still shows.
+    At R = 0 there is nowhere to move: one pass a sample, at θ.
 
     Args:
         num_steps: N, drifts a proposal.
@@ -76,6 +77,12 @@ class HMC:
 
     def sample(self, space: Space, index: int, state: None) -> tuple[Draw, None]:
         """Start in the ball, propose, accept or go back."""
+        if not space.noisy:
+            space.go_home()
+            here = space.evaluate()
+            zero, one = torch.zeros_like(here.loss), torch.ones_like(here.loss)
+            calm = {"acceptance": one, "energy_error": zero, "divergence": zero}
+            return evaluated(here)._replace(info=calm), None
         position = space.vector("position")
         space.normal_(position, index)
         reach = Spread(radius=space.radius)
@@ -95,10 +102,9 @@ class HMC:
         old_gradient = space.save("old gradient", here.gradient)
         space.normal_(momentum, index)
         space.scale_(momentum, torch.full_like(space.radius, self.sigma))
-        energy = self._energy(space, here.loss, momentum)
-        there = self._integrate(space, here, position, momentum)
+        there, work = self._integrate(space, here, position, momentum)
         inside = (space.norm(position) <= space.radius) | (self.boundary == "reflect")  # a reflected path never leaves
-        error = self._energy(space, there.loss, momentum) - energy
+        error = work - space.delta * (there.loss - here.loss)
         accept = (space.uniform(index).log() < -error) & inside & there.finite  # NaN compares false: a rejection
         refuse = ~accept
         space.select_(position, old_position, refuse)
@@ -109,7 +115,7 @@ class HMC:
             torch.where(accept, there.loss, here.loss),
             there.gradient,
             torch.where(accept, there.norm, here.norm),
-            there.finite | refuse & here.finite,
+            accept | here.finite,
         )
         bounded = torch.where(error.isnan(), torch.inf, error)
         info = {
@@ -119,22 +125,34 @@ class HMC:
         }
         return chosen, info
 
-    def _integrate(self, space: Space, at: Evaluation, position: Vector, momentum: Vector) -> Evaluation:
-        """N steps from where ``at`` was taken; leaves the momentum that the acceptance test is to see."""
+    def _integrate(self, space: Space, at: Evaluation, position: Vector, momentum: Vector) -> tuple[Evaluation, Tensor]:
+        """N steps from where ``at`` was taken; leaves the momentum that the acceptance test is to see.
+
+        Returns the last evaluation and the work of all kicks. That is how much the kinetic energy has grown, for drifts
+        and bounces conserve it. Subtracting one kinetic energy from another would lose it: with ten million coordinates
+        each is 5e6, of which a float32 knows 0.5.
+        """
         half = 0.5 if self.integrator == "leapfrog" else 1.0
+        work = torch.zeros_like(at.loss)
         for i in range(self.num_steps):
-            self._kick(space, momentum, at.gradient, half if i == 0 else 1.0)
+            work = work + self._kick(space, momentum, at, half if i == 0 else 1.0)
             self._drift(space, position, momentum)
             at = _visit(space)
         if self.integrator != "euler":
-            self._kick(space, momentum, at.gradient, half)
-        return at
+            work = work + self._kick(space, momentum, at, half)
+        return at, work
 
-    def _kick(self, space: Space, momentum: Vector, gradient: Vector, fraction: float) -> None:
-        """``p <- p + fraction β δ ∇L``; a force that is not finite is no force (the move will be refused)."""
-        force = space.save("force", gradient)
-        space.keep_(force, space.norm(force).isfinite())
-        space.add_scaled_(momentum, force, space.delta * (fraction * self.step_size))
+    def _kick(self, space: Space, momentum: Vector, at: Evaluation, fraction: float) -> Tensor:
+        """``p <- p + c ∇L`` with ``c = fraction β δ``. Returns the work, ``(c p·∇L + c²‖∇L‖²/2)/σ²``.
+
+        Where ``at`` is not finite there is no force (a move that ends there will be refused).
+        """
+        force = space.save("force", at.gradient)
+        space.keep_(force, at.finite)
+        scale = space.delta * (fraction * self.step_size)
+        work = scale * (space.dot(momentum, force) + scale * at.norm.square() / 2) / self.sigma**2
+        space.add_scaled_(momentum, force, scale)
+        return work
 
     def _drift(self, space: Space, position: Vector, momentum: Vector) -> None:
         """``ε <- ε + β p/σ²``, turning at the sphere if the boundary reflects."""
@@ -144,9 +162,6 @@ class HMC:
         else:
             space.add_scaled_(position, space.save("force", momentum), time)
 
-    def _energy(self, space: Space, loss: Tensor, momentum: Vector) -> Tensor:
-        return space.norm(momentum).square() / (2 * self.sigma**2) - space.delta * loss
-
 
 def bounce(space: Space, position: Vector, momentum: Vector, time: Tensor) -> None:
     """Fly freely for ``time`` inside the ball, at velocity ``momentum``, reflected wherever the path meets the sphere.
@@ -154,12 +169,13 @@ def bounce(space: Space, position: Vector, momentum: Vector, time: Tensor) -> No
     A billiard in a ball stays in the plane of position and momentum, and all its chords after the first hit are alike:
     with incidence angle φ they have length ``2R cos φ`` and turn the point of impact by ``ψ = π − 2φ``. So any number
     of bounces is one linear map of (position, momentum), whose four entries are scalars. They are computed in float64:
-    in many dimensions paths graze the sphere, and there are many bounces to add up.
+    in many dimensions paths graze the sphere, and there are many bounces to add up. A position that rounding has put
+    outside counts as on the sphere.
     """
     x2, xp, p2 = (
         space.dot(x, y).double() for x, y in ((position, position), (position, momentum), (momentum, momentum))
     )
-    radius, time = space.radius.double(), time.double()
+    radius, time = torch.maximum(space.radius.double(), x2.sqrt()), time.double()
     speed = p2.sqrt().clamp_min(_TINY)
     exit_time = ((xp.square() + p2 * (radius.square() - x2)).clamp_min(0.0).sqrt() - xp) / speed.square()
     hit = exit_time < time

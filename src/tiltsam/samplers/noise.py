@@ -61,8 +61,8 @@ class Gaussian(Stateless):
     """ε ~ N(0, std² I) (naive sampling under Gaussian μ). One pass a sample; consistent as :class:`Uniform` is.
 
     Args:
-        std: Standard deviation of a coordinate; ``None`` means R/√d, whose typical length is R.
-        clip: Shorten draws longer than R to R. Then μ is no longer Gaussian, but ‖ε‖ ≤ R holds.
+        std: Standard deviation of a coordinate, whatever R; ``None`` means R/√d, whose typical length is R.
+        clip: Shorten draws longer than R to R. Then μ is no longer Gaussian, but ‖ε‖ ≤ R holds (at R = 0, ε = 0).
     """
 
     std: float | None = None
@@ -77,7 +77,8 @@ class Gaussian(Stateless):
 
     def move(self, space: Space, index: int) -> None:
         """``point <- θ + δ``."""
-        if self.std == 0 or not space.noisy:
+        bound_by_radius = self.std is None or self.clip
+        if self.std == 0 or (bound_by_radius and not space.noisy):
             space.go_home()
             return
         std = space.radius / space.dim**0.5 if self.std is None else torch.full_like(space.radius, self.std)

@@ -46,3 +46,22 @@ def test_toys_prints_tables_and_draws(tmp_path, capsys, monkeypatch):
     out = capsys.readouterr().out
     assert "1.4450" in out
     assert "uniform" in out
+
+
+def test_an_interrupted_run_says_how_it_goes_on(tmp_path, capsys, monkeypatch):
+    import tiltsam.lab.train as training
+
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(training, "train", interrupt)
+    assert main(["train", "digits", "--out", str(tmp_path)]) == 130
+    assert "goes on from the last checkpoint, or begins anew where there is none" in capsys.readouterr().err
+
+
+def test_a_setting_that_the_method_does_not_have_is_told(tmp_path, capsys):
+    small = ["train", "digits", "--epochs", "0.1", "--out", str(tmp_path)]
+    assert main([*small, "--method", "erm", "--rho", "0.4", "--t", "1"]) == 0
+    assert capsys.readouterr().err == "tiltsam train: erm has no rho, t: left out\n"
+    assert main([*small, "--method", "esam1", "--rho", "0.4", "--num-samples", "2"]) == 0
+    assert not capsys.readouterr().err

@@ -39,6 +39,12 @@ def test_order_and_augmentation_follow_from_seed_and_epoch():
         assert not torch.equal(one[0][1], other[0][1])
 
 
+def test_any_seed_has_batches_of_its_own():
+    batches = Batches(pictures(), 16)
+    last, before = (collect(batches, seed, 7)[0][1] for seed in (2**63 - 1, 2**63 - 2))
+    assert not torch.equal(last, before)
+
+
 @pytest.mark.parametrize("at_once", [1, 16 * 192, 2 * 16 * 192, 3 * 16 * 192 + 7, 1 << 24])
 def test_what_is_prepared_at_once_makes_no_other_batches(at_once, monkeypatch):
     expected = collect(Batches(pictures(), 16))

@@ -173,6 +173,16 @@ def test_wrong_arrays_are_refused(tmp_path, arrays, message):
         load(f"npz:{tmp_path / 'a.npz'}")
 
 
+def test_classes_saved_as_floats_are_told(tmp_path):
+    x, path = np.zeros((60, 2)), tmp_path / "a.npz"
+    np.savez(path, x=x, y=np.arange(60) % 3 / 1)
+    with pytest.warns(UserWarning, match=r"a.npz: y is float: a regression; save integers for classes"):
+        assert load(f"npz:{path}").num_classes == 1
+    for y in (np.arange(60) / 1, np.arange(60) % 3 / 2):  # numbers to predict
+        np.savez(path, x=x, y=y)
+        load(f"npz:{path}")
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -197,6 +207,8 @@ def test_wrong_folders_are_refused(tmp_path):
             load(name)
     with pytest.raises(DataError, match=r"train.csv .* is missing"):
         load(f"text:{tmp_path}")
+    with pytest.raises(DataError, match="is missing: write it with numpy"):
+        load(f"npz:{tmp_path}")
     with pytest.raises(DataError, match="holds 0 classes"):
         load(f"images:{tmp_path}")
     (tmp_path / "empty").mkdir()

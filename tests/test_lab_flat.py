@@ -1,17 +1,22 @@
 """The command ``tiltsam sharpness`` on runs of the lab."""
 
 import json
+import shutil
 from dataclasses import replace
 
 import pytest
+import torch
 
 from tiltsam.cli import main
 from tiltsam.flatness.comparison import Plan
+from tiltsam.flatness.figures import plot_slices
+from tiltsam.lab import flat as lab_flat
 from tiltsam.lab.config import ConfigError, TrainConfig
 from tiltsam.lab.flat import find_runs, measure_runs
 from tiltsam.lab.record import Record, RecordError
 from tiltsam.lab.report import write_report
 from tiltsam.lab.train import train
+from tiltsam.landscape import Slice1D
 
 QUICK = Plan(
     std=(0.01,), num_samples=4, num_ascent_steps=1, num_eigenvalues=1, num_trace_samples=2, num_density_probes=0
@@ -27,14 +32,29 @@ def runs(tmp_path_factory):
     return out
 
 
+@pytest.fixture
+def copied(runs, tmp_path):
+    """The same runs, not measured yet."""
+    return shutil.copytree(runs, tmp_path / "runs", ignore=shutil.ignore_patterns("flatness.json"))
+
+
+def flats_of(runs, **options):
+    """What is measured, in the order of the runs."""
+    found = {flat.name: flat for flat, _ in measure_runs(runs, plan=QUICK, **options)}
+    return [found[name] for name in runs]
+
+
+def sharpness_of(folder, *more):
+    return main(["sharpness", str(folder), "--examples", "40", "--samples", "2", "--no-figures", *more])
+
+
 def test_measures_every_run_on_the_same_examples(runs):
     found = find_runs([runs])
     assert list(found) == ["erm seed 0", "sam seed 0"]
-    flats = measure_runs(found, examples=200, plan=QUICK)
-    assert [flat.name for flat in flats] == list(found)
-    again = measure_runs(find_runs([record.folder for record in found.values()]), examples=200, plan=QUICK)
+    flats = flats_of(found, examples=200)
+    again = flats_of(find_runs([record.folder for record in found.values()]), examples=200)
     assert [flat.loss for flat in flats] == [flat.loss for flat in again]
-    other = measure_runs(found, split="test", examples=200, plan=QUICK)
+    other = flats_of(found, split="test", examples=200)
     assert other[0].loss != flats[0].loss
 
 
@@ -44,9 +64,9 @@ def test_a_run_is_measured_with_the_labels_it_was_trained_on(tmp_path):
         config = TrainConfig(method="erm", epochs=40, batch_size=128, seed=seed)
         train(config, Record.of(tmp_path, config))
     found = find_runs([tmp_path])
-    together = measure_runs(found, plan=QUICK)
+    together = flats_of(found)
     for name, flat in zip(found, together, strict=True):
-        (apart,) = measure_runs({name: found[name]}, plan=QUICK)
+        (apart,) = flats_of({name: found[name]})
         assert flat.loss == apart.loss
     assert abs(together[0].loss - together[1].loss) < 0.2
 
@@ -64,12 +84,90 @@ def test_the_command_prints_a_table_and_draws(runs, tmp_path, capsys):
         "spectrum.png",
     ]
     saved = json.loads((folder / "flatness.json").read_text())
-    assert saved["about"] == {"task": "digits", "split": "train", "examples": 60}
+    on = {"task": "digits", "split": "train", "examples": 60}
+    assert saved["about"] == on | {"num_samples": 3, "t": 1.0, "rho": 0.05, "adaptive_rho": 0.5}
     assert len(saved["neighborhood"]["std"]) == len(saved["neighborhood"]["variance_error"]) == 9
     assert f"{saved['eigenvalues']['values'][0]:.4g}"[:3] in out
     assert [line["label"] for line in saved["slices"]] == ["random direction", "top eigenvector"]
     report = write_report([folder], tmp_path / "report", figures=False)
     assert "on 60 train examples of digits" in report.page.read_text()
+    assert "largest rise within a radius of 0.05 (adaptive: 0.5)" in report.page.read_text()
+
+
+def test_a_run_is_saved_before_the_next_is_measured(copied, monkeypatch, capsys):
+    loaded = []
+
+    def load(record, data):
+        if loaded:
+            raise KeyboardInterrupt
+        loaded.append(record.folder)
+        return train_model(record, data)
+
+    train_model = lab_flat.load_model
+    monkeypatch.setattr(lab_flat, "load_model", load)
+    assert sharpness_of(copied) == 130
+    assert [path.parent for path in copied.rglob("flatness.json")] == loaded
+
+
+def test_runs_that_cannot_be_measured_are_left_out(copied, tmp_path, capsys):
+    good = next(copied.rglob("erm-*/seed-0"))
+    for name in ("unfinished", "damaged", "torn"):
+        (copied / name).mkdir()
+    for name in ("unfinished", "torn"):
+        config = json.loads((good / "config.json").read_text()) | {"seed": len(name)}
+        (copied / name / "config.json").write_text(json.dumps(config))
+    (copied / "damaged" / "config.json").write_text("[]")
+    (copied / "torn" / "model.safetensors").write_bytes((good / "model.safetensors").read_bytes()[:1000])
+    shutil.rmtree(next(copied.rglob("sam-*")))
+    assert sharpness_of(copied) == 0
+    out = capsys.readouterr().out
+    lines = [line for line in out.splitlines() if line.startswith("left out: ")]
+    assert sorted(line.split()[2].removesuffix(":") for line in lines) == [
+        str(copied / "damaged" / "config.json"),
+        str(copied / "torn"),
+        str(copied / "unfinished"),
+    ]
+    assert "holds no model yet" in out
+    assert [path.parent for path in copied.rglob("flatness.json")] == [good]
+    shutil.rmtree(good)
+    assert sharpness_of(copied) == 2
+    assert "no run is left" in capsys.readouterr().err
+    with pytest.raises(RecordError, match="is damaged"):
+        find_runs([copied])
+    with pytest.raises(RecordError, match="no model yet"):
+        list(measure_runs({"it": Record(copied / "unfinished")}, plan=QUICK))
+
+
+def test_what_was_measured_is_told_not_what_was_asked_for(runs):
+    found = dict(list(find_runs([runs]).items())[:1])
+    ((_, about),) = measure_runs(found, examples=5000, plan=QUICK)
+    assert about["examples"] == 1078
+    ((_, about),) = measure_runs(found, examples=5000, split="test", plan=replace(QUICK, num_ascent_steps=0))
+    assert about == {"task": "digits", "split": "test", "examples": 599, "num_samples": 4, "t": 1.0}
+
+
+def test_names_tell_runs_apart(tmp_path):
+    configs = [TrainConfig(method="sam", rho=rho, seed=seed) for rho in (0.05, 0.2) for seed in (0, 1)]
+    for config in (*configs, TrainConfig(method="erm")):
+        Record.of(tmp_path / "a", config).begin(config, torch.device("cpu"))
+    names = ["erm seed 0", *(f"sam rho={rho} seed {seed}" for rho in (0.05, 0.2) for seed in (0, 1))]
+    found = find_runs([tmp_path])
+    assert list(found) == names
+    assert all(found[name].config() == config for name, config in zip(names[1:], configs, strict=True))
+    Record.of(tmp_path / "b", configs[0]).begin(configs[0], torch.device("cpu"))  # the same once more
+    again = find_runs([tmp_path])
+    assert len(again) == 6
+    assert {name.partition(" in ")[0] for name in again} == set(names)
+
+
+def test_the_first_line_of_each_method_is_solid():
+    line = Slice1D(torch.tensor([0.0, 1.0]), torch.tensor([0.0, 1.0]))
+    names = ["erm seed 0", "erm seed 1", "sam seed 0", "sam seed 1", "mine", "yours"]
+    drawn = plot_slices(dict.fromkeys(names, line)).get_lines()
+    styles = [x._unscaled_dash_pattern for x in drawn]
+    assert styles[0] == styles[2]
+    assert styles[1] == styles[3] != styles[0]
+    assert styles[4] != styles[5]
 
 
 def test_mistakes(runs, tmp_path, capsys):
@@ -80,6 +178,6 @@ def test_mistakes(runs, tmp_path, capsys):
     assert main(["sharpness", str(runs), "--samples", "1", "--no-figures"]) == 2
     assert "--samples at least 2" in capsys.readouterr().err
     other = replace(TrainConfig(method="erm", epochs=1), task="npz:elsewhere.npz")
-    Record.of(tmp_path, other).begin(other, __import__("torch").device("cpu"))
+    Record.of(tmp_path, other).begin(other, torch.device("cpu"))
     with pytest.raises(ConfigError, match="several tasks"):
-        measure_runs(find_runs([runs, tmp_path]))
+        list(measure_runs(find_runs([runs, tmp_path])))

@@ -191,6 +191,7 @@ def test_passes_a_step():
     assert passes("tsam", num_samples=10, sampler="uniform") == 10
     assert passes("sam", every=4) == 1.25
     assert passes("sam", ascent_fraction=0.25) == 1.25
+    assert passes("tsam", num_samples=4, split=True) == passes("sam", split=True) == 2
 
 
 def test_published_sizes_give_the_steps():
@@ -240,6 +241,46 @@ def test_what_is_missing_is_not_run_and_the_rest_is(here, narrow, tmp_path, caps
     assert second.rows[1][-1] == "0 of 1"
     with pytest.raises(DataError, match="wnids"):
         reproduce(Plan(find_recipe("images/tiny-resnet18"), 1, 0.01), tmp_path / "runs", root=tmp_path / "none")
+
+
+def test_what_is_missing_everywhere_is_said_once(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["reproduce", "samples", "--data-root", "nowhere", "--device", "cpu"]) == 2
+    said = capsys.readouterr()
+    columns = find_recipe("samples").columns
+    assert (said.out + said.err).count(" is missing") == len(columns)
+    assert "no column of samples was run" in said.err
+
+
+def test_other_data_than_the_papers_is_told(here, narrow, tmp_path, capsys, monkeypatch):
+    run = ["reproduce", "images/dtd-wrn", "--scale", "0.01", "--seeds", "1", "--methods", "erm"]
+    run += ["--data-root", str(here / "data"), "--out", str(tmp_path), "--device", "cpu"]
+    told = "dtd-wrn: not the paper's data: 2 classes of 47, 6 training examples of 1,880"
+    assert main(run) == 0
+    out = capsys.readouterr().out
+    assert out.index("| ERM") < out.index(told)
+    numbers = json.loads((tmp_path / "reproduced" / "images-dtd-wrn" / "numbers.json").read_text())
+    assert numbers["data"] == {"dtd-wrn": told.removeprefix("dtd-wrn: ")}
+    monkeypatch.setattr(measures, "load_data", None)  # would fail if called: it is remembered beside the run
+    assert main(run) == 0
+    assert told in capsys.readouterr().out
+
+
+def test_the_papers_data_is_known_by_its_size():
+    dtd, rte = column_config("dtd-wrn", "erm"), column_config("rte", "erm")
+    assert cost.other_data(dtd, {"classes": 47, "examples": 1_880}) == ""
+    assert cost.other_data(dtd, {"classes": 47, "examples": 400}).endswith("data: 400 training examples of 1,880")
+    assert cost.other_data(rte, {"classes": 2, "examples": 2_241}) == ""
+    assert "2,240 training examples of 2,241" in cost.other_data(rte, {"classes": 2, "examples": 2_240})
+
+
+def test_runs_whose_data_is_gone_are_shown_with_a_word(here, narrow, tmp_path, two):
+    plan = Plan(find_recipe("images/dtd-wrn").only(methods=["erm"]), 1, 0.01, "cpu")
+    outcome = reproduce(plan, **two)
+    (record,) = outcome.records(plan.recipe.cells[0])
+    (record.folder / "reproduced.json").unlink()
+    again = reproduce(plan, two["out"], root=tmp_path / "nowhere")
+    assert "not known whether this is the paper's data" in again.data["dtd-wrn"]
 
 
 def test_losses_are_those_of_the_objectives_and_remembered(here, narrow, two, monkeypatch):

@@ -14,7 +14,7 @@ from tiltsam.lab.report import write_report
 from tiltsam.lab.report.figures import flatness_figures, task_figures
 from tiltsam.lab.report.runs import read_runs
 from tiltsam.lab.report.settings import Mean, arrange, best_of, mean_of
-from tiltsam.lab.report.tables import _number, comparable, overview_table, results_table, runs_table
+from tiltsam.lab.report.tables import _number, comparable, flatness_table, overview_table, results_table, runs_table
 from tiltsam.lab.report.writing import latex_table, markdown_table
 from tiltsam.palette import METHOD_COLORS
 
@@ -42,13 +42,13 @@ def test_a_damaged_line_is_named_and_the_rest_is_read(tmp_path):
     assert [p.where for p in report.problems] == [p.where for p in reading.problems]
 
 
-def test_the_last_line_of_an_epoch_counts_and_half_a_line_at_the_end_is_told(tmp_path):
+def test_an_epoch_begun_again_voids_later_ones_and_half_a_line_at_the_end_is_told(tmp_path):
     folder = write_run(tmp_path, finished=False)
     with open(folder / "metrics.jsonl", "a") as file:
         file.write(json.dumps(rows(6)[3] | {"train_loss": 9.0}) + "\n" + '{"epoch": 5, "tr')
     reading = read_runs([tmp_path])
     (run,) = reading.runs
-    assert [row["epoch"] for row in run.rows] == [1, 2, 3, 4, 5, 6]
+    assert [row["epoch"] for row in run.rows] == [1, 2, 3, 4]
     assert run.rows[3]["train_loss"] == 9.0
     assert "line 8" in reading.problems[0].where
 
@@ -247,6 +247,35 @@ def test_flatness_is_compared_on_the_same_examples_only(tmp_path):
     measured = [json.loads((run.folder / "flatness.json").read_text()) for run in settings[0].runs]
     assert erm.y == pytest.approx([statistics.fmean(m["eigenvalues"]["values"][k] for m in measured) for k in range(3)])
     assert figures["noise-mean"].series[0].x == [0.005, 0.01, 0.1]
+
+
+def test_the_flatness_table_shows_rises_and_calls_no_loss_the_best(tmp_path):
+    """Of two models the one with the lower loss is the sharper one."""
+    about = {"task": "digits", "split": "train", "examples": 300, "num_samples": 50}
+    for seed in range(2):
+        for method, loss, rise in (("erm", 0.01, 0.2), ("sam", 0.3, 0.02)):
+            around = {"std": [0.01], "mean": [loss + rise + 0.001 * seed], "variance": [rise]}
+            measured = {"about": about, "loss": loss, "neighborhood": around, "worst_case": {"value": rise}}
+            write_run(tmp_path, flatness=measured, method=method, seed=seed)
+    (task,) = arrange(read_runs([tmp_path]))
+    table = flatness_table(comparable(task)[0], task)
+    columns = {heading: [row[k] for row in table.rows] for k, heading in enumerate(table.headings)}
+    assert [cell.value for cell in columns["loss"]] == [0.01, 0.3]
+    assert [cell.best for cell in columns["loss"]] == [False, False]
+    assert [cell.value for cell in columns["mean rise at 0.01"]] == pytest.approx([0.2005, 0.0205])
+    assert [cell.best for cell in columns["mean rise at 0.01"]] == [False, True]
+    assert "largest rise nearby" in table.caption  # the radius is not in these records
+
+
+def test_more_draws_do_not_make_other_examples(tmp_path):
+    for seed, more in enumerate([{"num_samples": 50}, {"num_samples": 500, "rho": 0.1}, {}]):
+        measured = flatness()
+        measured["about"] |= more
+        write_run(tmp_path, flatness=measured, seed=seed)
+    (task,) = arrange(read_runs([tmp_path]))
+    settings, problems = comparable(task)
+    assert not problems
+    assert "largest rise within a radius of 0.1;" in flatness_table(settings, task).caption
 
 
 def test_odd_measurements_do_no_harm(tmp_path):

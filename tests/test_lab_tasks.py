@@ -1,6 +1,7 @@
 """Every task, from small files in its authors' layout; one's own data; noise and splits."""
 
 import gzip
+import hashlib
 import warnings
 
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 from lab_files import check, cifar, dtd, fashion, glue, picture, rows, tiny
-from tiltsam.lab import text
+from tiltsam.lab import own, text
 from tiltsam.lab.errors import DataError
 from tiltsam.lab.splits import noisy_labels, split_at_random
 from tiltsam.lab.tables import GLUE
@@ -208,6 +209,36 @@ def test_own_arrays(tmp_path, shape, dtype, wanted):
     assert data.num_classes == 1
     with pytest.raises(DataError, match="label noise does not apply"):
         load(f"npz:{tmp_path / 'values.npz'}", noise=0.1)
+
+
+def test_a_fingerprint_tells_ones_own_data_from_edited_ones(tmp_path):
+    np.savez(tmp_path / "a.npz", x=np.zeros((9, 2)), y=np.arange(9))
+    (tmp_path / "text").mkdir()
+    for name in ("train", "test"):
+        (tmp_path / "text" / f"{name}.csv").write_text("text,label\na,x\nb,y\n")
+    for name in ("one", "two"):
+        (tmp_path / "images" / name).mkdir(parents=True)
+        (tmp_path / "images" / name / "0.png").write_bytes(b"0000")
+    names = [f"npz:{tmp_path / 'a.npz'}", f"text:{tmp_path / 'text'}", f"images:{tmp_path / 'images'}"]
+    before = [own.fingerprint(name) for name in names]
+    (tmp_path / "images" / "notes.txt").write_text("no image")
+    assert [own.fingerprint(name) for name in names] == before
+    assert load(names[0]).fingerprint == before[0]
+    np.savez(tmp_path / "a.npz", x=np.ones((9, 2)), y=np.arange(9))
+    (tmp_path / "text" / "test.csv").write_text("text,label\na,x\nb,x\n")
+    (tmp_path / "images" / "one" / "0.png").rename(tmp_path / "images" / "one" / "1.png")
+    for name, old in zip(names, before, strict=True):
+        assert own.fingerprint(name) not in ("", old)
+    assert own.fingerprint("digits") == own.fingerprint(f"npz:{tmp_path / 'no.npz'}") == ""
+    assert load("digits").fingerprint == ""
+
+
+def test_a_file_is_read_for_its_fingerprint_once(tmp_path, monkeypatch):
+    path = tmp_path / "a.npz"
+    np.savez(path, x=np.zeros((9, 2)), y=np.arange(9))
+    own.fingerprint(f"npz:{path}")
+    monkeypatch.setattr(hashlib, "file_digest", lambda *_: pytest.fail("read again"))
+    own.fingerprint(f"npz:{path}")
 
 
 # --- noise and splits ---

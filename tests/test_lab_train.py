@@ -5,8 +5,11 @@ import random
 import time
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
+import numpy as np
 import pytest
+import safetensors.torch
 import torch
 
 from lab_processes import files_named, start
@@ -15,6 +18,8 @@ from tiltsam.lab.batches import Batches
 from tiltsam.lab.compare import compare, format_rows, summarise
 from tiltsam.lab.config import METHOD_SETTINGS, ConfigError, TrainConfig, field_docs
 from tiltsam.lab.record import Record, RecordError, _is_at
+from tiltsam.lab.report.runs import read_runs
+from tiltsam.lab.tensorboard import Board
 from tiltsam.lab.train import Run, TrainError, load_data, load_model, train
 
 SMALL = TrainConfig(epochs=2, batch_size=128, num_samples=2, num_points=2)
@@ -63,6 +68,14 @@ def test_budgets(tmp_path):
     seconds = replace(SMALL, method="sam", epochs=1e6, seconds=0.5)
     result = train(seconds, Record(tmp_path / "seconds"))
     assert 0.4 < result["seconds"] < 3
+
+
+@pytest.mark.parametrize("schedule", ["constant", "linear"])
+def test_a_budget_that_is_over_at_once_still_takes_a_step(schedule, tmp_path):
+    result = train(replace(SMALL, method="erm", seconds=1e-6, schedule=schedule), Record(tmp_path))
+    assert result["steps"] == 1
+    assert result["train_loss"] > 0
+    assert result["lr"] == SMALL.lr
 
 
 @pytest.mark.parametrize("schedule", ["constant", "step", "cosine", "linear"])
@@ -170,6 +183,20 @@ def test_ascents_on_part_of_a_batch_cost_that_part(tmp_path):
     assert budget["passes"] == pytest.approx(4 * 1.25 * result["steps"])  # what tsam with four samples would have spent
 
 
+def test_samples_that_share_the_batch_out_cost_one(tmp_path):
+    config = replace(SMALL, method="tsam", epochs=1, num_samples=4, split=True)
+    parts, whole = Record(tmp_path / "parts"), Record(tmp_path / "whole")
+    result = train(config, parts)
+    assert result["passes"] == pytest.approx(2 * result["steps"])
+    train(replace(config, split=False), whole)
+    assert not same(weights(parts), weights(whole))
+    for other in ({"share_ascent": True}, {"ascent_fraction": 0.5}, {"every": 2}):
+        with pytest.raises(ConfigError, match="split goes with neither"):
+            replace(config, **other)
+    with pytest.raises(ConfigError, match=r"a pass sees 1 of \d+ training examples"):
+        train(replace(config, batch_size=4), Record(tmp_path / "small"))
+
+
 def test_a_compiled_model_trains_alike(tmp_path, monkeypatch):
     compiled = []
 
@@ -262,12 +289,36 @@ def test_a_half_written_line_of_metrics_is_named_and_passed_over(tmp_path):
     assert damaged == [2]
 
 
+def test_what_an_attempt_wrote_that_was_killed_does_not_count(tmp_path):
+    """It was ahead of the one that finished: of its later epochs none may stay."""
+    for epoch in (1, 2, 3, 4):
+        Record(tmp_path).log(epoch=epoch, steps=10 * epoch, train_loss=1.0)
+    for epoch in (2, 2.5):
+        Record(tmp_path).log(epoch=epoch, steps=10 * epoch, train_loss=0.5)
+    rows, damaged = Record(tmp_path).metrics()
+    assert [(row["epoch"], row["train_loss"]) for row in rows] == [(1, 1.0), (2, 0.5), (2.5, 0.5)]
+    assert not damaged
+    (tmp_path / "config.json").write_text("{}")
+    (run,) = read_runs([tmp_path]).runs
+    assert run.rows == rows
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 6
+    pytest.importorskip("tensorboard")
+    board, writer = Board(Record(tmp_path)), Mock()
+    board._open = lambda *_, **__: writer
+    board.update()
+    assert [call.args for call in writer.add_scalar.call_args_list] == [
+        ("train/loss", row["train_loss"], row["steps"]) for row in rows
+    ]
+
+
 def test_a_diverging_run_is_told_and_the_others_go_on(tmp_path, capsys):
     bad = ["compare", "digits", "--methods", "erm", "--seeds", "1", "--out", str(tmp_path), "--epochs", "2"]
-    assert main([*bad, "--lr", "1e30"]) == 0
-    out = capsys.readouterr().out
-    assert "the loss is not finite in epoch 1 of erm, seed 0" in out
-    assert "1 diverged" in out
+    assert main([*bad, "--lr", "1e30"]) == 2
+    told = capsys.readouterr()
+    assert "the loss is not finite in epoch 1 of erm, seed 0" in told.out
+    assert "1 diverged" in told.out
+    assert "1 seed," in told.out
+    assert "no run has a result" in told.err
     with pytest.raises(TrainError, match="lower lr or rho"):
         train(replace(SMALL, method="erm", lr=1e30), Record(tmp_path / "again"))
 
@@ -316,6 +367,13 @@ def test_a_run_that_is_held_is_refused(tmp_path, capsys):
         (["train", "digits", "--rho", "-1"], "rho must be a finite number >= 0, got -1.0"),
         (["train", "digits", "--validation", "1.5"], "validation must be in [0, 1), got 1.5"),
         (["train", "digits", "--device", "gpu"], "unknown device 'gpu'"),
+        (["train", "digits", "--device", "meta"], "device 'meta' is not available"),
+        (["train", "digits", "--batch-size", "1"], "BatchNorm needs more than one example"),
+        (["train", "digits", "--validation", "0.999"], "1 of 1 training examples"),
+        (["train", "digits", "--batch-size", "4", "--ascent-fraction", "0.25"], "more than one example"),
+        (["train", "digits", "--seed", str(2**63)], f"seed must be in [0, 2^63), got {2**63}"),
+        (["train", "digits", "--seed", "-1"], "seed must be in [0, 2^63), got -1"),
+        (["train", "digits", "--epochs", "inf"], "epochs, passes or seconds must be finite"),
         (["train", "cifar100", "--data-root", "/nonexistent"], "/nonexistent"),
         (["compare", "digits", "--seeds", "0"], "--seeds must be at least 1, got 0"),
     ],
@@ -326,6 +384,64 @@ def test_mistakes_are_one_line_and_exit_2(arguments, says, tmp_path, capsys):
     error = capsys.readouterr().err.strip()
     assert says in error
     assert len(error.splitlines()) == 1
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(torch.backends.mps.is_available(), reason="there is one")
+def test_a_device_that_is_not_there(tmp_path, capsys):
+    assert main(["train", "digits", "--device", "mps", "--out", str(tmp_path)]) == 2
+    assert "device 'mps' is not available here: use --device cpu" in capsys.readouterr().err
+
+
+def test_the_largest_seed_trains(tmp_path):
+    for method in ("tsam", "rsam"):
+        config = replace(SMALL, method=method, seed=2**63 - 1, epochs=0.1)
+        assert train(config, Record(tmp_path / method))["steps"] > 0
+
+
+def test_one_example_a_step_is_enough_where_a_channel_has_pixels(tmp_path):
+    np.savez(tmp_path / "a.npz", x=np.zeros((8, 1, 8, 8), np.uint8), y=np.arange(8) % 2)
+    config = TrainConfig(f"npz:{tmp_path / 'a.npz'}", "erm", "cnn", epochs=1, batch_size=1)
+    before = Run(config, Record(tmp_path / "run"), load_data(config)).model.state_dict()
+    assert all(int(x) == 0 for name, x in before.items() if name.endswith("num_batches_tracked"))
+    assert train(config, Record(tmp_path / "run"))["steps"] > 1
+
+
+def arrays(path: Path, shift: float) -> str:
+    rng = np.random.default_rng(0)
+    np.savez(path, x=rng.random((40, 3)) + shift, y=np.arange(40) % 2)
+    return f"npz:{path}"
+
+
+def test_a_result_of_other_data_is_not_reused(tmp_path, capsys):
+    task = arrays(tmp_path / "a.npz", 0.0)
+    command = ["compare", task, "--methods", "erm", "--epochs", "1", "--seeds", "1", "--out", str(tmp_path / "runs")]
+    assert main(command) == 0
+    assert main(command) == 0  # the same data, the same result
+    record = Record(next((tmp_path / "runs").rglob("config.json")).parent)
+    load_model(record, load_data(record.config()))
+    arrays(tmp_path / "a.npz", 1.0)
+    capsys.readouterr()
+    assert main(command) == 2
+    assert "changed since this run began: use another --out" in capsys.readouterr().err
+    with pytest.raises(RecordError, match="changed since this run began: use another --out"):
+        load_model(record, load_data(record.config()))
+    load_model(record, replace(load_data(record.config()), name="another task"))
+    (tmp_path / "a.npz").unlink()
+    assert main(command) == 0  # gone is not changed
+
+
+def test_training_does_not_go_on_with_other_data(tmp_path):
+    config = TrainConfig(arrays(tmp_path / "a.npz", 0.0), "erm", epochs=4)
+    record = Record(tmp_path / "run")
+    train(config, record, until=0.5)
+    arrays(tmp_path / "a.npz", 1.0)
+    with pytest.raises(RecordError, match="changed since this run began: use another --out"):
+        train(config, record)
+    kept = json.loads((record.folder / "environment.json").read_text())
+    del kept["data"]
+    (record.folder / "environment.json").write_text(json.dumps(kept))
+    assert train(config, record)["epoch"] == 4  # of a record without a fingerprint nothing is known
 
 
 def test_a_full_disk_loses_nothing(tmp_path, capsys, monkeypatch):
@@ -338,6 +454,27 @@ def test_a_full_disk_loses_nothing(tmp_path, capsys, monkeypatch):
     assert "No space left on device" in capsys.readouterr().err
     monkeypatch.undo()
     assert main(["train", "digits", "--epochs", "3", "--out", str(tmp_path)]) == 0
+
+
+def test_a_model_that_does_not_fit_on_the_disk_is_one_line(tmp_path, capsys, monkeypatch):
+    def full(tensors, path):
+        path.write_bytes(b"half a mod")
+        raise safetensors.SafetensorError("No space left on device")
+
+    monkeypatch.setattr(safetensors.torch, "save_file", full)
+    command = ["train", "digits", "--epochs", "0.1", "--method", "erm", "--out", str(tmp_path)]
+    assert main(command) == 2
+    error = capsys.readouterr().err
+    assert "model.safetensors: No space left on device" in error
+    assert len(error.splitlines()) == 1
+    assert not list(tmp_path.rglob(".*"))
+    monkeypatch.undo()
+    assert main(command) == 0
+
+
+def test_a_folder_that_cannot_be_made_is_told(capsys):
+    assert main(["train", "digits", "--epochs", "0.1", "--out", "/proc/tiltsam"]) == 2
+    assert "cannot write to /proc/tiltsam" in capsys.readouterr().err
 
 
 def test_where_nothing_was_trained_nothing_is_left(tmp_path, capsys):

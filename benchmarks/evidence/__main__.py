@@ -216,8 +216,7 @@ def flat(
             for label, record in _winners(study, out, rates, labels or list(study.trials), seed).items()
             if not (record.folder / "flatness.json").exists()
         }
-        about = {"task": study.base.task, "split": "train", "examples": 1000}
-        for found in measure_runs(runs, examples=1000, root=root, plan=plan) if runs else ():
+        for found, about in measure_runs(runs, examples=1000, root=root, plan=plan):
             save_flatness(runs[found.name], found, about)
             print(f"{found.name} seed {seed}: loss {float(found.loss):.4f}", flush=True)
 

@@ -213,8 +213,46 @@ DIGITS_FINE = replace(
     },
 )
 
-NOISY_CHEAPER = _cheaper(NOISY, _PAIRS, _RADII)
 DIGITS_CHEAPER = _cheaper(DIGITS, _SMALL_PAIRS, _SMALL_RADII)
+
+# ---------------------------------------------------------------- samples that share the batch out
+
+
+def _in_parts(number: int) -> dict[str, Any]:
+    """m-SAM: every part of the batch has an ascent of its own."""
+    return {"num_samples": number, "split": number > 1, "radius": 0.0, "t": 0.0}
+
+
+# The smaller the parts, the smaller the rho from which on training collapses.
+_LENGTHS = {
+    1: (0.6, 0.65, 0.7, 0.75),
+    2: (0.4, 0.45, 0.5, 0.55, 0.6),
+    4: (0.25, 0.3, 0.35, 0.4, 0.45),
+    8: (0.15, 0.2, 0.25, 0.3),
+}
+_QUARTERS = replace(_DIGITS_CENTER, **_in_parts(4), rho=0.35)
+DIGITS_SPLIT = Variants(
+    "digits-split",
+    {
+        f"rho at {number} parts: {rho:g}": replace(_DIGITS_CENTER, **_in_parts(number), rho=rho)
+        for number, lengths in _LENGTHS.items()
+        for rho in lengths
+    }
+    | {f"t at 4 parts: {t:g}": replace(_QUARTERS, t=t) for t in (0.0, 1.0, 5.0, 20.0)}
+    | {f"radius at 4 parts: {radius:g}": replace(_QUARTERS, radius=radius) for radius in (0.0, 2.0, 4.0)},
+    tuple(range(5)),
+    DIGITS.title,
+)
+
+NOISY_CHEAPER = replace(
+    NOISY,
+    name="noisy-cheaper",
+    trials={
+        "sam (ascent on 1/4)": _with_pairs("sam", _PAIRS, ascent_fraction=0.25),
+        "m-sam (2 parts)": _with_pairs("tsam", _PAIRS, **_in_parts(2)),
+        "m-sam (4 parts)": _with_pairs("tsam", _PAIRS, **_in_parts(4)),
+    },
+)
 
 _ALL: list[Study | Variants] = [
     NOISY,
@@ -225,5 +263,6 @@ _ALL: list[Study | Variants] = [
     DIGITS_ACTS,
     DIGITS_MAP,
     DIGITS_FINE,
+    DIGITS_SPLIT,
 ]
 STUDIES: dict[str, Study | Variants] = {study.name: study for study in _ALL}

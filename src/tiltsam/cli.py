@@ -61,7 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _mistake(args.command, f"{error.strerror or error}{where}")
     except KeyboardInterrupt:
         resumes = args.command in ("train", "compare", "reproduce")
-        more = "; the same command goes on from the last checkpoint" if resumes else ""
+        goes_on = "; the same command goes on from the last checkpoint, or begins anew where there is none"
+        more = goes_on if resumes else ""
         print(f"tiltsam {args.command}: interrupted{more}", file=sys.stderr)
         return 130
     return 0
@@ -185,7 +186,7 @@ def _known_mistakes() -> tuple[type[Exception], ...]:
 
 
 def _train(args: argparse.Namespace) -> None:
-    from tiltsam.lab.config import from_arguments
+    from tiltsam.lab.config import from_arguments, left_out
     from tiltsam.lab.record import Record
     from tiltsam.lab.screen import Screen
     from tiltsam.lab.tasks import find_task
@@ -200,6 +201,8 @@ def _train(args: argparse.Namespace) -> None:
         if not team.tell(mine):
             raise UserError(f"another process is training this run in {record.folder}")
         shown: dict[str, Any] = {}
+        if team.first and (others := left_out(args, config.method)):
+            print(f"tiltsam train: {config.method} has no {', '.join(others)}: left out", file=sys.stderr, flush=True)
         if team.first:
             screen = held.enter_context(Screen())
             report = partial(screen.report, config)
@@ -246,11 +249,14 @@ def _compare(args: argparse.Namespace) -> None:
             failed=lambda config, error: screen.say(f"{config.method} seed {config.seed}: {error}"),
         )
     first = cells[0]
-    print_table(f"{first.task}: {args.seeds} seeds, mean ± standard error", format_rows(rows))
+    seeds = "1 seed" if args.seeds == 1 else f"{args.seeds} seeds"
+    print_table(f"{first.task}: {seeds}, mean ± standard error", format_rows(rows))
     if first.reestimate_batchnorm:
         print("BatchNorm's statistics were estimated anew at the trained weights before each test.")
     print(f"runs: {args.out}")
     report([Record.of(args.out, first).folder.parents[1]])  # of all runs of the task
+    if not any(row.runs for row in rows):
+        raise UserError("no run has a result: all of them failed")
 
 
 def _sharpness(args: argparse.Namespace) -> None:
@@ -265,10 +271,15 @@ def _sharpness(args: argparse.Namespace) -> None:
         raise UserError(
             f"--examples must be at least 1 and --samples at least 2, got {args.examples} and {args.samples}"
         )
-    runs = find_runs(args.runs)
+
+    def left_out(why: str) -> None:
+        print(f"left out: {why}", flush=True)
+
+    runs = find_runs(args.runs, left_out=left_out)
     plan = Plan(num_samples=args.samples, t=args.t)
+    measured = {}
     with Bars() as bars:
-        flats = measure_runs(
+        for flat, about in measure_runs(
             runs,
             task=args.task,
             split=args.split,
@@ -277,12 +288,14 @@ def _sharpness(args: argparse.Namespace) -> None:
             root=args.data_root,
             plan=plan,
             progress=bars,
-        )
+            left_out=left_out,
+        ):
+            save_flatness(runs[flat.name], flat, about)  # at once: the next may take as long again
+            measured[flat.name] = flat
+    if not measured:
+        raise UserError("no run is left that can be measured")
+    flats = [measured[name] for name in runs if name in measured]
     print(format_table(table_rows(flats)))
-    task = args.task or next(iter(runs.values())).config().task
-    about = {"task": task, "split": args.split, "examples": args.examples}
-    for record, flat in zip(runs.values(), flats, strict=True):
-        save_flatness(record, flat, about)
     print("saved as flatness.json in each run's folder: tiltsam report shows it")
     for path in () if args.no_figures else write_figures(flats, args.out):
         print(f"wrote {path}")

@@ -6,12 +6,14 @@ costs the host as much as one on a hundred batches. So many batches are prepared
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tiltsam.lab.augment import augment, normalise
+from tiltsam.lab.config import ConfigError
 from tiltsam.lab.data import Data, Split
 
 __all__ = ["Batches"]
@@ -41,6 +43,31 @@ class Batches:
         # By shapes alone: how the random choices are drawn must not depend on the machine.
         self._at_once = self.size * max(1, AT_ONCE // values)
 
+    @torch.no_grad()
+    def check(self, model: nn.Module, rows: int) -> None:
+        """Raise if BatchNorm would see a single value of a channel, which has no spread.
+
+        Args:
+            model: The model.
+            rows: The fewest examples that a pass sees.
+
+        Raises:
+            ConfigError: If these are too few.
+        """
+        if rows > 1 or not any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules()):
+            return
+        trial = copy.deepcopy(model).eval()
+        for layer in trial.modules():
+            if isinstance(layer, nn.modules.batchnorm._BatchNorm):
+                layer.train()
+        try:
+            trial(*self.inputs(self._data.train[slice(0, 1)]))
+        except ValueError:
+            raise ConfigError(
+                f"BatchNorm needs more than one example, and a pass sees {rows} of {len(self._data.train)} training "
+                "examples: raise batch_size, or choose a model without BatchNorm"
+            ) from None
+
     def epoch(self, seed: int, epoch: int) -> Iterator[tuple[Tensor, ...]]:
         """The batches of one epoch, inputs by name, then targets; their order and augmentation follow from the key."""
         train = self._data.train
@@ -64,4 +91,4 @@ class Batches:
 
 
 def _generator(device: torch.device | str, seed: int, epoch: int) -> torch.Generator:
-    return torch.Generator(device).manual_seed(1_000_003 * seed + epoch)
+    return torch.Generator(device).manual_seed((1_000_003 * seed + epoch) % 2**63)

@@ -7,6 +7,7 @@ import dataclasses
 import hashlib
 import inspect
 import json
+import math
 import textwrap
 import types
 import typing
@@ -17,7 +18,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import tiltsam
 
-__all__ = ["ConfigError", "TrainConfig", "add_arguments", "from_arguments"]
+__all__ = ["ConfigError", "TrainConfig", "add_arguments", "from_arguments", "left_out"]
 
 # The settings of each method, in the order its constructor takes them; ``esam1`` is SAM with TSAM's budget.
 METHOD_SETTINGS: dict[str, tuple[str, ...]] = {
@@ -39,6 +40,7 @@ METHOD_SETTINGS: dict[str, tuple[str, ...]] = {
         "ascent_steps",
         "t_schedule",
         "ascent_fraction",
+        "split",
     ),
 }
 
@@ -50,6 +52,7 @@ _SAYS_NOTHING: dict[str, Any] = {
     "compile": False,
     "evaluate_every": 1,
     "ascent_fraction": 1.0,
+    "split": False,
 }
 
 
@@ -120,6 +123,8 @@ class TrainConfig:
     """Ascents a sample of tsam, of rho/N each (the paper's N): s(N+1) passes a step."""
     ascent_fraction: float = 1.0
     """Share of a batch that the passes see which only point the way up: its first rows."""
+    split: bool = False
+    """Each sample of tsam sees a part of the batch of its own: s samples for two passes (with t 0, radius 0: m-SAM)."""
     every: int = 1
     """Look around at every k-th step only."""
     eta: float = 0.01
@@ -167,8 +172,14 @@ class TrainConfig:
             value = getattr(self, name)
             if value is not None and not low <= value < high:
                 raise ConfigError(f"{name} must be in [{low}, {high}), got {value}")
+        if math.isinf(min(limit for limit in (self.epochs, self.passes, self.seconds) if limit is not None)):
+            raise ConfigError("one of epochs, passes or seconds must be finite")
+        if not 0 <= self.seed < 2**63:
+            raise ConfigError(f"seed must be in [0, 2^63), got {self.seed}")
         if not 0 < self.ascent_fraction <= 1:
             raise ConfigError(f"ascent_fraction must be in (0, 1], got {self.ascent_fraction}")
+        if self.split and (self.share_ascent or self.ascent_fraction < 1 or self.every > 1):
+            raise ConfigError("split goes with neither share_ascent nor ascent_fraction nor every")
         if self.t_schedule != "constant" and self.delta is not None:
             raise ConfigError(f"delta goes with t, which the schedule {self.t_schedule!r} moves: leave it out")
         if self.ascent_steps > 1 and (self.sampler != "ascent" or self.share_ascent):
@@ -179,11 +190,21 @@ class TrainConfig:
         own = {name: getattr(self, name) for name in METHOD_SETTINGS[self.method]}
         if self.rho is None:
             own.pop("rho", None)
-        for name in ("t_schedule", "ascent_fraction"):  # the training loop's business
+        for name in ("t_schedule", "ascent_fraction", "split"):  # the training loop's business
             own.pop(name, None)
         if own.pop("ascent_steps", 1) > 1:
             own["sampler"] = tiltsam.samplers.Ascent(num_steps=self.ascent_steps)
         return own | {"every": self.every}
+
+    def smallest_share(self) -> float:
+        """The smallest share of a batch that a pass sees."""
+        if self.splits():
+            return 1 / self.num_samples
+        return self.ascent_fraction if "ascent_fraction" in METHOD_SETTINGS[self.method] else 1.0
+
+    def splits(self) -> bool:
+        """Whether the samples of a step share the batch out among them."""
+        return self.split and "split" in METHOD_SETTINGS[self.method]
 
     def constructor(self) -> Callable[..., tiltsam.SharpnessAware]:
         """The method's class; ``esam1`` is SAM, longer."""
@@ -192,9 +213,7 @@ class TrainConfig:
     def key(self) -> str:
         """A short name of everything but the seed: runs that differ in the seed alone are averaged."""
         body = {k: v for k, v in dataclasses.asdict(self).items() if k not in ("seed", "device")}
-        others = set().union(*METHOD_SETTINGS.values()) - set(METHOD_SETTINGS[self.method])
-        if self.method == "esam1":
-            others.discard("num_samples")
+        others = _settings_of_others(self.method)
         # Another method's settings make no other run, nor does 2 for 2.0, nor a field added later that says nothing.
         body = {k: v for k, v in body.items() if k not in others and (k not in _SAYS_NOTHING or v != _SAYS_NOTHING[k])}
         body = {k: float(v) if isinstance(v, int) else v for k, v in body.items()}
@@ -251,6 +270,18 @@ def from_arguments(args: Any, **fixed: Any) -> TrainConfig:
     """The config that the flags of :func:`add_arguments` ask for."""
     given = {f.name: getattr(args, f.name, None) for f in dataclasses.fields(TrainConfig)}
     return TrainConfig(**{name: value for name, value in given.items() if value is not None} | fixed)
+
+
+def left_out(args: Any, method: str) -> list[str]:
+    """The settings given by flags that belong to other methods alone."""
+    others = _settings_of_others(method)
+    return [f.name for f in dataclasses.fields(TrainConfig) if f.name in others and getattr(args, f.name) is not None]
+
+
+def _settings_of_others(method: str) -> set[str]:
+    """What another method has and this one does not."""
+    others = set().union(*METHOD_SETTINGS.values()) - set(METHOD_SETTINGS[method])
+    return others - {"num_samples"} if method == "esam1" else others
 
 
 def _plain(hint: Any) -> type:

@@ -52,6 +52,8 @@ class Data:
     """Likewise."""
     augment: tuple[str, ...] = ()
     """What training images go through: names of :data:`tiltsam.lab.augment.AUGMENTATIONS`."""
+    fingerprint: str = ""
+    """Of the files of one's own data as they were when read; empty for a published set."""
 
     def to(self, device: torch.device | str) -> Data:
         """The same on a device."""

@@ -31,6 +31,11 @@ def resolve_device(name: str) -> torch.device:
         raise ConfigError(f"unknown device {name!r}") from None
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ConfigError(f"no CUDA device {device.index or 0} is available: use --device cpu")
+    if device.type not in ("cpu", "cuda"):
+        try:
+            torch.zeros((), device=device).item()
+        except Exception:  # each kind has an error of its own
+            raise ConfigError(f"device {name!r} is not available here: use --device cpu") from None
     return device
 
 

@@ -8,41 +8,59 @@ from __future__ import annotations
 import json
 import math
 import os
+import textwrap
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from tiltsam.flatness.comparison import Flatness, Plan, compare
+from tiltsam.flatness.comparison import Flatness, Plan, measure
 from tiltsam.flatness.evaluation import Progress
 from tiltsam.flatness.objectives import CrossEntry, CrossTable, Objective, cross_objectives
 from tiltsam.lab.augment import normalise
 from tiltsam.lab.config import ConfigError, TrainConfig
 from tiltsam.lab.data import Data
 from tiltsam.lab.devices import resolve_device
-from tiltsam.lab.record import Record, folders_of_runs
+from tiltsam.lab.record import Record, RecordError, folders_of_runs
+from tiltsam.lab.report.runs import Reading, Run
+from tiltsam.lab.report.settings import arrange
 from tiltsam.lab.train import data_key, load_data, load_model
 
 __all__ = ["cross_runs", "find_runs", "measure_runs", "save_flatness"]
 
 
-def find_runs(paths: Sequence[Path]) -> dict[str, Record]:
-    """Runs by a name that tells them apart: the folders given, or all below them.
+# What a single run may be the cause of: it is unfinished, damaged, of another task's shape, too sharp for its dtype.
+_UNFIT = (RecordError, ConfigError, ValueError, RuntimeError, OSError)
+
+
+def find_runs(paths: Sequence[Path], *, left_out: Callable[[str], Any] | None = None) -> dict[str, Record]:
+    """Runs by a name that tells them apart, such as ``sam rho=0.2 seed 0``: the folders given, or all below them.
+
+    Args:
+        paths: The folders.
+        left_out: Told of each run that is damaged; without it such a run raises.
 
     Raises:
         RecordError: If a folder holds no run.
     """
-    found: dict[str, Record] = {}
+    runs = []
     for place in folders_of_runs(paths):
-        config = Record(place).config()
-        name = f"{config.method} seed {config.seed}"
-        while name in found:
-            name += "'"
-        found[name] = Record(place)
-    return found
+        try:
+            config = Record(place).config()
+        except _UNFIT as error:
+            if left_out is None:
+                raise
+            left_out(_why(place, error))
+        else:
+            runs.append(Run(place, asdict(config), [], None, ""))
+    settings = [setting for task in arrange(Reading(runs, [])) for setting in task.settings]
+    named = [(f"{setting.name} seed {run.seed}", run.folder) for setting in settings for run in setting.runs]
+    times = Counter(name for name, _ in named)  # of one config and seed there may be several records
+    return {name if times[name] == 1 else f"{name} in {place}": Record(place) for name, place in named}
 
 
 def measure_runs(
@@ -56,8 +74,9 @@ def measure_runs(
     root: Path | None = None,
     plan: Plan | None = None,
     progress: Callable[[str], Any] | None = None,
-) -> list[Flatness]:
-    """Measure every run's model on examples of one task, with the labels that it was trained on.
+    left_out: Callable[[str], Any] | None = None,
+) -> Iterator[tuple[Flatness, dict[str, Any]]]:
+    """Measure every run's model on examples of one task, with the labels that it was trained on, one after the other.
 
     Runs of one seed are measured on the same examples. Another seed means another validation split and, on a noisy
     task, other wrong labels, so its runs are measured on theirs.
@@ -72,12 +91,29 @@ def measure_runs(
         root: Where data sets lie.
         plan: What to measure.
         progress: ``progress("what is measured")`` gives a callback.
+        left_out: Told of each run that cannot be measured, and why; without it such a run raises.
+
+    Yields:
+        What was measured of a run, under its name, and on what: what :func:`save_flatness` takes. Runs of one seed come
+        together.
     """
-    flats: dict[str, Flatness] = {}
-    for data, models, where in _by_data(runs, task, device, root):
+    plan = Plan() if plan is None else plan
+    settings: dict[str, Any] = {"num_samples": plan.num_samples, "t": plan.t}
+    if plan.num_ascent_steps:
+        settings |= {"rho": plan.rho, "adaptive_rho": plan.adaptive_rho}
+    for data, names, where in _by_data(runs, task, device, root):
         batches = _batches(data, split, examples, batch_size, where)
-        flats |= {flat.name: flat for flat in compare(models, _loss_fn(data), batches, plan, progress=progress)}
-    return [flats[name] for name in runs]
+        measured_on = sum(len(targets) for _, targets in batches)
+        for name in names:
+            try:
+                model = load_model(runs[name], data).to(where)
+                flat = measure(name, model, _loss_fn(data), batches, plan, progress=progress)
+            except _UNFIT as error:
+                if left_out is None:
+                    raise
+                left_out(_why(runs[name].folder, error))
+            else:
+                yield flat, {"task": data.name, "split": split, "examples": measured_on, **settings}
 
 
 def cross_runs(
@@ -100,7 +136,8 @@ def cross_runs(
         progress: Called as ``progress(done, total)``.
     """
     entries: list[CrossEntry] = []
-    for data, models, where in _by_data(runs, None, device, root):
+    for data, names, where in _by_data(runs, None, device, root):
+        models = {name: load_model(runs[name], data).to(where) for name in names}
         splits = {
             split: _batches(data, split, len(getattr(data, split)), batch_size, where) for split in ("train", "test")
         }
@@ -110,8 +147,10 @@ def cross_runs(
 
 def _by_data(
     runs: dict[str, Record], task: str | None, device: str, root: Path | None
-) -> Iterator[tuple[Data, dict[str, nn.Module], torch.device]]:
-    """The runs that share a data set, one set after the other: the data, and their models on the device."""
+) -> Iterator[tuple[Data, list[str], torch.device]]:
+    """The runs that share a data set, one set after the other: the data, their names, and the device."""
+    if not runs:
+        return
     configs = {name: record.config() for name, record in runs.items()}
     tasks = {config.task for config in configs.values()} if task is None else {task}
     if len(tasks) > 1:
@@ -122,8 +161,13 @@ def _by_data(
     for name, config in configs.items():
         groups.setdefault(data_key(replace(config, task=task)), []).append(name)
     for key, names in groups.items():
-        data = load_data(key, root)
-        yield data, {name: load_model(runs[name], data).to(where) for name in names}, where
+        yield load_data(key, root), names, where
+
+
+def _why(place: Path, error: Exception) -> str:
+    """Why a run cannot be measured, in one line that names it."""
+    what = str(error) if isinstance(error, RecordError) else f"{place}: {error}"
+    return textwrap.shorten(what, 300)
 
 
 def save_flatness(record: Record, flat: Flatness, about: dict[str, Any]) -> Path:
@@ -132,7 +176,7 @@ def save_flatness(record: Record, flat: Flatness, about: dict[str, Any]) -> Path
     Args:
         record: The run.
         flat: What was measured of it.
-        about: What it was measured on: models measured on different examples cannot be compared.
+        about: What it was measured on, and how: models measured on different examples cannot be compared.
     """
     around, pairs, density, plane = flat.neighborhood, flat.eigenpairs, flat.density, flat.plane
     statistics = ("mean", "variance", "tilted_mean", "tilted_variance")

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
+import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from tiltsam.lab import readers
 from tiltsam.lab.data import Data, Split
@@ -14,16 +19,40 @@ from tiltsam.lab.errors import DataError
 from tiltsam.lab.splits import Request, assemble, encoded
 from tiltsam.lab.tables import Table, read_table
 
-__all__ = ["arrays", "image_folder", "sentences"]
+__all__ = ["arrays", "fingerprint", "image_folder", "sentences"]
 
 TEST_SHARE = 0.2  # of data that comes in one piece
+FEW = 20  # whole numbers, no more of which are likely names of classes
+
+
+def fingerprint(task: str) -> str:
+    """What tells one's own data from the same files once they are edited.
+
+    It is the digest of the bytes of arrays and tables. Of images, which may be many, it is that of names and sizes.
+
+    Args:
+        task: A task's name.
+
+    Returns:
+        Hexadecimal; empty for a published data set, and where there is nothing.
+    """
+    kind, _, name = task.partition(":")
+    path = Path(name).expanduser()
+    if not name or not path.exists():
+        return ""
+    if kind == "images":
+        classes = [readers.class_folders(part) for part in _image_parts(path)]
+        files = [file for part in classes for paths in part.values() for file in paths]
+        marks = [f"{file.relative_to(path)} {file.stat().st_size}" for file in files]
+    else:
+        parts = _table_parts(path) if kind == "text" else [path]
+        marks = [readers.file_digest(part) for part in parts if part.is_file()]
+    return hashlib.sha256(os.fsencode("\n".join(marks))).hexdigest()
 
 
 def image_folder(request: Request) -> Data:
     """A folder per class, or folders ``train`` and ``test`` of these."""
-    parts = [request.path]
-    if (request.path / "train").is_dir() and (request.path / "test").is_dir():
-        parts = [request.path / "train", request.path / "test"]
+    mark, parts = fingerprint(request.name), _image_parts(request.path)
     found = [readers.class_folders(part) for part in parts]
     number = {name: i for i, name in enumerate(found[0])}
     splits = []
@@ -37,15 +66,14 @@ def image_folder(request: Request) -> Data:
         splits.append(Split({"image": images}, torch.tensor(labels)))
     test = splits[1] if len(splits) == 2 else None
     # No flip: what is mirrored may be something else (letters, traffic signs).
-    return assemble(request, splits[0], test, len(number), test_share=TEST_SHARE, augment=("crop",))
+    data = assemble(request, splits[0], test, len(number), test_share=TEST_SHARE, augment=("crop",))
+    return replace(data, fingerprint=mark)
 
 
 def sentences(request: Request) -> Data:
     """A table with columns text, perhaps text2, and label or score; or a folder with one named train and one test."""
-    paths = [request.path]
-    if request.path.is_dir():
-        paths = [_table_in(request.path, "train"), _table_in(request.path, "test")]
-    read = [read_table(path) for path in paths]
+    mark = fingerprint(request.name)
+    read = [read_table(path) for path in _table_parts(request.path)]
     parts, scores = [table for table, _ in read], read[0][1]
     for table, is_score in read[1:]:
         if is_score != scores or (table.second is None) != (parts[0].second is None):
@@ -57,7 +85,7 @@ def sentences(request: Request) -> Data:
         classes = _class_names(parts[0])
         targets = [torch.tensor(part.classes(classes)) for part in parts]
     splits = encoded(request, parts, targets)
-    return assemble(
+    data = assemble(
         request,
         splits[0],
         splits[1] if len(splits) == 2 else None,
@@ -65,11 +93,12 @@ def sentences(request: Request) -> Data:
         test_share=TEST_SHARE,
         metrics=("pearson", "spearman") if scores else ("accuracy",),
     )
+    return replace(data, fingerprint=mark)
 
 
 def arrays(request: Request) -> Data:
     """``x`` and ``y``, or ``x_train``, ``y_train``, ``x_test``, ``y_test``, of images (uint8) or features (numbers)."""
-    found = readers.read_npz(request.path)
+    mark, found = fingerprint(request.name), readers.read_npz(request.path)
     names = [("x_train", "y_train"), ("x_test", "y_test")] if "x_train" in found else [("x", "y")]
     splits = [_arrays(request.path, found, x, y) for x, y in names]
     shapes = [{name: tuple(x.shape[1:]) for name, x in split.inputs.items()} for split in splits]
@@ -79,7 +108,10 @@ def arrays(request: Request) -> Data:
     classes = 1 if kinds[0] else 1 + max(int(split.targets.max()) for split in splits)
     if not kinds[0] and classes < 2:
         raise DataError(f"{request.path}: {names[0][1]} holds one class; there is nothing to learn")
-    return assemble(
+    if kinds[0] and _look_like_classes(splits[0].targets):
+        what = f"{request.path}: {names[0][1]} is float: a regression; save integers for classes"
+        warnings.warn(what, UserWarning, stacklevel=2)
+    data = assemble(
         request,
         splits[0],
         splits[1] if len(splits) == 2 else None,
@@ -87,6 +119,7 @@ def arrays(request: Request) -> Data:
         test_share=TEST_SHARE,
         metrics=("pearson", "spearman") if kinds[0] else ("accuracy",),
     )
+    return replace(data, fingerprint=mark)
 
 
 def _arrays(path: Path, found: Mapping[str, np.ndarray], x_name: str, y_name: str) -> Split:
@@ -117,6 +150,23 @@ def _arrays(path: Path, found: Mapping[str, np.ndarray], x_name: str, y_name: st
     elif x.shape[1] not in (1, 3) and x.shape[3] in (1, 3):
         x = x.transpose(0, 3, 1, 2)
     return Split({"image": torch.from_numpy(np.ascontiguousarray(x))}, targets)
+
+
+def _look_like_classes(targets: Tensor) -> bool:
+    """Whether numbers are whole, and few that come again and again."""
+    distinct = targets.unique()
+    return len(distinct) <= min(FEW, len(targets) // 2) and bool((distinct == distinct.round()).all())
+
+
+def _image_parts(folder: Path) -> list[Path]:
+    """Folders ``train`` and ``test``, or the one folder that is both."""
+    parts = [folder / "train", folder / "test"]
+    return parts if all(part.is_dir() for part in parts) else [folder]
+
+
+def _table_parts(path: Path) -> list[Path]:
+    """The tables ``train`` and ``test`` of a folder, or the one table."""
+    return [_table_in(path, "train"), _table_in(path, "test")] if path.is_dir() else [path]
 
 
 def _table_in(folder: Path, name: str) -> Path:

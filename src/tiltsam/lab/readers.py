@@ -6,6 +6,7 @@ Nothing here unpickles. A file that is missing or damaged is named in a :class:`
 from __future__ import annotations
 
 import gzip
+import hashlib
 import math
 import os
 import struct
@@ -14,6 +15,7 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +25,7 @@ from torch import Tensor
 from tiltsam.lab.download import Progress
 from tiltsam.lab.errors import DataError
 
-__all__ = ["class_folders", "read_cifar", "read_idx", "read_images", "read_lines", "read_npz"]
+__all__ = ["class_folders", "file_digest", "read_cifar", "read_idx", "read_images", "read_lines", "read_npz"]
 
 _IDX_BYTES = 0x08  # the type byte of an idx file: unsigned bytes
 _SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".ppm", ".pgm", ".tif", ".tiff"}
@@ -192,6 +194,29 @@ def read_lines(path: Path) -> list[str]:
     while lines and not lines[-1].strip():
         lines.pop()
     return lines
+
+
+def file_digest(path: Path) -> str:
+    """The SHA-256 digest of a file, which is read once a process unless it changes.
+
+    Args:
+        path: The file.
+
+    Returns:
+        Hexadecimal.
+
+    Raises:
+        DataError: The file cannot be read.
+    """
+    with _reading(path):
+        state = path.stat()
+        return _digest_of_state(path, state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns)
+
+
+@lru_cache(64)
+def _digest_of_state(path: Path, *_: int) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _decode(path: Path, size: int) -> np.ndarray:

@@ -1,7 +1,7 @@
 """A run's folder: what was asked, where it ran, how it went, and enough to go on after any interruption.
 
     RUN/config.json         the resolved config
-    RUN/environment.json    versions, device
+    RUN/environment.json    versions, device, a fingerprint of one's own data
     RUN/metrics.jsonl       one JSON object a line, appended, never rewritten
     RUN/checkpoints/N/      model.safetensors, optimizer.safetensors, state.json, manifest.json; the last two are kept
     RUN/model.safetensors   the trained model, once finished
@@ -15,12 +15,15 @@ digests of its files, and one that does not match is passed over for the one bef
 from __future__ import annotations
 
 import dataclasses
+import errno
 import fcntl
 import hashlib
 import json
+import math
 import os
 import platform
 import shutil
+import time
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -33,9 +36,10 @@ from torch import Tensor
 import tiltsam
 from tiltsam.lab.config import TrainConfig
 
-__all__ = ["Checkpoint", "Record", "RecordError", "folders_of_runs"]
+__all__ = ["Checkpoint", "Record", "RecordError", "folders_of_runs", "is_number", "read_metrics"]
 
 KEEP = 2
+ATTEMPTS = 50  # to make and lock a folder that others remove meanwhile, 10 ms apart
 
 
 class RecordError(Exception):
@@ -94,12 +98,13 @@ class Record:
 
     def _lock(self) -> IO[str] | None:
         """The open lock, ours as long as it is open; None if another process has it."""
-        while True:
+        for _ in range(ATTEMPTS):
             try:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 file = open(self.folder / "lock", "w")  # noqa: SIM115 (whoever gets it closes it)
-            except FileNotFoundError:
-                continue  # another process has just removed the folder: nothing came of its run
+            except FileNotFoundError:  # another process has just removed the folder: nothing came of its run
+                time.sleep(0.01)
+                continue
             except OSError as error:
                 raise RecordError(f"cannot write to {self.folder}: {error.strerror}") from None
             try:
@@ -110,12 +115,29 @@ class Record:
                 file.close()
                 return None
             file.close()  # it was removed between our opening and our locking it
+        raise RecordError(f"cannot write to {self.folder}: {os.strerror(errno.ENOENT)}")
 
-    def begin(self, config: TrainConfig, device: torch.device) -> None:
-        """Write what was asked and where it runs."""
+    def begin(self, config: TrainConfig, device: torch.device, data: str = "") -> None:
+        """Write what was asked, where it runs, and the fingerprint of its data if it has one."""
         self.folder.mkdir(parents=True, exist_ok=True)
         _write_json(self.folder / "config.json", dataclasses.asdict(config))
-        _write_json(self.folder / "environment.json", _environment(device))
+        _write_json(self.folder / "environment.json", _environment(device) | ({"data": data} if data else {}))
+
+    def check_data(self, fingerprint: str) -> None:
+        """Raise if the run began with other data.
+
+        Args:
+            fingerprint: Of the data as they are; one that is empty, here or in the record, tells nothing.
+
+        Raises:
+            RecordError: If they differ.
+        """
+        try:
+            begun = json.loads((self.folder / "environment.json").read_text()).get("data")
+        except (OSError, ValueError, AttributeError):
+            return
+        if fingerprint and begun and begun != fingerprint:
+            raise RecordError(f"the data of {self.folder} have changed since this run began: use another --out")
 
     # ---------------------------------------------------------------- metrics and result
 
@@ -132,17 +154,9 @@ class Record:
             os.close(descriptor)
 
     def metrics(self) -> tuple[list[dict[str, Any]], list[int]]:
-        """The lines, the last one of an epoch counting, and the numbers (from 1) of lines that cannot be read."""
-        path = self.folder / "metrics.jsonl"
-        rows: dict[Any, dict[str, Any]] = {}
-        damaged = []
-        for number, line in enumerate(path.read_text().splitlines() if path.exists() else (), 1):
-            try:
-                row = json.loads(line)
-                rows[row["epoch"]] = row
-            except (json.JSONDecodeError, KeyError, TypeError):
-                damaged.append(number)
-        return list(rows.values()), damaged
+        """The lines that count, by epoch, and the numbers (from 1) of lines that cannot be read."""
+        rows, damaged = read_metrics(self.folder / "metrics.jsonl")
+        return rows, list(damaged)
 
     def finish(self, model: dict[str, Tensor], **numbers: Any) -> None:
         """The trained model, then the final numbers: a run with a result is finished."""
@@ -231,6 +245,53 @@ class Record:
         return sorted(p for p in folder.iterdir() if p.name.isdigit()) if folder.exists() else []
 
 
+def read_metrics(path: Path) -> tuple[list[dict[str, Any]], dict[int, str]]:
+    """The lines of a ``metrics.jsonl`` that count, and what is wrong with those that cannot be read.
+
+    An epoch that is written again was begun again, from a checkpoint: what had been written of it and of later ones is
+    of an attempt that came to nothing.
+
+    Args:
+        path: The file; nothing is in one that is not there.
+
+    Returns:
+        Lines, their epochs rising; and by number, from 1, why a line was left out.
+    """
+    rows: list[dict[str, Any]] = []
+    damaged: dict[int, str] = {}
+    lines = path.read_bytes().split(b"\n") if path.exists() else []
+    for number, line in enumerate(lines, 1):
+        if not line.strip() and number == len(lines):
+            continue
+        try:
+            row = _metrics_line(line)
+        except (ValueError, RecursionError) as error:
+            # JSON counts lines of its own, which would mislead here.
+            what = f"{error.msg} at character {error.pos + 1}" if isinstance(error, json.JSONDecodeError) else error
+            damaged[number] = str(what)
+            continue
+        while rows and rows[-1]["epoch"] >= row["epoch"]:
+            rows.pop()
+        rows.append(row)
+    return rows, damaged
+
+
+def _metrics_line(line: bytes) -> dict[str, Any]:
+    row = json.loads(line)
+    if not isinstance(row, dict) or not is_number(row.get("epoch")) or not math.isfinite(row["epoch"]):
+        raise ValueError("not an object with the number of its epoch")
+    for name, value in row.items():
+        # A float needs no look: half a million numbers pass here for some hundred runs.
+        if type(value) is not float and value is not None and not is_number(value):
+            raise ValueError(f"{name!r} is not a number")
+    return row
+
+
+def is_number(x: Any) -> bool:
+    """Whether something read from JSON is a number that arithmetic can be done with."""
+    return isinstance(x, float) or (isinstance(x, int) and not isinstance(x, bool) and abs(x) < 2**63)
+
+
 def folders_of_runs(roots: Iterable[Path]) -> list[Path]:
     """The folders that hold runs: those given, or all below them, each once.
 
@@ -282,11 +343,14 @@ def _prefixed(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    save_file({k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()}, draft)
-    draft.rename(path)
+    try:
+        with _drafted(path) as draft:
+            save_file({k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()}, draft)
+    except SafetensorError as error:  # a full disk, for example
+        raise RecordError(f"cannot write {path}: {error}") from None
 
 
 def _load_tensors(path: Path) -> dict[str, Tensor]:
@@ -300,12 +364,22 @@ def _load_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def _write_json(path: Path, content: Any) -> None:
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(draft, "w") as file:
+    with _drafted(path) as draft, open(draft, "w") as file:
         file.write(json.dumps(content, indent=1) + "\n")
         file.flush()
         os.fsync(file.fileno())
-    draft.rename(path)
+
+
+@contextmanager
+def _drafted(path: Path) -> Iterator[Path]:
+    """A place beside a file to write it to: it takes the file's name once it is whole, and goes if that fails."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        yield draft
+        draft.rename(path)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
 
 
 def _is_at(file: IO[str], path: Path) -> bool:

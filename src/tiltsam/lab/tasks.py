@@ -217,7 +217,8 @@ _LIST = (
     Task(
         "npz:PATH",
         "your arrays: uint8 images or rows of features",
-        "PATH: an .npz with x and y, or x_train, y_train, x_test, y_test",
+        "PATH: an .npz with x and y, or x_train, y_train, x_test, y_test; y of integers are classes, of floats a "
+        "regression",
         own.arrays,
     ),
 )

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import tiltsam
 from tiltsam.lab import download as downloads
-from tiltsam.lab import encoders, tasks
+from tiltsam.lab import encoders, own, tasks
 from tiltsam.lab.batches import Batches
 from tiltsam.lab.config import ConfigError, TrainConfig
 from tiltsam.lab.data import Data, Split
@@ -95,6 +95,7 @@ def train(
         board = stack.enter_context(Board(record)) if tensorboard and team.first else None
         finished: dict[str, Any] | None = team.tell(record.result())
         if finished is not None:
+            record.check_data(own.fingerprint(config.task))
             if board is not None and not (record.folder / "tensorboard").exists():
                 board.update()
             return finished
@@ -139,8 +140,14 @@ class Run:
         self.best: dict[str, Any] = {}
         self.batches = Batches(self.data, config.batch_size)
         self.team.check(self.batches.size)
+        part = len(self.team.part((self.data.train.targets[: self.batches.size],))[0])
+        self.batches.check(self.model, math.ceil(config.smallest_share() * part))
         self.step: Callable[..., Tensor] = tiltsam.capture(
-            self.optimizer, self._loss, (self.data.train.targets,), ascent_fraction=config.ascent_fraction
+            self.optimizer,
+            self._loss,
+            (self.data.train.targets,),
+            ascent_fraction=config.ascent_fraction,
+            split=config.splits(),
         )
 
     def _optimizer(self) -> tiltsam.SharpnessAware:
@@ -182,7 +189,7 @@ class Run:
     ) -> dict[str, Any]:
         self._resume()
         if self.team.first:
-            self.record.begin(self.config, self.device)
+            self.record.begin(self.config, self.device, self.data.fingerprint)
         saved = time.perf_counter()
         while self.progress.done < until:
             loss, spread = self._epoch(tick)
@@ -213,7 +220,8 @@ class Run:
         for k, batch in enumerate(self.batches.epoch(config.seed, epoch)):
             now = time.perf_counter()
             progress.seconds = before + now - start
-            progress.done = self._used(epoch + k / per_epoch, progress.seconds)
+            if k:  # the first step is always taken: an epoch without one has no loss
+                progress.done = self._used(epoch + k / per_epoch, progress.seconds)
             if progress.done >= 1:
                 break
             if now - ticked >= TICK_SECONDS and self.team.first:
@@ -341,6 +349,7 @@ class Run:
         checkpoint = self.record.load()
         if checkpoint is None:
             return
+        self.record.check_data(self.data.fingerprint)
         self.model.load_state_dict(checkpoint.model)
         self.optimizer.load_state_dict(checkpoint.optimizer)
         self.best = checkpoint.state.pop("best")
@@ -412,8 +421,11 @@ def data_key(config: TrainConfig) -> TrainConfig:
 
 
 def load_model(record: Record, data: Data) -> nn.Module:
-    """A run's model, trained as far as it is."""
-    model = _build(record.config(), data)
+    """A run's model, trained as far as it is; a RecordError is raised if the data are its own and have changed."""
+    config = record.config()
+    if config.task == data.name:
+        record.check_data(data.fingerprint)
+    model = _build(config, data)
     model.load_state_dict(record.model())
     return model
 

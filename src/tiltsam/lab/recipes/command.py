@@ -160,6 +160,8 @@ def _show(outcome: Outcome) -> None:
     )
     for line in plan.changes():
         print(line)
+    for column, told in outcome.data.items():
+        print(f"{column}: {told}")
     for column, problem in outcome.problems.items():
         print(f"{column} was not run: {problem}")
     folder = outcome.out / "reproduced" / plan.recipe.name.replace("/", "-")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -21,7 +21,16 @@ from tiltsam.lab.recipes.settings import DISTILBERT, VIT
 from tiltsam.lab.tables import GLUE
 from tiltsam.lab.tasks import find_task
 
-__all__ = ["EXAMPLES", "hours", "num_passes", "num_steps", "passes_per_step", "seconds_per_pass", "training_examples"]
+__all__ = [
+    "EXAMPLES",
+    "hours",
+    "num_passes",
+    "num_steps",
+    "other_data",
+    "passes_per_step",
+    "seconds_per_pass",
+    "training_examples",
+]
 
 EXAMPLES = {
     "cifar100": 50_000,
@@ -59,6 +68,19 @@ def training_examples(config: TrainConfig) -> int:
     return published - max(1, round(config.validation * published))
 
 
+def other_data(config: TrainConfig, sizes: Mapping[str, int]) -> str:
+    """What tells a run's data from the published data set, in words; nothing if its size is the published one.
+
+    Args:
+        config: The run.
+        sizes: Its numbers of ``classes`` and of training ``examples``.
+    """
+    published = {"classes": _CLASSES.get(config.task, sizes["classes"]), "examples": training_examples(config)}
+    words = {"classes": "classes", "examples": "training examples"}
+    found = [f"{sizes[k]:,} {words[k]} of {n:,}" for k, n in published.items() if sizes[k] != n]
+    return f"not the paper's data: {', '.join(found)}" if found else ""
+
+
 def num_steps(config: TrainConfig, examples: int) -> int:
     """Steps of a run whose budget is in epochs."""
     per_epoch = examples // min(config.batch_size, examples)
@@ -81,7 +103,7 @@ def passes_per_step(config: TrainConfig) -> float:
 
     costs = []
     for _ in range(config.every):  # all but one of these do not look around
-        optimizer.step(closure)
+        optimizer.step([closure] * config.num_samples if config.splits() else closure)
         costs.append(optimizer.last.cost(config.ascent_fraction))
     return sum(costs) / len(costs)
 

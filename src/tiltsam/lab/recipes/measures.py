@@ -1,24 +1,26 @@
 """What is measured on trained runs for a recipe, and remembered beside them: measuring may take as long as training.
 
-RUN/reproduced.json     what was measured, each under a key that says how
+RUN/reproduced.json     what was measured, each under a key that says how; under "data" the size of the data set
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from tiltsam.flatness.comparison import PAPER_STDS, Flatness, Plan
 from tiltsam.flatness.objectives import ErmLoss, Objective, SamLoss, TsamLoss
+from tiltsam.lab import download as downloads
 from tiltsam.lab.flat import cross_runs, measure_runs, save_flatness
 from tiltsam.lab.recipes.settings import column_config
 from tiltsam.lab.record import Record, RecordError
+from tiltsam.lab.train import load_data
 
-__all__ = ["Thoroughness", "measure"]
+__all__ = ["Thoroughness", "measure", "trained_on"]
 
 Numbers = dict[str, Any]
 """What was measured of one run, as JSON has it."""
@@ -94,13 +96,38 @@ def measure(
         for entry in table.entries:
             found[entry.model][entry.split][entry.objective] = entry.loss
     else:
-        flats = measure_runs(given, examples=much.examples, plan=_plan(kind, much), progress=progress, **where)
-        found = {flat.name: _numbers(kind, flat) for flat in flats}
-        if kind == "neighborhood":
-            _show_to_the_report(given, flats, much)
+        found = {}
+        plan = _plan(kind, much)
+        for flat, about in measure_runs(given, examples=much.examples, plan=plan, progress=progress, **where):
+            found[flat.name] = _numbers(kind, flat)
+            record = runs[flat.name]
+            # The report shows a neighbourhood, unless somebody has measured more already.
+            if kind == "neighborhood" and not (record.folder / "flatness.json").exists():
+                save_flatness(record, flat, about)
     for method, record in runs.items():
         _remember(record, key, found[method])
     return found
+
+
+def trained_on(
+    records: Sequence[Record], root: Path | None = None, loading: downloads.Progress | None = None
+) -> list[Numbers]:
+    """The number of classes and of training examples of each run, looked up once and remembered beside it.
+
+    Args:
+        records: Finished runs of one task that hold out the same share.
+        root: Where data sets lie.
+        loading: Told how far the decoding of images is.
+
+    Raises:
+        DataError: If that has not been looked up, and the data is not there.
+    """
+    fresh = [record for record in records if "data" not in _recall(record)]
+    if fresh:
+        data = load_data(fresh[0].config(), root, progress=loading)
+        for record in fresh:
+            _remember(record, "data", {"classes": data.num_classes, "examples": len(data.train)})
+    return [_recall(record)["data"] for record in records]
 
 
 def _objectives() -> dict[str, Objective]:
@@ -128,15 +155,6 @@ def _numbers(kind: str, flat: Flatness) -> Numbers:
         return {name: getattr(around, name).tolist() for name in ("std", "mean", "variance")}
     assert flat.eigenpairs is not None
     return {"values": flat.eigenpairs.values.tolist()}
-
-
-def _show_to_the_report(runs: Mapping[str, Record], flats: list[Flatness], much: Thoroughness) -> None:
-    """Where nobody has measured more already."""
-    first = next(iter(runs.values())).config()
-    about = {"task": first.task, "split": "train", "examples": much.examples}
-    for record, flat in zip(runs.values(), flats, strict=True):
-        if not (record.folder / "flatness.json").exists():
-            save_flatness(record, flat, about)
 
 
 def _recall(record: Record) -> dict[str, Numbers]:

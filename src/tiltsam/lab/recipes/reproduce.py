@@ -14,7 +14,8 @@ from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.devices import resolve_device
 from tiltsam.lab.errors import DataError
 from tiltsam.lab.recipes.book import Cell, Recipe, RecipeError
-from tiltsam.lab.recipes.measures import Thoroughness, measure
+from tiltsam.lab.recipes.cost import other_data
+from tiltsam.lab.recipes.measures import Thoroughness, measure, trained_on
 from tiltsam.lab.record import Record
 from tiltsam.lab.train import Progress, TrainError
 
@@ -78,6 +79,8 @@ class Outcome:
     out: Path
     problems: dict[str, str] = field(default_factory=dict)
     """By column: why it was not run."""
+    data: dict[str, str] = field(default_factory=dict)
+    """By column: how the data differ from the paper's."""
     diverged: dict[TrainConfig, str] = field(default_factory=dict)
     measured: list[dict[str, dict[str, Any]]] = field(default_factory=list)
     """A seed each: by method what :func:`tiltsam.lab.recipes.measures.measure` gave."""
@@ -158,11 +161,27 @@ def reproduce(
             outcome.problems[column] = str(error)
             if len(plan.recipe.columns) > 1:  # at once: the other columns may take days
                 say(f"{column} is not run: {error}")
+        else:
+            _look_at_data(outcome, column, root, loading)
     if missing is not None and len(outcome.problems) == len(plan.recipe.columns):
+        if len(outcome.problems) > 1:
+            raise DataError(f"no column of {plan.recipe.name} was run: none has its data") from missing
         raise missing
     if plan.recipe.kind in MEASURED:
         _measure(outcome, root, say, measuring)
     return outcome
+
+
+def _look_at_data(outcome: Outcome, column: str, root: Path | None, loading: downloads.Progress | None) -> None:
+    """Whether a column's finished runs were trained on as much as the paper's."""
+    cells = [cell for cell in outcome.plan.recipe.cells if cell.column == column]
+    records = [record for cell in cells for record in outcome.records(cell)]
+    try:
+        told = [other_data(cells[0].config, sizes) for sizes in trained_on(records, root, loading)]
+    except DataError as error:
+        told = [f"not known whether this is the paper's data: {error}"]
+    if differs := list(dict.fromkeys(filter(None, told))):
+        outcome.data[column] = "; ".join(differs)
 
 
 def _measure(

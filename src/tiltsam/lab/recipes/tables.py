@@ -277,6 +277,7 @@ def write_json(outcome: Outcome, path: Path) -> None:
         "scale": plan.scale,
         "seeds": plan.seeds,
         "changes": plan.changes(),
+        "data": outcome.data,
         "not_run": outcome.problems,
         "cells": cells,
         "measured": outcome.measured,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tiltsam.lab.record import folders_of_runs
+from tiltsam.lab.record import folders_of_runs, is_number, read_metrics
 
 __all__ = ["Problem", "Reading", "Run", "read_runs"]
 
@@ -42,7 +42,7 @@ class Run:
     folder: Path
     config: dict[str, Any]
     rows: list[Row]
-    """Lines of metrics by epoch, the last of an epoch counting."""
+    """Lines of metrics by epoch, without those of an attempt that was killed and begun again."""
     result: Row | None
     """The final numbers; None while there are none."""
     metric: str
@@ -81,7 +81,7 @@ class Run:
     def reached(self) -> str:
         """How far it is, in words."""
         epochs = self.config.get("epochs")
-        of = f" of {epochs:g}" if _is_number(epochs) else ""
+        of = f" of {epochs:g}" if is_number(epochs) else ""
         return f"epoch {self.rows[-1]['epoch']:g}{of}" if self.rows else f"no epoch{of} finished"
 
 
@@ -146,39 +146,16 @@ def _read_object(path: Path, problems: list[Problem]) -> dict[str, Any] | None:
 
 def _read_metrics(path: Path, problems: list[Problem]) -> tuple[list[Row], str]:
     """The lines by epoch, and the metric that counts: the first of the test's. A damaged line becomes a problem."""
-    rows: dict[float, Row] = {}
-    metric = ""
     try:
-        lines = path.read_bytes().split(b"\n") if path.exists() else []
+        found, damaged = read_metrics(path)
     except OSError as error:
         problems.append(Problem(str(path), f"cannot be read ({error.strerror})"))
         return [], ""
-    for number, line in enumerate(lines, 1):
-        if not line.strip() and number == len(lines):
-            continue
-        try:
-            row = _metrics_line(line)
-        except (ValueError, RecursionError) as error:
-            # JSON counts lines of its own, which would mislead here.
-            what = f"{error.msg} at character {error.pos + 1}" if isinstance(error, json.JSONDecodeError) else error
-            problems.append(Problem(f"{path}, line {number}", f"damaged, left out: {what}"))
-            continue
-        rows[row["epoch"]] = row
-        if not metric:
-            metric = next((k[len("test_") :] for k in row if k.startswith("test_") and k != "test_loss"), "")
-    return [rows[epoch] for epoch in sorted(rows)], metric
-
-
-def _metrics_line(line: bytes) -> Row:
-    row = json.loads(line)
-    if not isinstance(row, dict) or not _is_number(row.get("epoch")) or not math.isfinite(row["epoch"]):
-        raise ValueError("not an object with the number of its epoch")
-    numbers = _numbers(row)
-    if len(numbers) < len(row):
-        odd = [name for name, value in row.items() if name not in numbers and value is not None]
-        if odd:
-            raise ValueError(f"{odd[0]!r} is not a number")
-    return numbers
+    for number, what in damaged.items():
+        problems.append(Problem(f"{path}, line {number}", f"damaged, left out: {what}"))
+    rows = [_numbers(row) for row in found]
+    tested = (k[len("test_") :] for row in rows for k in row if k.startswith("test_") and k != "test_loss")
+    return rows, next(tested, "")
 
 
 def _read_notes(path: Path, problems: list[Problem]) -> str:
@@ -205,8 +182,4 @@ def _without_twins(runs: list[Run], problems: list[Problem]) -> Reading:
 
 def _numbers(row: dict[str, Any]) -> Row:
     # A float needs no look: half a million numbers pass here for some hundred runs.
-    return {k: v if type(v) is float else float(v) for k, v in row.items() if type(v) is float or _is_number(v)}
-
-
-def _is_number(x: Any) -> bool:
-    return isinstance(x, float) or (isinstance(x, int) and not isinstance(x, bool) and abs(x) < 2**63)
+    return {k: v if type(v) is float else float(v) for k, v in row.items() if type(v) is float or is_number(v)}

@@ -155,9 +155,12 @@ def flatness_table(settings: Sequence[Setting], task: Task, std: float = 0.01) -
     def around(name: str) -> Callable[[Setting], Mean]:
         return lambda s: mean_of([_at(run, name, std) for run in s.runs])
 
+    def rise(setting: Setting) -> Mean:
+        return mean_of([_at(run, "mean", std) - measured(run, "loss")[0] for run in setting.runs])
+
     columns = [
-        _Column("loss", scalar("loss"), None, highest=False),
-        _Column(f"mean at {std:g}", around("mean"), None, highest=False),
+        _Column("loss", scalar("loss"), None, highest=None),
+        _Column(f"mean rise at {std:g}", rise, None, highest=False),
         _Column(f"variance at {std:g}", around("variance"), None, highest=False),
         _Column("worst case", scalar("worst_case", "value"), None, highest=False),
         _Column("adaptive", scalar("adaptive", "value"), None, highest=False),
@@ -165,13 +168,13 @@ def flatness_table(settings: Sequence[Setting], task: Task, std: float = 0.01) -
         _Column("trace", scalar("trace", "value"), None, highest=False),
     ]
     columns = [c for c in columns if any(math.isfinite(c.of(s).value) for s in settings)]
-    about = (settings[0].runs[0].flatness or {}).get("about")
-    about = about if isinstance(about, dict) else {}
+    runs = [run for setting in settings for run in setting.runs]
+    about = _about(runs[0])
     where = f"{about.get('examples', '?')} {about.get('split', '?')} examples of {about.get('task', '?')}"
     caption = (
-        f"Flatness at the trained weights on {where}, {MEANS}; losses in {task.loss_unit}. Mean and variance: of the "
-        f"loss under noise of standard deviation {std:g} on every weight; worst cases: its largest rise nearby; λ1 and "
-        f"trace: of the Hessian. {BOLD}"
+        f"Flatness at the trained weights on {where}, {MEANS}; losses in {task.loss_unit}. Mean rise and "
+        f"variance: of the loss under noise of standard deviation {std:g} on every weight; worst cases: its largest "
+        f"rise {_nearby(runs)}; λ1 and trace: of the Hessian. {BOLD}"
     )
     return _of_settings("flatness", caption, settings, columns)
 
@@ -182,8 +185,28 @@ def _at(run: Run, name: str, std: float) -> float:
     return next((v for s, v in zip(levels, values, strict=False) if math.isclose(s, std)), math.nan)
 
 
+def _about(run: Run) -> dict[str, Any]:
+    """What a run's flatness was measured on, and how."""
+    about = (run.flatness or {}).get("about")
+    return about if isinstance(about, dict) else {}
+
+
 def _mark(run: Run) -> str:
-    return json.dumps((run.flatness or {}).get("about"), sort_keys=True)
+    """Which examples: more draws there, say, do not make them others."""
+    about = _about(run)
+    return json.dumps([about.get(key) for key in ("task", "split", "examples")])
+
+
+def _nearby(runs: Sequence[Run]) -> str:
+    """How far worst cases are looked for, as far as that is known."""
+    found = [
+        dict.fromkeys(f"{r:g}" for run in runs if isinstance(r := _about(run).get(key), (int, float)))
+        for key in ("rho", "adaptive_rho")
+    ]
+    plain, adaptive = (" or ".join(radii) for radii in found)
+    if not plain:
+        return "nearby"
+    return f"within a radius of {plain}" + (f" (adaptive: {adaptive})" if adaptive else "")
 
 
 # -------------------------------------------------------------------------------- cells

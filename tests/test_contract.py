@@ -352,16 +352,22 @@ def test_settings_live_in_the_groups():
         optimizer.step(problem.closure)
 
 
-def test_rho_per_group():
-    theta = [nn.Parameter(torch.tensor([3.0], dtype=torch.float64)) for _ in range(2)]
-    base = sgd([{"params": [theta[0]], "rho": 0.0}, {"params": [theta[1]]}], lr=0.0)
-    optimizer = tiltsam.SAM(base, rho=0.5)
+def _watched(theta):
+    """Where each pass finds the parameters, and the closure that notes it."""
     seen = []
 
     def closure():
         seen.append([t.item() for t in theta])
         return _backward(sum(t.square().sum() for t in theta))
 
+    return seen, closure
+
+
+def test_rho_per_group():
+    theta = [nn.Parameter(torch.tensor([3.0], dtype=torch.float64)) for _ in range(2)]
+    base = sgd([{"params": [theta[0]], "rho": 0.0}, {"params": [theta[1]]}], lr=0.0)
+    optimizer = tiltsam.SAM(base, rho=0.5)
+    seen, closure = _watched(theta)
     optimizer.step(closure)
     # The direction is the global one: each coordinate of n(g) is 1/√2.
     assert seen[1] == pytest.approx([3.0, 3.0 + 0.5 / 2**0.5])
@@ -371,12 +377,7 @@ def test_a_parameter_that_changes_groups_gets_the_rho_of_its_new_one():
     theta = [nn.Parameter(torch.tensor([3.0], dtype=torch.float64)) for _ in range(3)]
     base = sgd([{"params": theta[:2]}, {"params": theta[2:], "rho": 0.0}], lr=0.0)
     optimizer = tiltsam.SAM(base, rho=0.5)
-    seen = []
-
-    def closure():
-        seen.append([t.item() for t in theta])
-        return _backward(sum(t.square().sum() for t in theta))
-
+    seen, closure = _watched(theta)
     optimizer.step(closure)
     base.param_groups[1]["params"].insert(0, base.param_groups[0]["params"].pop())
     optimizer.step(closure)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from tiltsam import vectors
 
-__all__ = ["KeptBuffers", "buffers_of", "writable"]
+__all__ = ["KeptBuffers", "buffers_of"]
 
 
 class KeptBuffers:
@@ -53,12 +53,12 @@ def _in_lists(buffers: Iterable[Tensor | None]) -> list[list[Tensor]]:
     """Buffers in lists that one kernel can copy, each of them once."""
     lists: dict[tuple[torch.device, torch.dtype], dict[int, Tensor]] = {}
     for b in buffers:
-        if b is not None and b.numel() and writable(b):
+        if b is not None and b.numel() and _writable(b):
             lists.setdefault((b.device, b.dtype), {})[id(b)] = b.detach()
     return [list(part.values()) for part in lists.values()]
 
 
-def writable(b: Tensor) -> bool:
+def _writable(b: Tensor) -> bool:
     """Whether values can be copied into it: not if it is sparse, expanded, or made in inference mode."""
     if b.layout != torch.strided or b.is_inference():
         return False

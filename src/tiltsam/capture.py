@@ -93,8 +93,9 @@ def capture(
         >>> step.reason
         'the parameters are on the cpu'
     """
-    options: Any = {"ascent_fraction": ascent_fraction, "split": split, "warm_up": warm_up}
-    return CapturedStep(optimizer, loss_fn, example_batch, **options)
+    return CapturedStep(
+        optimizer, loss_fn, example_batch, ascent_fraction=ascent_fraction, split=split, warm_up=warm_up
+    )
 
 
 class CapturedStep:

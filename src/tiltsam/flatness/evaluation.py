@@ -28,7 +28,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from tiltsam.buffers import writable
+from tiltsam.buffers import KeptBuffers
 from tiltsam.distributed import is_sharded
 from tiltsam.flatness.randomness import RandomSources
 
@@ -163,10 +163,9 @@ class LossSurface:
             stack.callback(self._random.restore, self._random.state())
             for module in self.model.modules():
                 stack.callback(setattr, module, "training", module.training)  # some may be in eval mode on purpose
-                for name, buffer in module._buffers.items():
-                    stack.callback(module._buffers.__setitem__, name, buffer)
-                    if buffer is not None and writable(buffer):
-                        stack.callback(_write, buffer, buffer.detach().clone())
+            buffers = KeptBuffers()
+            buffers.keep(self.model.modules())
+            stack.callback(buffers.put_back)
             stack.callback(self._forget)
             stack.callback(self._restore_others)
             stack.callback(self.restore)

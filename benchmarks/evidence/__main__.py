@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -39,7 +40,7 @@ from tiltsam.lab.record import Record
 from tiltsam.lab.train import Diverged, Run, data_key, load_data, train
 from timing import best_of, environment, print_table
 
-COMMANDS = ("rates", "work", "left", "flat", "cross", "table", "collect", "restore")
+COMMANDS = ("rates", "work", "left", "weights", "flat", "cross", "table", "collect", "restore")
 
 
 def main() -> None:
@@ -75,6 +76,8 @@ def main() -> None:
         if args.command == "left":
             for cell in study.left(args.out, mine, args.labels):
                 print(f"{study.name} {cell.label} {cell.config.key()} seed {cell.config.seed} until {cell.until}")
+        elif args.command == "weights" and isinstance(study, Study):
+            weights(study, args.out, mine, args.data_root, args.labels)
         elif args.command == "flat" and isinstance(study, Study):
             flat(study, args.out, mine, args.data_root, args.labels)
         elif args.command == "cross" and isinstance(study, Study):
@@ -203,6 +206,21 @@ def _try(cell: Cell, out: Path, data: Callable[[TrainConfig], Data]) -> bool:
     name = f"{config.task} {cell.label} {config.key()} seed {config.seed} until {cell.until}"
     print(f"{name}: {told}, {time.time() - started:.0f} s", flush=True)
     return True
+
+
+def weights(study: Study, out: Path, rates: Rates, root: Path | None, labels: list[str] | None = None) -> None:
+    """Train winners again whose records came back without weights: the first seed's, and what it wrote is kept.
+
+    On a GPU, whose sums are not ordered, they are not the same weights to the bit.
+    """
+    for label in labels or study.trials:
+        config = study.winner(label, out, rates)
+        if config is None or (kept := Record.of(out, config).folder / "model.safetensors").exists():
+            continue
+        again = Record(out / "again" / label.replace(" ", "-"))
+        result = train(config, again, root=root)
+        shutil.copy(again.folder / "model.safetensors", kept)
+        print(f"{label} again: {result}", flush=True)
 
 
 def flat(

@@ -11,9 +11,10 @@
 from tiltsam import curvature, landscape, samplers, sharpness, tilting
 from tiltsam.capture import capture
 from tiltsam.distributed import Parallel
+from tiltsam.info import StepInfo
 from tiltsam.optim import ASAM, ERM, METHODS, PGN, RSAM, SAM, TSAM, LineSearchSAM
 from tiltsam.tilting import tilted_loss, tilted_mean, tilted_var, tilted_weights
-from tiltsam.wrapper import SharpnessAware, StepInfo
+from tiltsam.wrapper import SharpnessAware
 
 __version__ = "0.1.0"
 

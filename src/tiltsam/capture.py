@@ -29,9 +29,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from tiltsam.batches import cut
+from tiltsam.info import StepInfo
 from tiltsam.parameters import Closure, ParameterSpace
 from tiltsam.passes import CapturedRandom
-from tiltsam.wrapper import SharpnessAware, StepInfo
+from tiltsam.wrapper import SharpnessAware
 
 __all__ = ["CapturedStep", "capture"]
 

@@ -25,6 +25,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch.optim import Optimizer
 
+from tiltsam.checks import check_count, check_nonnegative
 from tiltsam.parameters import ParameterSpace
 from tiltsam.samplers import (
     HMC,
@@ -40,7 +41,7 @@ from tiltsam.samplers import (
 )
 from tiltsam.tilting import StreamingTilt
 from tiltsam.weighing import FixedWeights, Weighing
-from tiltsam.wrapper import Schedule, SharpnessAware, check_count, check_nonnegative
+from tiltsam.wrapper import Schedule, SharpnessAware
 
 __all__ = ["ASAM", "ERM", "METHODS", "PGN", "RSAM", "SAM", "TSAM", "LineSearchSAM"]
 

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from tiltsam import fused, vectors
 from tiltsam.accumulator import Accumulator
 from tiltsam.blocks import BlockVectors
+from tiltsam.checks import check_storage
 from tiltsam.distributed import Parallel, Sharding, World, local_gradient, local_part, reshard
 from tiltsam.passes import CapturedRandom, Passes, WithoutBackward, to_the_end
 from tiltsam.settings import DeviceSettings
@@ -62,7 +63,7 @@ class ParameterSpace(BlockVectors, DeviceSettings):
         self.passes = passes if passes is not None else Passes()
         self.sharding = Sharding(self.params)
         self.world = World(parallel, self.passes.model, self.sharding)
-        _check_storage(self.params)
+        check_storage(self.params)
         here = [_real(local_part(p)) for p in self.params]
         dtype = torch.promote_types(torch.float32, _widest(self.params))
         groups_of = [g for _, g in members]
@@ -455,16 +456,3 @@ def _strided(grad: Tensor) -> Tensor:
 
 def _widest(params: Sequence[Tensor]) -> torch.dtype:
     return torch.float64 if any(_real(p).dtype == torch.float64 for p in params) else torch.float32
-
-
-def _check_storage(params: Sequence[Tensor]) -> None:
-    seen: dict[tuple[torch.device, int], Tensor] = {}
-    for p in params:
-        if not p.is_floating_point() and not p.is_complex():
-            raise TypeError(f"parameters must be floating point or complex, got {p.dtype}")
-        mine = local_part(p)
-        if mine.numel() and seen.setdefault((mine.device, mine.data_ptr()), p) is not p:
-            raise ValueError(
-                f"two parameters of shape {tuple(p.shape)} share memory, so each would be perturbed twice: tie weights "
-                "by using one Parameter object in both places"
-            )

@@ -1,24 +1,33 @@
 """The engine: any torch optimizer, made to descend a gradient gathered around θ instead of at θ.
 
 :class:`SharpnessAware` composes *where to look* (a kernel of :mod:`tiltsam.samplers`) with *how to weigh* what was seen
-(a tilt, or fixed weights), and hands the aggregate to the optimizer it wraps. The
-methods in :mod:`tiltsam.optim` are such compositions and little more.
+(a tilt, or fixed weights), and hands the aggregate to the optimizer it wraps. The methods in :mod:`tiltsam.optim` are
+such compositions and little more.
 """
 
 from __future__ import annotations
 
-import math
-import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from tiltsam.checks import (
+    NEEDS_CLOSURE,
+    NEEDS_SCALER,
+    check_base,
+    check_count,
+    check_model,
+    check_nonnegative,
+    check_parallel,
+    check_seed,
+    warn_low_precision,
+)
 from tiltsam.distributed import Parallel
+from tiltsam.info import NonfiniteCount, StepInfo
 from tiltsam.parameters import Closure, ParameterSpace
 from tiltsam.passes import Passes
 from tiltsam.samplers import Center, Sampler
@@ -28,64 +37,6 @@ __all__ = ["Schedule", "SharpnessAware", "StepInfo"]
 
 Schedule: TypeAlias = Callable[[int], float]
 """A value as a function of the step, 0 at the first; see :mod:`tiltsam.tilting` for ready ones."""
-
-_HELP = """{name}.step() needs a closure, because it evaluates the loss at several points of one step. Write:
-
-    def closure():
-        loss = criterion(model(inputs), targets)
-        loss.backward()
-        return loss
-
-    loss = optimizer.step(closure)"""
-
-_SCALER_HELP = """scaler.step(optimizer, ...) cannot step {name}, which runs several passes a step. Write:
-
-    def closure():
-        with torch.autocast("cuda", torch.float16):
-            loss = criterion(model(inputs), targets)
-        scaler.scale(loss).backward()
-        return loss
-
-    loss = optimizer.step(closure, scaler=scaler)
-    scaler.update()"""
-
-
-@dataclass(frozen=True)
-class StepInfo:
-    """What the last step saw. Tensors stay on the device: reading a number out of one is what waits for the GPU."""
-
-    loss: Tensor
-    """The aggregate loss whose gradient the base optimizer was given."""
-    losses: Tensor
-    """(s,) loss at each θ+ε_j."""
-    weights: Tensor
-    """(s,) weight of each sample's gradient; 0 where the sample was not finite."""
-    effective_sample_size: Tensor
-    """``(Σw)²/Σw²``: s where the tilt does nothing, 1 where a single sample decides."""
-    start_losses: Tensor
-    """(s,) loss where each sample began, before its ascent."""
-    perturbation_norms: Tensor
-    """(s,) ‖ε_j‖."""
-    gradient_norms: Tensor
-    """(s,) ‖∇L(θ+ε_j)‖; 0 where not finite."""
-    num_nonfinite: Tensor
-    """How many samples of this step were not finite."""
-    num_forwards: int
-    """Forward passes of this step."""
-    num_backwards: int
-    """Backward passes of this step: its cost in gradient evaluations."""
-    num_ascents: int = 0
-    """Those among them whose gradient only pointed the way up."""
-    num_parts: int = 1
-    """How many parts the mini-batch was split into: a pass saw one of them."""
-    sampler: Mapping[str, Tensor] = field(default_factory=dict)
-    """(s,) each: what the kernel reports (HMC: ``acceptance``, ``energy_error``, ``divergence``), of this rank's."""
-
-    def cost(self, ascent_fraction: float = 1.0) -> float:
-        """Passes forward and backward through the batch: a forward pass alone counts a third, others what they saw."""
-        forwards_alone = self.num_forwards - self.num_backwards
-        passes = self.num_backwards - (1 - ascent_fraction) * self.num_ascents + forwards_alone / 3
-        return passes / self.num_parts
 
 
 class SharpnessAware(Optimizer):
@@ -134,19 +85,16 @@ class SharpnessAware(Optimizer):
         skip_nonfinite: bool = False,
         foreach: bool = True,
     ) -> None:
-        _check_base(base, type(self).__name__)
-        if model is not None and not isinstance(model, torch.nn.Module):
-            raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-        if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
-            raise ValueError(f"seed must be an integer >= 0, got {seed!r}")
+        check_base(base, type(self).__name__, SharpnessAware)
+        check_model(model)
+        check_seed(seed)
+        check_parallel(parallel)
         own = {**settings, "every": every, "seed": seed, "steps_taken": 0}
         if "rho" in own:
             own = {"own_rho": False, **own}  # ahead of rho: who brought one is asked before all are given one
         self.base = base
         self.sampler = sampler
         self.model = model
-        if parallel is not None and not isinstance(parallel, Parallel):
-            raise TypeError(f"parallel must be a tiltsam.Parallel or None, got {type(parallel).__name__}")
         self.parallel = parallel
         self.skip_nonfinite = skip_nonfinite
         self._passes_options = {"buffers_once": buffers_once, "same_random": same_dropout}
@@ -157,8 +105,7 @@ class SharpnessAware(Optimizer):
         self._space: ParameterSpace | None = None
         self._space_key: tuple[Any, ...] = ()
         self._info: StepInfo | None = None
-        self._nonfinite: Tensor | None = None
-        self._nonfinite_told = 0
+        self._nonfinite = NonfiniteCount()
         self._run: Callable[[ParameterSpace], StepInfo] | None = None  # in place of execute
         # Optimizer.__init__ would build groups and state of its own; torch's unpickling path sets up the rest of what
         # an Optimizer is (hooks, the profiled step) around ours.
@@ -318,7 +265,7 @@ class SharpnessAware(Optimizer):
             SAM. Detached, on the device of the parameters; NaN if no sample was finite.
         """
         if closure is None:
-            raise TypeError(_HELP.format(name=type(self).__name__))
+            raise TypeError(NEEDS_CLOSURE.format(name=type(self).__name__))
         with torch.no_grad():
             space = self.prepare(closure, ascent_closure)
             space.scaler = scaler if scaler is not None and scaler.is_enabled() else None
@@ -439,10 +386,7 @@ class SharpnessAware(Optimizer):
         numbers = ledger.numbers()
         if space.scaler is not None and space.scale_free:
             numbers["gradient_norms"] = numbers["gradient_norms"] / space.loss_scale()
-        bad = numbers["num_nonfinite"]
-        if self._nonfinite is None or self._nonfinite.device != bad.device:
-            self._nonfinite = torch.zeros((), dtype=torch.int64, device=bad.device)
-        self._nonfinite.add_(bad.to(torch.int64))
+        self._nonfinite.add(numbers["num_nonfinite"])
         return StepInfo(
             **numbers,
             num_forwards=space.num_forwards,
@@ -458,7 +402,7 @@ class SharpnessAware(Optimizer):
 
         Whoever else reads it (``inspect.getmembers``) gets the same answer.
         """
-        raise RuntimeError(_SCALER_HELP.format(name=type(self).__name__))
+        raise RuntimeError(NEEDS_SCALER.format(name=type(self).__name__))
 
     @property
     def last(self) -> StepInfo:
@@ -471,17 +415,7 @@ class SharpnessAware(Optimizer):
     def info(self) -> StepInfo:
         """What the last step saw. Reading it waits for the device once, to warn about samples that were not finite."""
         last = self.last
-        if self._nonfinite is None:
-            return last
-        total = int(self._nonfinite.item())
-        if total > self._nonfinite_told:
-            warnings.warn(
-                f"{total - self._nonfinite_told} samples had a loss or gradient that is not finite and got weight zero "
-                f"({total} since the start): lower rho, radius or the learning rate if this goes on",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-            self._nonfinite_told = total
+        self._nonfinite.warn()
         return last
 
     def current_space(self) -> ParameterSpace:
@@ -495,44 +429,8 @@ class SharpnessAware(Optimizer):
             passes = Passes(self.model, devices=devices, **self._passes_options)
             self._space = ParameterSpace(groups, passes=passes, parallel=self.parallel, foreach=self._foreach)
             self._space_key = key
-            _warn_low_precision(self._space.params)
+            warn_low_precision(self._space.params)
         return self._space
-
-
-def check_nonnegative(name: str, value: Any) -> None:
-    """Raise unless ``value`` is a finite number >= 0."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
-        raise ValueError(f"{name} must be a finite number >= 0, got {value!r}")
-
-
-def check_count(name: str, value: Any) -> None:
-    """Raise unless ``value`` is an integer >= 1."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} must be an integer >= 1, got {value!r}")
-
-
-def _check_base(base: Any, name: str) -> None:
-    if isinstance(base, type):
-        raise TypeError(
-            f"{name} wraps an instance, got the class {base.__name__}: write {name}({base.__name__}(params, ...), ...)"
-        )
-    if isinstance(base, SharpnessAware):
-        raise TypeError(f"{name} cannot wrap {type(base).__name__}, which is sharpness-aware itself: wrap its base")
-    if not isinstance(base, Optimizer):
-        raise TypeError(f"base must be a torch.optim.Optimizer instance, got {type(base).__name__}")
-    if isinstance(base, torch.optim.LBFGS):
-        raise TypeError(f"{name} cannot wrap LBFGS: it evaluates the closure itself, several times a step")
-
-
-def _warn_low_precision(params: list[Tensor]) -> None:
-    low = sorted({str(p.dtype).removeprefix("torch.") for p in params if p.dtype in (torch.bfloat16, torch.float16)})
-    if low:
-        warnings.warn(
-            f"weights in {' and '.join(low)}: most coordinates of a small perturbation are lost to rounding. Keep the "
-            "weights in float32 and run the model under torch.autocast",
-            RuntimeWarning,
-            stacklevel=4,
-        )
 
 
 def _released() -> Tensor:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tiltsam.info import StepInfo
 from tiltsam.parameters import Closure, ParameterSpace
-from tiltsam.wrapper import SharpnessAware, StepInfo
+from tiltsam.wrapper import SharpnessAware
 
 __all__ = ["gather"]
 

@@ -1,0 +1,123 @@
+"""Arguments that cannot be right, refused in words that say what to write instead."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from tiltsam.distributed import Parallel, local_part
+
+__all__ = [
+    "NEEDS_CLOSURE",
+    "NEEDS_SCALER",
+    "check_base",
+    "check_count",
+    "check_model",
+    "check_nonnegative",
+    "check_parallel",
+    "check_seed",
+    "check_storage",
+    "warn_low_precision",
+]
+
+NEEDS_CLOSURE = """{name}.step() needs a closure, because it evaluates the loss at several points of one step. Write:
+
+    def closure():
+        loss = criterion(model(inputs), targets)
+        loss.backward()
+        return loss
+
+    loss = optimizer.step(closure)"""
+
+NEEDS_SCALER = """scaler.step(optimizer, ...) cannot step {name}, which runs several passes a step. Write:
+
+    def closure():
+        with torch.autocast("cuda", torch.float16):
+            loss = criterion(model(inputs), targets)
+        scaler.scale(loss).backward()
+        return loss
+
+    loss = optimizer.step(closure, scaler=scaler)
+    scaler.update()"""
+
+
+def check_nonnegative(name: str, value: Any) -> None:
+    """Raise unless ``value`` is a finite number >= 0."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
+        raise ValueError(f"{name} must be a finite number >= 0, got {value!r}")
+
+
+def check_count(name: str, value: Any) -> None:
+    """Raise unless ``value`` is an integer >= 1."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} must be an integer >= 1, got {value!r}")
+
+
+def check_seed(seed: Any) -> None:
+    """Raise unless ``seed`` is an integer >= 0."""
+    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+        raise ValueError(f"seed must be an integer >= 0, got {seed!r}")
+
+
+def check_base(base: Any, name: str, engine: type[Optimizer]) -> None:
+    """Raise unless a method can wrap ``base``.
+
+    Args:
+        base: What was given.
+        name: The method's.
+        engine: The class of all methods, which do not wrap each other.
+    """
+    if isinstance(base, type):
+        raise TypeError(
+            f"{name} wraps an instance, got the class {base.__name__}: write {name}({base.__name__}(params, ...), ...)"
+        )
+    if isinstance(base, engine):
+        raise TypeError(f"{name} cannot wrap {type(base).__name__}, which is sharpness-aware itself: wrap its base")
+    if not isinstance(base, Optimizer):
+        raise TypeError(f"base must be a torch.optim.Optimizer instance, got {type(base).__name__}")
+    if isinstance(base, torch.optim.LBFGS):
+        raise TypeError(f"{name} cannot wrap LBFGS: it evaluates the closure itself, several times a step")
+
+
+def check_model(model: Any) -> None:
+    """Raise unless ``model`` is one, or ``None``."""
+    if model is not None and not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+
+
+def check_parallel(parallel: Any) -> None:
+    """Raise unless ``parallel`` is one, or ``None``."""
+    if parallel is not None and not isinstance(parallel, Parallel):
+        raise TypeError(f"parallel must be a tiltsam.Parallel or None, got {type(parallel).__name__}")
+
+
+def check_storage(params: Sequence[Tensor]) -> None:
+    """Raise unless each parameter is of real or complex numbers, in memory of its own."""
+    seen: dict[tuple[torch.device, int], Tensor] = {}
+    for p in params:
+        if not p.is_floating_point() and not p.is_complex():
+            raise TypeError(f"parameters must be floating point or complex, got {p.dtype}")
+        mine = local_part(p)
+        if mine.numel() and seen.setdefault((mine.device, mine.data_ptr()), p) is not p:
+            raise ValueError(
+                f"two parameters of shape {tuple(p.shape)} share memory, so each would be perturbed twice: tie weights "
+                "by using one Parameter object in both places"
+            )
+
+
+def warn_low_precision(params: Sequence[Tensor]) -> None:
+    """Warn whoever takes a step of weights that a small perturbation does not move."""
+    low = sorted({str(p.dtype).removeprefix("torch.") for p in params if p.dtype in (torch.bfloat16, torch.float16)})
+    if low:
+        warnings.warn(
+            f"weights in {' and '.join(low)}: most coordinates of a small perturbation are lost to rounding. Keep the "
+            "weights in float32 and run the model under torch.autocast",
+            RuntimeWarning,
+            stacklevel=4,
+        )

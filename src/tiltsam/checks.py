@@ -112,7 +112,7 @@ def check_storage(params: Sequence[Tensor]) -> None:
 
 
 def warn_low_precision(params: Sequence[Tensor]) -> None:
-    """Warn whoever takes a step of weights that a small perturbation does not move."""
+    """Warn of weights that a small perturbation hardly moves."""
     low = sorted({str(p.dtype).removeprefix("torch.") for p in params if p.dtype in (torch.bfloat16, torch.float16)})
     if low:
         warnings.warn(

@@ -39,9 +39,10 @@ from tiltsam.samplers import (
     Sampler,
     Uniform,
 )
+from tiltsam.settings import Schedule
 from tiltsam.tilting import StreamingTilt
 from tiltsam.weighing import FixedWeights, Weighing
-from tiltsam.wrapper import Schedule, SharpnessAware
+from tiltsam.wrapper import SharpnessAware
 
 __all__ = ["ASAM", "ERM", "METHODS", "PGN", "RSAM", "SAM", "TSAM", "LineSearchSAM"]
 

@@ -1,11 +1,102 @@
-"""The numbers of a step (rho, radius, tilt and a method's own), kept where the kernels read them."""
+"""The numbers of a step (rho, radius, tilt and a method's own): where users write them, and where kernels read them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
-__all__ = ["DeviceSettings"]
+__all__ = ["DeviceSettings", "GroupSettings", "Schedule"]
+
+Schedule: TypeAlias = Callable[[int], float]
+"""A value as a function of the step, 0 at the first; see :mod:`tiltsam.tilting` for ready ones."""
+
+
+class GroupSettings:
+    """A method's settings as entries of the base's parameter groups, so that checkpoints and users find them there.
+
+    Where the base already uses a name, the entry is called ``tilt_<name>``. ``rho`` may differ between groups, and an
+    entry ``own_rho`` says which of them brought theirs; the others are one value for the whole step.
+
+    Args:
+        base: The optimizer whose groups they live in.
+        initial: Their names and initial values; a callable is a schedule.
+        per_group: Those that may differ between groups.
+    """
+
+    def __init__(self, base: Optimizer, initial: Mapping[str, Any], per_group: frozenset[str]) -> None:
+        if "rho" in initial:
+            initial = {"own_rho": False, **initial}  # ahead of rho: who brought one is asked before all are given one
+        self._base, self._per_group = base, per_group
+        self._schedules: dict[str, Schedule] = {name: value for name, value in initial.items() if callable(value)}
+        self._initial = {name: value(0) if callable(value) else value for name, value in initial.items()}
+        self._keys = {name: f"tilt_{name}" if name in base.defaults else name for name in initial}
+        self.fill()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._keys
+
+    def __getitem__(self, name: str) -> Any:
+        """A setting that is one value for the whole step."""
+        key = self._keys[name]
+        first, *others = self._base.param_groups
+        value = first.get(key, self._initial[name])
+        for group in others:
+            if group.get(key, value) != value:
+                raise ValueError(
+                    f"{key} is one number for the whole step, but parameter groups have {value} and {group[key]}"
+                )
+        return value
+
+    def in_groups(self, name: str) -> list[Any]:
+        """A setting, group by group."""
+        return [group[self._keys[name]] for group in self._base.param_groups]
+
+    def entries(self) -> frozenset[str]:
+        """What they are called in the groups."""
+        return frozenset(self._keys.values())
+
+    def fill(self, before: Sequence[Mapping[str, Any]] | None = None) -> None:
+        """Give groups that lack a setting its initial value; global ones follow group 0, which may have moved on.
+
+        Args:
+            before: The groups as they were before a state was loaded: their values then count as initial.
+        """
+        groups = self._base.param_groups
+        for i, group in enumerate(groups):
+            for name, key in self._keys.items():
+                known = group if name in self._per_group else groups[0]
+                if before is not None:
+                    value = before[i][key]
+                else:
+                    value = self._keys["rho"] in group if name == "own_rho" else self._initial[name]
+                group.setdefault(key, known.get(key, value))
+
+    def follow_schedules(self) -> None:
+        """Give scheduled settings their values at the coming step, but no group a rho that brought its own."""
+        step = self["steps_taken"]
+        for name, schedule in self._schedules.items():
+            for group in self._base.param_groups:
+                if name != "rho" or not group["own_rho"]:
+                    group[self._keys[name]] = schedule(step)
+
+    def count_step(self) -> None:
+        """One more step was taken."""
+        for group in self._base.param_groups:
+            group[self._keys["steps_taken"]] += 1
+
+    def __str__(self) -> str:
+        shown: dict[str, Any] = {}
+        if "rho" in self:
+            rho = sorted(set(self.in_groups("rho")))
+            shown["rho"] = rho[0] if len(rho) == 1 else rho
+        for name in self._keys:
+            if name != "steps_taken" and name not in self._per_group:
+                shown[name] = self._schedules.get(name, self[name])
+        return ", ".join(f"{name}={value!r}" for name, value in shown.items())
 
 
 class DeviceSettings:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -31,12 +31,10 @@ from tiltsam.info import NonfiniteCount, StepInfo
 from tiltsam.parameters import Closure, ParameterSpace
 from tiltsam.passes import Passes
 from tiltsam.samplers import Center, Sampler
+from tiltsam.settings import GroupSettings, Schedule
 from tiltsam.weighing import Ledger, OneSample, Weighing
 
 __all__ = ["Schedule", "SharpnessAware", "StepInfo"]
-
-Schedule: TypeAlias = Callable[[int], float]
-"""A value as a function of the step, 0 at the first; see :mod:`tiltsam.tilting` for ready ones."""
 
 
 class SharpnessAware(Optimizer):
@@ -89,9 +87,6 @@ class SharpnessAware(Optimizer):
         check_model(model)
         check_seed(seed)
         check_parallel(parallel)
-        own = {**settings, "every": every, "seed": seed, "steps_taken": 0}
-        if "rho" in own:
-            own = {"own_rho": False, **own}  # ahead of rho: who brought one is asked before all are given one
         self.base = base
         self.sampler = sampler
         self.model = model
@@ -99,9 +94,6 @@ class SharpnessAware(Optimizer):
         self.skip_nonfinite = skip_nonfinite
         self._passes_options = {"buffers_once": buffers_once, "same_random": same_dropout}
         self._foreach = foreach
-        self._schedules: dict[str, Schedule] = {name: value for name, value in own.items() if callable(value)}
-        self._own = {name: value(0) if callable(value) else value for name, value in own.items()}
-        self._keys = {name: f"tilt_{name}" if name in base.defaults else name for name in own}
         self._space: ParameterSpace | None = None
         self._space_key: tuple[Any, ...] = ()
         self._info: StepInfo | None = None
@@ -111,7 +103,8 @@ class SharpnessAware(Optimizer):
         # an Optimizer is (hooks, the profiled step) around ours.
         Optimizer.__setstate__(self, {"defaults": {**base.defaults}})
         self._zero_grad_profile_name = f"Optimizer.zero_grad#{type(self).__name__}.zero_grad"
-        self._fill_settings()
+        own = {**settings, "every": every, "seed": seed, "steps_taken": 0}
+        self._settings = GroupSettings(base, own, self.per_group)
         self._check_settings()
 
     # ---------------------------------------------------------------- one state with the base
@@ -138,7 +131,7 @@ class SharpnessAware(Optimizer):
         """Add a group to the base, with this method's settings where it does not bring its own."""
         self.base.add_param_group(param_group)
         try:
-            self._fill_settings()
+            self._settings.fill()
             self._check_settings()
         except Exception:
             self.param_groups.pop()
@@ -150,7 +143,7 @@ class SharpnessAware(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The base's state, its groups carrying this method's settings and step count."""
-        self._fill_settings()
+        self._settings.fill()
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
         state: dict[str, Any] = self.base.state_dict()
@@ -165,13 +158,10 @@ class SharpnessAware(Optimizer):
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             replaced = hook(self, state_dict)
             state_dict = state_dict if replaced is None else replaced
-        self._fill_settings()
-        present = [dict(group) for group in self.param_groups]
+        self._settings.fill()
+        before = [dict(group) for group in self.param_groups]
         self.base.load_state_dict(state_dict)
-        for group, old in zip(self.param_groups, present, strict=True):
-            for name, key in self._keys.items():
-                known = group if name in self.per_group else self.param_groups[0]
-                group.setdefault(key, known.get(key, old[key]))
+        self._settings.fill(before)
         for post in self._optimizer_load_state_dict_post_hooks.values():
             post(self)
         self._check_settings()
@@ -182,48 +172,26 @@ class SharpnessAware(Optimizer):
         return {**state, "_space": None, "_info": None}
 
     def __repr__(self) -> str:
-        self._fill_settings()
-        own = ", ".join(
-            f"{name}={self._schedules.get(name, self._setting(name))!r}"
-            for name in self._keys
-            if name != "steps_taken" and name not in self.per_group
-        )
-        rho = sorted({g[self._keys["rho"]] for g in self.param_groups}) if "rho" in self._keys else []
-        shown = f"rho={rho[0] if len(rho) == 1 else rho}, " if rho else ""
-        return f"{type(self).__name__}({shown}{own},\n  base={self.base!r})"
+        self._settings.fill()
+        return f"{type(self).__name__}({self._settings},\n  base={self.base!r})"
 
     # ---------------------------------------------------------------- settings
 
-    def _fill_settings(self) -> None:
-        """Groups that lack a setting get the constructor's; global ones follow group 0, which may have moved on."""
-        for group in self.param_groups:
-            for name, key in self._keys.items():
-                known = group if name in self.per_group else self.param_groups[0]
-                value = self._keys["rho"] in group if name == "own_rho" else self._own[name]
-                group.setdefault(key, known.get(key, value))
-
     def _setting(self, name: str) -> Any:
         """A setting that is one number for the whole step."""
-        key = self._keys[name]
-        value = self.param_groups[0].get(key, self._own[name])
-        for group in self.param_groups[1:]:
-            if group.get(key, value) != value:
-                raise ValueError(
-                    f"{key} is one number for the whole step, but parameter groups have {value} and {group[key]}"
-                )
-        return value
+        return self._settings[name]
 
     def _check_settings(self) -> None:
         """Raise on a value out of bounds. Called at construction and, since groups can be edited, before each step."""
-        for group in self.param_groups:
-            if "rho" in self._keys:
-                check_nonnegative("rho", group[self._keys["rho"]])
+        if "rho" in self._settings:
+            for rho in self._settings.in_groups("rho"):
+                check_nonnegative("rho", rho)
         check_count("every", self._setting("every"))
 
     def _write_settings(self, space: ParameterSpace) -> None:
         """Put this method's numbers where the kernels read them."""
-        if "rho" in self._keys:
-            space.set_rho([float(group[self._keys["rho"]]) for group in self.param_groups])
+        if "rho" in self._settings:
+            space.set_rho([float(rho) for rho in self._settings.in_groups("rho")])
 
     @property
     def num_samples(self) -> int:
@@ -274,8 +242,7 @@ class SharpnessAware(Optimizer):
                     self._info = (self._run or self.execute)(space)
             finally:
                 space.closures, space.ascent_closure, space.scaler = [_released], None, None
-        for group in self.param_groups:
-            group[self._keys["steps_taken"]] += 1
+        self._settings.count_step()
         return self._info.loss
 
     def prepare(self, closure: Closure | Sequence[Closure], ascent_closure: Closure | None = None) -> ParameterSpace:
@@ -302,12 +269,8 @@ class SharpnessAware(Optimizer):
 
     def _settle(self) -> ParameterSpace:
         """Make the settings what they are to be at the coming step."""
-        self._fill_settings()  # a group may have been added to the base behind our back
-        step = self._setting("steps_taken")
-        for name, schedule in self._schedules.items():
-            for group in self.param_groups:
-                if name != "rho" or not group["own_rho"]:
-                    group[self._keys[name]] = schedule(step)
+        self._settings.fill()  # a group may have been added to the base behind our back
+        self._settings.follow_schedules()
         self._check_settings()
         space = self.current_space()
         self._write_settings(space)
@@ -343,7 +306,7 @@ class SharpnessAware(Optimizer):
         those of the base named in ``changeable``.
         """
         space = self._settle()
-        own = frozenset(self._keys.values())
+        own = self._settings.entries()
         base = tuple(
             (name, value)
             for group in self.param_groups

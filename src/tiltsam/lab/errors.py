@@ -1,8 +1,8 @@
-"""What a user can put right: data that is missing, damaged or of the wrong shape."""
+"""What a user can put right: data that is missing, damaged or of the wrong shape, a record that cannot be used."""
 
 from __future__ import annotations
 
-__all__ = ["DataError"]
+__all__ = ["DataError", "RecordError"]
 
 
 class DataError(Exception):
@@ -10,3 +10,7 @@ class DataError(Exception):
 
     def __init__(self, message: str) -> None:
         super().__init__(" ".join(message.split()))
+
+
+class RecordError(Exception):
+    """A record that cannot be used, told in one line."""

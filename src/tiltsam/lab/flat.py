@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,6 +24,7 @@ from tiltsam.lab.augment import normalise
 from tiltsam.lab.config import ConfigError, TrainConfig
 from tiltsam.lab.data import Data
 from tiltsam.lab.devices import resolve_device
+from tiltsam.lab.files import drafted
 from tiltsam.lab.record import Record, RecordError, folders_of_runs
 from tiltsam.lab.report.runs import Reading, Run
 from tiltsam.lab.report.settings import arrange
@@ -199,9 +199,8 @@ def save_flatness(record: Record, flat: Flatness, about: dict[str, Any]) -> Path
     if plane is not None:
         content["plane"] = {name: _plain(getattr(plane, name)) for name in ("x", "y", "losses")}
     path = record.folder / "flatness.json"
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.write_text(json.dumps(content, allow_nan=False) + "\n")
-    draft.rename(path)
+    with drafted(path) as draft:
+        draft.write_text(json.dumps(content, allow_nan=False) + "\n")
     return path
 
 

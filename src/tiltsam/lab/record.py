@@ -3,13 +3,12 @@
     RUN/config.json         the resolved config
     RUN/environment.json    versions, device, a fingerprint of one's own data
     RUN/metrics.jsonl       one JSON object a line, appended, never rewritten
-    RUN/checkpoints/N/      model.safetensors, optimizer.safetensors, state.json, manifest.json; the last two are kept
+    RUN/checkpoints/N/      enough to go on (:mod:`tiltsam.lab.checkpoints`); the last two are kept
     RUN/model.safetensors   the trained model, once finished
     RUN/result.json         the final numbers, once finished
     RUN/lock                held by the process that works on it
 
-A checkpoint is written beside its place and renamed into it, so it is there whole or not at all; its manifest holds the
-digests of its files, and one that does not match is passed over for the one before, with a warning.
+What is written once is there whole or not at all, see :mod:`tiltsam.lab.files`.
 """
 
 from __future__ import annotations
@@ -17,14 +16,12 @@ from __future__ import annotations
 import dataclasses
 import errno
 import fcntl
-import hashlib
 import json
 import math
 import os
 import platform
 import shutil
 import time
-import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -34,28 +31,15 @@ import torch
 from torch import Tensor
 
 import tiltsam
+from tiltsam.lab import checkpoints
+from tiltsam.lab.checkpoints import Checkpoint
 from tiltsam.lab.config import TrainConfig
+from tiltsam.lab.errors import RecordError
+from tiltsam.lab.files import load_tensors, save_tensors, write_json
 
 __all__ = ["Checkpoint", "Record", "RecordError", "folders_of_runs", "is_number", "read_metrics"]
 
-KEEP = 2
 ATTEMPTS = 50  # to make and lock a folder that others remove meanwhile, 10 ms apart
-
-
-class RecordError(Exception):
-    """A record that cannot be used, told in one line."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Checkpoint:
-    """All that a run needs to go on."""
-
-    model: dict[str, Tensor]
-    optimizer: dict[str, Any]
-    state: dict[str, Any]
-    """Numbers: epoch, passes, seconds, best so far."""
-    random: dict[str, Tensor]
-    """States of the global generators."""
 
 
 class Record:
@@ -120,8 +104,8 @@ class Record:
     def begin(self, config: TrainConfig, device: torch.device, data: str = "") -> None:
         """Write what was asked, where it runs, and the fingerprint of its data if it has one."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        _write_json(self.folder / "config.json", dataclasses.asdict(config))
-        _write_json(self.folder / "environment.json", _environment(device) | ({"data": data} if data else {}))
+        write_json(self.folder / "config.json", dataclasses.asdict(config))
+        write_json(self.folder / "environment.json", _environment(device) | ({"data": data} if data else {}))
 
     def check_data(self, fingerprint: str) -> None:
         """Raise if the run began with other data.
@@ -160,8 +144,8 @@ class Record:
 
     def finish(self, model: dict[str, Tensor], **numbers: Any) -> None:
         """The trained model, then the final numbers: a run with a result is finished."""
-        _save_tensors(self.folder / "model.safetensors", model)
-        _write_json(self.folder / "result.json", numbers)
+        save_tensors(self.folder / "model.safetensors", model)
+        write_json(self.folder / "result.json", numbers)
         shutil.rmtree(self.folder / "checkpoints", ignore_errors=True)
 
     def result(self) -> dict[str, Any] | None:
@@ -186,63 +170,19 @@ class Record:
         """The trained model, or the newest checkpoint's where training has not finished."""
         path = self.folder / "model.safetensors"
         if path.exists():
-            return _load_tensors(path)
+            return load_tensors(path)
         checkpoint = self.load()
         if checkpoint is None:
             raise RecordError(f"{self.folder} holds no model yet")
         return checkpoint.model
 
-    # ---------------------------------------------------------------- checkpoints
-
     def save(self, checkpoint: Checkpoint) -> None:
-        """Write a checkpoint whole, then drop all but the last two."""
-        folder = self.folder / "checkpoints"
-        place = folder / f"{checkpoint.state['epoch']:06d}"
-        draft = folder / f".{place.name}.{os.getpid()}"
-        shutil.rmtree(draft, ignore_errors=True)
-        draft.mkdir(parents=True)
-        try:
-            tensors, rest = _split_optimizer(checkpoint.optimizer)
-            _save_tensors(draft / "model.safetensors", checkpoint.model)
-            _save_tensors(draft / "optimizer.safetensors", tensors | _prefixed("random.", checkpoint.random))
-            _write_json(draft / "state.json", {"optimizer": rest, "state": checkpoint.state})
-            _write_json(draft / "manifest.json", {p.name: _digest(p) for p in sorted(draft.iterdir())})
-            shutil.rmtree(place, ignore_errors=True)
-            draft.rename(place)
-        except BaseException:
-            shutil.rmtree(draft, ignore_errors=True)
-            raise
-        for old in self._places()[:-KEEP]:
-            shutil.rmtree(old, ignore_errors=True)
+        """Write a checkpoint."""
+        checkpoints.save(self.folder / "checkpoints", checkpoint)
 
     def load(self) -> Checkpoint | None:
         """The newest checkpoint that is whole, or ``None``."""
-        for place in reversed(self._places()):
-            try:
-                manifest = json.loads((place / "manifest.json").read_text())
-                for name, digest in manifest.items():
-                    if _digest(place / name) != digest:
-                        raise ValueError(f"{name} does not match its digest")
-                body = json.loads((place / "state.json").read_text())
-                tensors = _load_tensors(place / "optimizer.safetensors")
-                random = {k.removeprefix("random."): v for k, v in tensors.items() if k.startswith("random.")}
-                return Checkpoint(
-                    _load_tensors(place / "model.safetensors"),
-                    _join_optimizer(tensors, body["optimizer"]),
-                    body["state"],
-                    random,
-                )
-            except (OSError, ValueError, KeyError) as error:
-                warnings.warn(
-                    f"checkpoint {place} is damaged ({error}): going back to the one before",
-                    RuntimeWarning,
-                    stacklevel=2,
-                )
-        return None
-
-    def _places(self) -> list[Path]:
-        folder = self.folder / "checkpoints"
-        return sorted(p for p in folder.iterdir() if p.name.isdigit()) if folder.exists() else []
+        return checkpoints.load(self.folder / "checkpoints")
 
 
 def read_metrics(path: Path) -> tuple[list[dict[str, Any]], dict[int, str]]:
@@ -314,84 +254,12 @@ def folders_of_runs(roots: Iterable[Path]) -> list[Path]:
     return list(found.values())
 
 
-def _split_optimizer(state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """An optimizer's state as tensors by name, and the rest as JSON can hold it."""
-    tensors: dict[str, Tensor] = {}
-    rest: dict[str, dict[str, Any]] = {}
-    for index, entries in state["state"].items():
-        for name, value in entries.items():
-            if isinstance(value, Tensor):
-                tensors[f"state.{index}.{name}"] = value
-            else:
-                rest.setdefault(str(index), {})[name] = value
-    groups = [{k: v.item() if isinstance(v, Tensor) else v for k, v in g.items()} for g in state["param_groups"]]
-    return tensors, {"state": rest, "param_groups": groups}
-
-
-def _join_optimizer(tensors: dict[str, Tensor], rest: dict[str, Any]) -> dict[str, Any]:
-    state: dict[int, dict[str, Any]] = {int(k): dict(v) for k, v in rest["state"].items()}
-    for key, value in tensors.items():
-        if key.startswith("state."):
-            _, index, name = key.split(".", 2)
-            state.setdefault(int(index), {})[name] = value
-    groups = [{k: tuple(v) if k == "betas" else v for k, v in g.items()} for g in rest["param_groups"]]
-    return {"state": state, "param_groups": groups}
-
-
-def _prefixed(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {f"{prefix}{name}": value for name, value in tensors.items()}
-
-
-def _save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
-    try:
-        with _drafted(path) as draft:
-            save_file({k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()}, draft)
-    except SafetensorError as error:  # a full disk, for example
-        raise RecordError(f"cannot write {path}: {error}") from None
-
-
-def _load_tensors(path: Path) -> dict[str, Tensor]:
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    try:
-        return load_file(path)
-    except SafetensorError as error:
-        raise ValueError(f"{path.name}: {error}") from None
-
-
-def _write_json(path: Path, content: Any) -> None:
-    with _drafted(path) as draft, open(draft, "w") as file:
-        file.write(json.dumps(content, indent=1) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-
-
-@contextmanager
-def _drafted(path: Path) -> Iterator[Path]:
-    """A place beside a file to write it to: it takes the file's name once it is whole, and goes if that fails."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        yield draft
-        draft.rename(path)
-    except BaseException:
-        draft.unlink(missing_ok=True)
-        raise
-
-
 def _is_at(file: IO[str], path: Path) -> bool:
     """Whether an open file is the one that has that name now."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
     except FileNotFoundError:
         return False
-
-
-def _digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def _ends_in_half_a_line(path: Path) -> bool:

@@ -6,7 +6,6 @@ RUN/reproduced.json     what was measured, each under a key that says how; under
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 from tiltsam.flatness.comparison import PAPER_STDS, Flatness, Plan
 from tiltsam.flatness.objectives import ErmLoss, Objective, SamLoss, TsamLoss
 from tiltsam.lab import download as downloads
+from tiltsam.lab.files import write_json
 from tiltsam.lab.flat import cross_runs, measure_runs, save_flatness
 from tiltsam.lab.recipes.settings import column_config
 from tiltsam.lab.record import Record, RecordError
@@ -168,6 +168,4 @@ def _recall(record: Record) -> dict[str, Numbers]:
 
 def _remember(record: Record, key: str, numbers: Numbers) -> None:
     path = record.folder / "reproduced.json"
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.write_text(json.dumps(_recall(record) | {key: numbers}, indent=1) + "\n")
-    draft.rename(path)
+    write_json(path, _recall(record) | {key: numbers})

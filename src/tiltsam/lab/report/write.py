@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from importlib.util import find_spec
 from pathlib import Path
 
+from tiltsam.lab.files import drafted
 from tiltsam.lab.report.drawing import draw
 from tiltsam.lab.report.figures import flatness_figures, task_figures
 from tiltsam.lab.report.page import Chapter, render
@@ -93,10 +93,9 @@ def _write_table(table: Table, stem: Path) -> list[Path]:
 
 
 def _write(path: Path, text: str) -> None:
-    """Write beside its place, then rename: two that compare on one folder may end at the same moment."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.write_bytes(text.encode("utf-8", "replace"))  # half a surrogate pair in a record must not stop a report
-    draft.replace(path)
+    """Whole or not at all: two that compare on one folder may end at the same moment."""
+    with drafted(path) as draft:
+        draft.write_bytes(text.encode("utf-8", "replace"))  # half a surrogate pair in a record must not stop a report
 
 
 def _stems(tasks: Sequence[Task]) -> list[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from typing import Any
 
 import tiltsam
 from tiltsam.lab.config import TrainConfig
+from tiltsam.lab.files import drafted
 from tiltsam.lab.record import Record
 from tiltsam.lab.sweeping.board import Entry, Job
 from tiltsam.lab.sweeping.grids import Point
@@ -143,9 +143,8 @@ def to_json(name: str, storage: str, out: Path, notes: Sequence[str], standings:
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Write whole or not at all; several processes may do so at once."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
-    draft.rename(path)
+    with drafted(path) as draft:
+        draft.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
 
 
 def _method_json(s: Standing, out: Path) -> dict[str, Any]:

@@ -1,0 +1,124 @@
+"""Checkpoints: all that a run needs to go on, in a folder each.
+
+    N/model.safetensors       the weights and buffers after epoch N
+    N/optimizer.safetensors   the tensors of the optimizer's state, and the states of the random generators
+    N/state.json              the rest
+    N/manifest.json           the digests of these files
+
+A checkpoint is written beside its place and renamed into it, so it is there whole or not at all; one that does not
+match its manifest is passed over for the one before, with a warning.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from tiltsam.lab.files import load_tensors, save_tensors, write_json
+
+__all__ = ["Checkpoint", "load", "save"]
+
+KEEP = 2
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """All that a run needs to go on."""
+
+    model: dict[str, Tensor]
+    optimizer: dict[str, Any]
+    state: dict[str, Any]
+    """Numbers: epoch, passes, seconds, best so far."""
+    random: dict[str, Tensor]
+    """States of the global generators."""
+
+
+def save(folder: Path, checkpoint: Checkpoint) -> None:
+    """Write a checkpoint whole, then drop all but the last two."""
+    place = folder / f"{checkpoint.state['epoch']:06d}"
+    draft = folder / f".{place.name}.{os.getpid()}"
+    shutil.rmtree(draft, ignore_errors=True)
+    draft.mkdir(parents=True)
+    try:
+        tensors, rest = _split_optimizer(checkpoint.optimizer)
+        save_tensors(draft / "model.safetensors", checkpoint.model)
+        save_tensors(draft / "optimizer.safetensors", tensors | _prefixed("random.", checkpoint.random))
+        write_json(draft / "state.json", {"optimizer": rest, "state": checkpoint.state})
+        write_json(draft / "manifest.json", {p.name: _digest(p) for p in sorted(draft.iterdir())})
+        shutil.rmtree(place, ignore_errors=True)
+        draft.rename(place)
+    except BaseException:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise
+    for old in _places(folder)[:-KEEP]:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def load(folder: Path) -> Checkpoint | None:
+    """The newest checkpoint that is whole, or ``None``; the caller's caller is warned of those that are not."""
+    for place in reversed(_places(folder)):
+        try:
+            manifest = json.loads((place / "manifest.json").read_text())
+            for name, digest in manifest.items():
+                if _digest(place / name) != digest:
+                    raise ValueError(f"{name} does not match its digest")
+            body = json.loads((place / "state.json").read_text())
+            tensors = load_tensors(place / "optimizer.safetensors")
+            random = {k.removeprefix("random."): v for k, v in tensors.items() if k.startswith("random.")}
+            return Checkpoint(
+                load_tensors(place / "model.safetensors"),
+                _join_optimizer(tensors, body["optimizer"]),
+                body["state"],
+                random,
+            )
+        except (OSError, ValueError, KeyError) as error:
+            warnings.warn(
+                f"checkpoint {place} is damaged ({error}): going back to the one before",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+    return None
+
+
+def _places(folder: Path) -> list[Path]:
+    return sorted(p for p in folder.iterdir() if p.name.isdigit()) if folder.exists() else []
+
+
+def _split_optimizer(state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """An optimizer's state as tensors by name, and the rest as JSON can hold it."""
+    tensors: dict[str, Tensor] = {}
+    rest: dict[str, dict[str, Any]] = {}
+    for index, entries in state["state"].items():
+        for name, value in entries.items():
+            if isinstance(value, Tensor):
+                tensors[f"state.{index}.{name}"] = value
+            else:
+                rest.setdefault(str(index), {})[name] = value
+    groups = [{k: v.item() if isinstance(v, Tensor) else v for k, v in g.items()} for g in state["param_groups"]]
+    return tensors, {"state": rest, "param_groups": groups}
+
+
+def _join_optimizer(tensors: dict[str, Tensor], rest: dict[str, Any]) -> dict[str, Any]:
+    state: dict[int, dict[str, Any]] = {int(k): dict(v) for k, v in rest["state"].items()}
+    for key, value in tensors.items():
+        if key.startswith("state."):
+            _, index, name = key.split(".", 2)
+            state.setdefault(int(index), {})[name] = value
+    groups = [{k: tuple(v) if k == "betas" else v for k, v in g.items()} for g in rest["param_groups"]]
+    return {"state": state, "param_groups": groups}
+
+
+def _prefixed(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {f"{prefix}{name}": value for name, value in tensors.items()}
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()

@@ -1,0 +1,67 @@
+"""Files that are there whole or not at all, whoever is killed meanwhile and however many write at once."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from tiltsam.lab.errors import RecordError
+
+__all__ = ["drafted", "load_tensors", "save_tensors", "write_json"]
+
+
+@contextmanager
+def drafted(path: Path) -> Iterator[Path]:
+    """A place beside a file to write it to: it takes the file's name once it is whole, and goes if that fails."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        yield draft
+        draft.rename(path)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write something as JSON, to the disk itself."""
+    with drafted(path) as draft, open(draft, "w") as file:
+        file.write(json.dumps(content, indent=1) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Write tensors by name.
+
+    Raises:
+        RecordError: If there is no room for them.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    try:
+        with drafted(path) as draft:
+            save_file({k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()}, draft)
+    except SafetensorError as error:  # a full disk, for example
+        raise RecordError(f"cannot write {path}: {error}") from None
+
+
+def load_tensors(path: Path) -> dict[str, Tensor]:
+    """What :func:`save_tensors` wrote.
+
+    Raises:
+        ValueError: If the file is damaged.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise ValueError(f"{path.name}: {error}") from None

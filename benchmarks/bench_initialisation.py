@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from tiltsam.lab.batches import Batches
 from tiltsam.lab.config import TrainConfig
+from tiltsam.lab.loading import load_data
 from tiltsam.lab.models import resnet18
-from tiltsam.lab.train import load_data
 
 LENGTHS = (0.05, 0.1, 0.2, 0.4)
 

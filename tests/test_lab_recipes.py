@@ -16,6 +16,7 @@ from tiltsam.lab import models
 from tiltsam.lab.augment import normalise
 from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.errors import DataError
+from tiltsam.lab.loading import load_data, load_model
 from tiltsam.lab.recipes import cost, measures, paper
 from tiltsam.lab.recipes.book import RECIPES, find_recipe
 from tiltsam.lab.recipes.measures import Thoroughness
@@ -25,7 +26,6 @@ from tiltsam.lab.recipes.tables import ours, tables, write_json
 from tiltsam.lab.record import Record
 from tiltsam.lab.tables import GLUE
 from tiltsam.lab.tasks import find_task
-from tiltsam.lab.train import load_data, load_model
 
 # -------------------------------------------------------------------------------- two steps of every recipe
 

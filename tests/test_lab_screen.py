@@ -18,6 +18,7 @@ from tiltsam.lab import train as training
 from tiltsam.lab.compare import compare
 from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.download import Remote, download
+from tiltsam.lab.loading import load_data
 from tiltsam.lab.record import Record
 from tiltsam.lab.screen import Screen
 from tiltsam.lab.train import Progress, train
@@ -95,9 +96,9 @@ def test_reading_images_shows_how_far_it_is(terminal, tmp_path, capsys):
 def test_image_size_is_what_the_model_sees(tmp_path):
     dtd(tmp_path)
     small = replace(CONFIG, task="dtd", model="cnn", image_size=16)
-    assert training.load_data(small, tmp_path).train.inputs["image"].shape[1:] == (3, 16, 16)
+    assert load_data(small, tmp_path).train.inputs["image"].shape[1:] == (3, 16, 16)
     usual = replace(small, image_size=None)
-    assert training.load_data(usual, tmp_path).train.inputs["image"].shape[1:] == (3, 224, 224)
+    assert load_data(usual, tmp_path).train.inputs["image"].shape[1:] == (3, 224, 224)
     assert small.key() != usual.key()
 
 

@@ -17,10 +17,11 @@ from tiltsam.cli import main
 from tiltsam.lab.batches import Batches
 from tiltsam.lab.compare import compare, format_rows, summarise
 from tiltsam.lab.config import METHOD_SETTINGS, ConfigError, TrainConfig, field_docs
+from tiltsam.lab.loading import load_data, load_model
 from tiltsam.lab.record import Record, RecordError, _is_at
 from tiltsam.lab.report.runs import read_runs
 from tiltsam.lab.tensorboard import Board
-from tiltsam.lab.train import Run, TrainError, load_data, load_model, train
+from tiltsam.lab.train import Run, TrainError, train
 
 SMALL = TrainConfig(epochs=2, batch_size=128, num_samples=2, num_points=2)
 

@@ -35,9 +35,10 @@ from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.data import Data
 from tiltsam.lab.devices import suited_to
 from tiltsam.lab.flat import cross_runs, measure_runs, save_flatness
+from tiltsam.lab.loading import data_key, load_data
 from tiltsam.lab.recipes.cost import passes_per_step
 from tiltsam.lab.record import Record
-from tiltsam.lab.train import Diverged, Run, data_key, load_data, train
+from tiltsam.lab.train import Diverged, Run, train
 from timing import best_of, environment, print_table
 
 COMMANDS = ("rates", "work", "left", "weights", "flat", "cross", "table", "collect", "restore")

@@ -14,8 +14,9 @@ from typing import Any
 from tiltsam.lab import download as downloads
 from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.data import Data
+from tiltsam.lab.loading import data_key, load_data
 from tiltsam.lab.record import Record
-from tiltsam.lab.train import Progress, TrainError, data_key, load_data, train
+from tiltsam.lab.train import Progress, TrainError, train
 
 __all__ = ["Row", "compare", "format_rows", "summarise"]
 

@@ -25,10 +25,10 @@ from tiltsam.lab.config import ConfigError, TrainConfig
 from tiltsam.lab.data import Data
 from tiltsam.lab.devices import resolve_device
 from tiltsam.lab.files import drafted
+from tiltsam.lab.loading import data_key, load_data, load_model
 from tiltsam.lab.record import Record, RecordError, folders_of_runs
 from tiltsam.lab.report.runs import Reading, Run
 from tiltsam.lab.report.settings import arrange
-from tiltsam.lab.train import data_key, load_data, load_model
 
 __all__ = ["cross_runs", "find_runs", "measure_runs", "save_flatness"]
 

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from tiltsam.lab.config import TrainConfig
+from tiltsam.lab.loading import load_data
 from tiltsam.lab.sweeping.grids import SweepError, points
 from tiltsam.lab.sweeping.plan import Desk, Plan
 from tiltsam.lab.sweeping.standing import Standing, to_json, write_json
 from tiltsam.lab.sweeping.store import sqlite_url
 from tiltsam.lab.sweeping.workers import run_workers
-from tiltsam.lab.train import load_data
 
 __all__ = ["Outcome", "sweep"]
 

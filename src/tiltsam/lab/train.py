@@ -17,18 +17,18 @@ from torch import Tensor, nn
 
 import tiltsam
 from tiltsam.lab import download as downloads
-from tiltsam.lab import encoders, own, tasks
+from tiltsam.lab import own
 from tiltsam.lab.batches import Batches
 from tiltsam.lab.config import ConfigError, TrainConfig
 from tiltsam.lab.data import Data, Split
 from tiltsam.lab.devices import Leash, resolve_device, suited_to
-from tiltsam.lab.models import build
+from tiltsam.lab.loading import build_model, load_data
 from tiltsam.lab.record import Checkpoint, Record
 from tiltsam.lab.scoring import reestimate_batchnorm, score
 from tiltsam.lab.team import Team
 from tiltsam.lab.tensorboard import Board
 
-__all__ = ["Diverged", "Run", "TrainError", "data_key", "load_data", "load_model", "train"]
+__all__ = ["Diverged", "Progress", "Run", "TrainError", "train"]
 
 TICK_SECONDS = 0.5  # between signs of life within an epoch
 
@@ -130,7 +130,7 @@ class Run:
         self.device = resolve_device(self.team.device or config.device)
         self.data = data.to(self.device)
         torch.manual_seed(config.seed)
-        self.model = _build(config, data).to(self.device)
+        self.model = build_model(config, data).to(self.device)
         if self.device.type == "cuda":
             self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.trained = self.team.wrap(self.model)
@@ -379,62 +379,6 @@ class Run:
             numbers["best_validation"] = self.best[f"validation_{self.data.metrics[0]}"]
         self.record.finish({**self.model.state_dict(), **self.estimated}, **numbers)
         return numbers
-
-
-def load_data(
-    config: TrainConfig,
-    root: Path | None = None,
-    *,
-    download: bool = False,
-    progress: downloads.Progress | None = None,
-) -> Data:
-    """The task's data as the run sees it: of a text, tokens of the model's own tokenizer.
-
-    Raises:
-        DataError: What is missing, and where to put it.
-        ConfigError: A setting that does not suit the task.
-    """
-    source = encoders.source_of(config.model)
-    if source is not None and download:
-        encoders.fetch(source)
-    try:
-        return tasks.load(
-            config.task,
-            root=root,
-            seed=config.seed,
-            validation=config.validation,
-            noise=config.noise,
-            tokenizer=source,
-            max_length=config.max_length,
-            image_size=config.image_size,
-            download=download,
-            progress=progress,
-        )
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-
-
-def data_key(config: TrainConfig) -> TrainConfig:
-    """The part of a config that decides about its data: equal for configs whose data is the same."""
-    names = ("task", "model", "seed", "noise", "validation", "max_length", "image_size")
-    return TrainConfig(**{name: getattr(config, name) for name in names})
-
-
-def load_model(record: Record, data: Data) -> nn.Module:
-    """A run's model, trained as far as it is; a RecordError is raised if the data are its own and have changed."""
-    config = record.config()
-    if config.task == data.name:
-        record.check_data(data.fingerprint)
-    model = _build(config, data)
-    model.load_state_dict(record.model())
-    return model
-
-
-def _build(config: TrainConfig, data: Data) -> nn.Module:
-    try:
-        return build(config.model, data)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
 
 
 def _mean(values: list[Tensor]) -> float:

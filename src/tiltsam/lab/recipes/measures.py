@@ -16,9 +16,9 @@ from tiltsam.flatness.objectives import ErmLoss, Objective, SamLoss, TsamLoss
 from tiltsam.lab import download as downloads
 from tiltsam.lab.files import write_json
 from tiltsam.lab.flat import cross_runs, measure_runs, save_flatness
+from tiltsam.lab.loading import load_data
 from tiltsam.lab.recipes.settings import column_config
 from tiltsam.lab.record import Record, RecordError
-from tiltsam.lab.train import load_data
 
 __all__ = ["Thoroughness", "measure", "trained_on"]
 

@@ -19,8 +19,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from measuring import MEASUREMENTS, Bowl, call, convnet, cross_entropy, images, mse, unequal_batches
-from tiltsam.flatness.evaluation import LossSurface, batch_size, generator, layers, supervised, trainable, weighted_mean
+from tiltsam.flatness.evaluation import LossSurface, batch_size, generator, layers, supervised, trainable
 from tiltsam.flatness.progress import Bars
+from tiltsam.flatness.sums import weighted_mean
 
 every = pytest.mark.parametrize("measure", MEASUREMENTS.values(), ids=MEASUREMENTS)
 

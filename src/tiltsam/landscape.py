@@ -20,7 +20,8 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from tiltsam.flatness.evaluation import Batches, LossFn, LossSurface, Progress, generator, trainable, wide
+from tiltsam.flatness.evaluation import Batches, LossFn, LossSurface, Progress, generator, trainable
+from tiltsam.flatness.sums import wide
 
 __all__ = ["Direction", "Slice1D", "Slice2D", "between", "random_direction", "slice_1d", "slice_2d"]
 

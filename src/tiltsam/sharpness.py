@@ -24,8 +24,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tiltsam.flatness.evaluation import Batches, LossFn, LossSurface, Progress, generator, wide
+from tiltsam.flatness.evaluation import Batches, LossFn, LossSurface, Progress, generator
 from tiltsam.flatness.objectives import CrossEntry, CrossTable, ErmLoss, SamLoss, TsamLoss, cross_objectives
+from tiltsam.flatness.sums import wide
 from tiltsam.flatness.worst_case import WorstCase, m_sharpness
 from tiltsam.tilting import effective_sample_size, tilted_weights
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Protocol, TypeAlias
@@ -28,9 +28,11 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from tiltsam.batches import leaves, to_device
 from tiltsam.buffers import KeptBuffers
 from tiltsam.distributed import is_sharded
 from tiltsam.flatness.randomness import RandomSources
+from tiltsam.flatness.sums import weighted_mean
 
 __all__ = [
     "Batches",
@@ -204,7 +206,7 @@ class LossSurface:
             size = float(self.size_of(batch))
             if not (math.isfinite(size) and size > 0):
                 raise ValueError(f"batch {number} has size {size:g}; a batch must hold at least one example")
-            yield _move(batch, self.device), size
+            yield to_device(batch, self.device), size
         if empty:
             raise ValueError("the data set is empty: batches yielded nothing")
 
@@ -286,7 +288,7 @@ def batch_size(batch: Any) -> int:
     Raises:
         ValueError: If it holds no tensor with a first dimension.
     """
-    for leaf in _leaves(batch):
+    for leaf in leaves(batch):
         if leaf.dim() > 0:
             return len(leaf)
     raise ValueError(f"cannot tell the size of a batch of type {type(batch).__name__}; give size_of")
@@ -353,68 +355,6 @@ def check_finite(losses: Tensor, where: str = "") -> None:
         raise ValueError(f"the loss is not finite{where}: {losses[number].item()} on batch {number}")
 
 
-def weighted_mean(values: Tensor, weights: Tensor) -> tuple[float, float]:
-    """The weighted mean of the values of independent batches and its standard error (NaN for a single one)."""
-    share = weights / weights.sum()
-    mean = share @ values
-    if len(values) < 2:
-        return float(mean), math.nan
-    # sd / sqrt(n) for equal weights; the denominator is Bessel's correction for unequal ones.
-    squares = share.square()
-    return float(mean), float((squares @ (values - mean).square() / (1 - squares.sum())).sqrt())
-
-
-def total_norm(tensors: Sequence[Tensor]) -> Tensor:
-    """The Euclidean norm of all tensors as one vector, at least in float32, in blocks of :func:`block_length`."""
-    blocks = [block for x in tensors for block in torch.split(x.reshape(-1), block_length(x))]
-    norms = [torch.linalg.vector_norm(block, dtype=wide(block)) for block in blocks]
-    total: Tensor = torch.linalg.vector_norm(torch.stack([n.to(norms[0]) for n in norms]))
-    return total
-
-
-def block_length(tensor: Tensor) -> int:
-    """How many elements to sum in one go.
-
-    On a CPU a float32 norm over 1e7 elements in one go is off by 4e-4 and a matrix product by 3e-5; summed in blocks
-    they are right to 1e-6 and cost the same. A GPU sums in a tree, and every block costs it a launch.
-    """
-    return 1 << 17 if tensor.device.type == "cpu" else 1 << 20
-
-
-def wide(tensor: Tensor) -> torch.dtype:
-    """The dtype to compute in: that of the tensor, but float32 at least."""
-    return torch.promote_types(tensor.dtype, torch.float32)
-
-
 def _write(tensor: Tensor, saved: Tensor) -> None:
     with torch.no_grad():
         tensor.copy_(saved)
-
-
-def _leaves(batch: Any) -> Iterator[Tensor]:
-    if isinstance(batch, Tensor):
-        yield batch
-    elif isinstance(batch, Mapping):
-        for item in batch.values():
-            yield from _leaves(item)
-    elif isinstance(batch, tuple | list):
-        for item in batch:
-            yield from _leaves(item)
-
-
-def tree_map(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
-    """The batch with every tensor in it replaced by ``function(tensor)``."""
-    if isinstance(batch, Tensor):
-        return function(batch)
-    if isinstance(batch, Mapping):
-        # A plain dict, whatever mapping came in: a model called with ** or [] cannot tell the difference.
-        return {key: tree_map(function, item) for key, item in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(tree_map(function, item) for item in batch))
-    if isinstance(batch, tuple | list):
-        return type(batch)(tree_map(function, item) for item in batch)
-    return batch
-
-
-def _move(batch: Any, device: torch.device) -> Any:
-    return tree_map(lambda tensor: tensor.to(device, non_blocking=True), batch)

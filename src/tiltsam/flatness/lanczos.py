@@ -23,7 +23,7 @@ from typing import Literal, NamedTuple, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from tiltsam.flatness.evaluation import block_length, total_norm
+from tiltsam.flatness.sums import block_length, total_norm
 
 __all__ = ["Operator", "RitzPairs", "Which", "quadrature", "thick_restart"]
 
@@ -258,7 +258,7 @@ class _Basis:
         return rows
 
     def _columns(self) -> Iterator[slice]:
-        """The columns in blocks, see :func:`tiltsam.flatness.evaluation.block_length`."""
+        """The columns in blocks, see :func:`tiltsam.flatness.sums.block_length`."""
         size, step = self.blocks[0].shape[1], block_length(self.blocks[0])
         return (slice(begin, begin + step) for begin in range(0, size, step))
 

@@ -20,17 +20,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from tiltsam.flatness.evaluation import (
-    Batches,
-    LossFn,
-    LossSurface,
-    Progress,
-    check_finite,
-    generator,
-    total_norm,
-    weighted_mean,
-    wide,
-)
+from tiltsam.flatness.evaluation import Batches, LossFn, LossSurface, Progress, check_finite, generator
+from tiltsam.flatness.sums import total_norm, weighted_mean, wide
 from tiltsam.tilting import StreamingTilt
 
 __all__ = ["CrossEntry", "CrossTable", "ErmLoss", "Objective", "SamLoss", "TsamLoss", "cross_objectives"]

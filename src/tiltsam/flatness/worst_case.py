@@ -17,20 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tiltsam.batches import cut
-from tiltsam.flatness.evaluation import (
-    Batches,
-    LossFn,
-    LossSurface,
-    Progress,
-    batch_size,
-    check_finite,
-    generator,
-    total_norm,
-    tree_map,
-    weighted_mean,
-    wide,
-)
+from tiltsam.batches import cut, tree_map
+from tiltsam.flatness.evaluation import Batches, LossFn, LossSurface, Progress, batch_size, check_finite, generator
+from tiltsam.flatness.sums import total_norm, weighted_mean, wide
 
 __all__ = ["WorstCase", "m_sharpness"]
 

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from tiltsam import fused, vectors
 from tiltsam.accumulator import Accumulator
 from tiltsam.blocks import BlockVectors
+from tiltsam.branches import Branch
 from tiltsam.checks import check_storage
 from tiltsam.distributed import Parallel, Sharding, World, local_gradient, local_part, reshard
 from tiltsam.passes import CapturedRandom, Passes, WithoutBackward, to_the_end
@@ -84,8 +85,7 @@ class ParameterSpace(BlockVectors, DeviceSettings):
         self.streams = Streams([x.device for x in self.point])
         self._scales: dict[int, tuple[Tensor, Tensor]] = {}  # of a sample's noise, and the length it then has
         self._num_samples = 1
-        self._held: list[object] = []  # what branches of a graph still read: its memory must not be lent out again
-        self._side: torch.cuda.Stream | None = None  # for branches of a graph, while one is captured
+        self.branch = Branch(self.device)
         self.closures: Sequence[Closure] = [_no_closure]  # one for all samples, or one for each
         self.turn = 0  # whose turn it is
         self.ascent_closure: Closure | None = None
@@ -110,30 +110,6 @@ class ParameterSpace(BlockVectors, DeviceSettings):
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
-        """Inside a capture, a branch of the graph: what stands in it may run beside what follows, until :meth:`rejoin`.
-
-        What the branch reads must stay alive and unchanged until then. Outside a capture this does nothing.
-        """
-        if self._side is None:
-            yield
-            return
-        self._side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._side):
-            yield
-
-    def rejoin(self) -> None:
-        """Wait for the branches of :meth:`aside`."""
-        if self._side is not None:
-            torch.cuda.current_stream().wait_stream(self._side)
-        self._held.clear()
-
-    def hold(self, *things: object) -> None:
-        """Keep alive, until :meth:`rejoin`, what a branch reads."""
-        if self._side is not None:
-            self._held += things
-
-    @contextmanager
     def capturing(self, graph: torch.cuda.CUDAGraph, num_passes: int, *, drawing: bool) -> Iterator[CapturedRandom]:
         """Around the capture of a step into ``graph``, which gets address tables of its own.
 
@@ -143,15 +119,13 @@ class ParameterSpace(BlockVectors, DeviceSettings):
         with self.passes.capturing(graph, self.device, num_passes if drawing else 0) as random:
             if self._fused is not None:
                 self._fused.reserve(num_passes + 3)  # one for each gradient; point, center, mean
-            self._side = torch.cuda.Stream(self.device)
             try:
-                yield random
+                with self.branch.of_a_graph():
+                    yield random
             except BaseException:
                 self.streams.forget()
                 raise
             finally:
-                self._side = None
-                self._held.clear()
                 random.keep.append(self)
                 if self._fused is not None:
                     random.keep += self._fused.release()
@@ -176,7 +150,7 @@ class ParameterSpace(BlockVectors, DeviceSettings):
                 yield
         except BaseException:
             self._put_back(before)
-            if self._side is not None:
+            if self.branch.capturing:
                 self._at_center = True  # what a graph was to do has not happened
             if self.sharding.mesh is not None:
                 reshard(self.passes.model)  # or FSDP would go on with the copies it gathered at the perturbed weights
@@ -209,7 +183,7 @@ class ParameterSpace(BlockVectors, DeviceSettings):
         In a graph alone, which runs whole or not at all: outside, a Ctrl-C between the kernel and our taking note of it
         would lose θ.
         """
-        if self._side is None or self._backed_up:
+        if self._backed_up or not self.branch.capturing:
             self._back_up()
             return False
         self._backed_up = True
@@ -379,20 +353,20 @@ class ParameterSpace(BlockVectors, DeviceSettings):
         """What a sample's noise is multiplied by, and the length it then has."""
         assert self._fused is not None
         if sample in self._scales:
-            self.rejoin()
+            self.branch.rejoin()
             return self._scales[sample]
         return self._fused.noise_scale(self.streams.number(self.device), sample, spread, ahead=False)
 
     def _look_ahead(self, sample: int, spread: Spread) -> None:
         """In a graph, find the scales of later samples' noise beside the passes of this one."""
         assert self._fused is not None
-        if self._side is None or self._scales:
+        if self._scales or not self.branch.capturing:
             return
         seed = self.streams.number(self.device)
-        with self.aside():
+        with self.branch.aside():
             for later in range(sample + 1, self._num_samples):
                 self._scales[later] = self._fused.noise_scale(seed, later, spread, ahead=True)
-        self.hold(spread)
+        self.branch.hold(spread)
 
     def climb(self, at: Evaluation, rho: Tensor) -> None:
         """See :class:`Space`."""

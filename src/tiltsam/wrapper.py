@@ -287,7 +287,7 @@ class SharpnessAware(Optimizer):
             space.step_scaled(self.base, info.weights, info.num_nonfinite)
         elif not self.skip_nonfinite or bool(info.weights.any().item()):
             self.base.step()
-        space.rejoin()
+        space.branch.rejoin()
         return info
 
     @contextmanager
@@ -339,10 +339,10 @@ class SharpnessAware(Optimizer):
                 infos.append(draw.info)
             if space.world.splits_samples:
                 ledger = space.join_samples(ledger, mine, space.ledger(weighing(), num_samples))
-            with space.aside():
+            with space.branch.aside():
                 info = self._report(space, ledger, infos)
                 watch(info)
-            space.hold(ledger, infos)
+            space.branch.hold(ledger, infos)
         return info
 
     def _report(self, space: ParameterSpace, ledger: Ledger, infos: list[Mapping[str, Tensor]]) -> StepInfo:

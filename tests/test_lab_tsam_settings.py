@@ -1,4 +1,4 @@
-"""Settings of TSAM that the paper varies in its appendix: a schedule of the tilt, and several ascents to a sample."""
+"""Schedules of the tilt and of rho, and several ascents to a sample of TSAM."""
 
 import dataclasses
 
@@ -30,12 +30,35 @@ def test_a_schedule_of_the_tilt(way, tmp_path, monkeypatch):
     assert seen == pytest.approx(expected[way])
 
 
+@pytest.mark.parametrize("way", ["constant", "up", "down"])
+@pytest.mark.parametrize("given", [0.4, None])
+def test_a_schedule_of_rho(way, given, tmp_path, monkeypatch):
+    seen = []
+    write = tiltsam.SAM._write_settings
+
+    def watch(self, space):
+        seen.append(self.param_groups[0]["rho"])
+        write(self, space)
+
+    monkeypatch.setattr(tiltsam.SAM, "_write_settings", watch)
+    config = TrainConfig("digits", "sam", epochs=2, rho=given, rho_schedule=way, batch_size=200, device="cpu")
+    train(config, Record.of(tmp_path, config), until=0.5)
+    train(config, Record.of(tmp_path, config))  # goes on where it paused, not from a rho already on its way
+    rho, steps = given or 0.05, len(seen)
+    assert steps == 10
+    shares = {"constant": [1.0] * steps, "up": [k / steps for k in range(steps)]}
+    shares["down"] = [1 - k / steps for k in range(steps)]
+    assert seen == pytest.approx([rho * share for share in shares[way]])
+
+
 def test_later_fields_leave_the_names_of_runs_alone():
     plain = TrainConfig("digits", "tsam")
     assert plain.key() == dataclasses.replace(plain, t_schedule="constant", ascent_steps=1).key()
     keys = {dataclasses.replace(plain, **change).key() for change in ({}, {"t_schedule": "up"}, {"ascent_steps": 2})}
     assert len(keys) == 3
     other = TrainConfig("digits", "sam")
+    assert other.key() == dataclasses.replace(other, rho_schedule="constant").key()
+    assert other.key() != dataclasses.replace(other, rho_schedule="up").key()
     assert other.key() == dataclasses.replace(other, t_schedule="up", ascent_steps=2).key()
     with pytest.raises(ConfigError, match="delta"):
         TrainConfig(t_schedule="up", delta=1.0)

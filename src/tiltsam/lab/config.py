@@ -23,14 +23,15 @@ __all__ = ["ConfigError", "TrainConfig", "add_arguments", "from_arguments", "lef
 # The settings of each method, in the order its constructor takes them; ``esam1`` is SAM with TSAM's budget.
 METHOD_SETTINGS: dict[str, tuple[str, ...]] = {
     "erm": (),
-    "sam": ("rho", "ascent_fraction"),
-    "esam1": ("rho", "ascent_fraction"),
-    "asam": ("rho", "eta", "ascent_fraction"),
-    "esam2": ("rho", "num_points", "ascent_fraction"),
-    "pgn": ("rho", "alpha"),
-    "rsam": ("rho", "gamma", "lam", "ascent_fraction"),
+    "sam": ("rho", "rho_schedule", "ascent_fraction"),
+    "esam1": ("rho", "rho_schedule", "ascent_fraction"),
+    "asam": ("rho", "rho_schedule", "eta", "ascent_fraction"),
+    "esam2": ("rho", "rho_schedule", "num_points", "ascent_fraction"),
+    "pgn": ("rho", "rho_schedule", "alpha"),
+    "rsam": ("rho", "rho_schedule", "gamma", "lam", "ascent_fraction"),
     "tsam": (
         "rho",
+        "rho_schedule",
         "t",
         "radius",
         "num_samples",
@@ -48,6 +49,7 @@ METHOD_SETTINGS: dict[str, tuple[str, ...]] = {
 _SAYS_NOTHING: dict[str, Any] = {
     "image_size": None,
     "ascent_steps": 1,
+    "rho_schedule": "constant",
     "t_schedule": "constant",
     "compile": False,
     "evaluate_every": 1,
@@ -105,6 +107,8 @@ class TrainConfig:
 
     rho: float | None = None
     """Length of the ascent; by default the method's own (sam 0.05, tsam 0.1, asam 0.5)."""
+    rho_schedule: Literal["constant", "up", "down"] = "constant"
+    """Whether rho stays, rises from zero over the budget, or falls to zero."""
     t: float = 20.0
     """Tilt of tsam."""
     t_schedule: Literal["constant", "up", "down"] = "constant"
@@ -190,7 +194,7 @@ class TrainConfig:
         own = {name: getattr(self, name) for name in METHOD_SETTINGS[self.method]}
         if self.rho is None:
             own.pop("rho", None)
-        for name in ("t_schedule", "ascent_fraction", "split"):  # the training loop's business
+        for name in ("rho_schedule", "t_schedule", "ascent_fraction", "split"):  # the training loop's business
             own.pop(name, None)
         if own.pop("ascent_steps", 1) > 1:
             own["sampler"] = tiltsam.samplers.Ascent(num_steps=self.ascent_steps)

@@ -19,7 +19,7 @@ import tiltsam
 from tiltsam.lab import download as downloads
 from tiltsam.lab import own
 from tiltsam.lab.batches import Batches
-from tiltsam.lab.config import ConfigError, TrainConfig
+from tiltsam.lab.config import METHOD_SETTINGS, ConfigError, TrainConfig
 from tiltsam.lab.data import Data, Split
 from tiltsam.lab.devices import Leash, resolve_device, suited_to
 from tiltsam.lab.loading import build_model, load_data
@@ -136,6 +136,7 @@ class Run:
         self.trained = self.team.wrap(self.model)
         self._passing = torch.compile(self.trained) if config.compile else self.trained
         self.optimizer = self._optimizer()
+        self._rho: float = self.optimizer.param_groups[0].get("rho", 0.0)
         self.progress = Progress()
         self.best: dict[str, Any] = {}
         self.batches = Batches(self.data, config.batch_size)
@@ -274,7 +275,7 @@ class Run:
         return max(shares)
 
     def _set_rates(self, done: float) -> None:
-        """The learning rate, and the tilt where it has a schedule."""
+        """The learning rate, and rho and the tilt where they have schedules."""
         config = self.config
         factor = 1.0
         if config.warmup and done < config.warmup:
@@ -285,11 +286,14 @@ class Run:
             factor = 1 - done
         elif config.schedule == "step":
             factor = 0.1 ** ((done >= 0.5) + (done >= 0.75))
-        tilt = {"up": config.t * done, "down": config.t * (1 - done)}.get(config.t_schedule)
+        own = METHOD_SETTINGS[config.method]
+        shares = {"up": done, "down": 1 - done}
         for group in self.optimizer.param_groups:
             group["lr"] = config.lr * factor
-            if tilt is not None and config.method == "tsam":
-                group["t"] = tilt
+            if "rho_schedule" in own and config.rho_schedule in shares:
+                group["rho"] = self._rho * shares[config.rho_schedule]
+            if "t_schedule" in own and config.t_schedule in shares:
+                group["t"] = config.t * shares[config.t_schedule]
 
     # ---------------------------------------------------------------- outputs and losses
 

@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import optuna
 import pytest
 from rich.console import Console
@@ -271,6 +272,36 @@ def test_trained_runs_are_reused_and_the_numbers_are_those_of_the_records(tmp_pa
         assert found["test"]["error"] == pytest.approx(abs(scores[0] - scores[1]) / 2)
     monkeypatch.setattr(planning, "train", lambda *a, **k: pytest.fail("trained again"))
     assert sweep(SMALL, ["erm", "sam"], RATES, tmp_path, seeds=2).standings == outcome.standings
+
+
+def arrays(path: Path, shift: float) -> str:
+    np.savez(path, x=np.random.default_rng(0).random((40, 3)) + shift, y=np.arange(40) % 2)
+    return f"npz:{path}"
+
+
+def test_trials_on_other_data_are_not_reused(tmp_path, capsys):
+    command = ["sweep", arrays(tmp_path / "a.npz", 0.0), "--methods", "erm", "--grid", "lr=0.01,0.1", "--epochs", "1"]
+    command += ["--seeds", "1", "--storage", sqlite_url(tmp_path), "--out"]
+    assert main([*command, str(tmp_path / "one")]) == 0
+    assert main([*command, str(tmp_path / "one")]) == 0  # the same data, the same result
+    arrays(tmp_path / "a.npz", 1.0)
+    capsys.readouterr()
+    assert main([*command, str(tmp_path / "one")]) == 2
+    assert "changed since this run began: use another --out" in capsys.readouterr().err
+    assert main([*command, str(tmp_path / "two")]) == 0  # what the database knows is of the other data
+    assert len(list(tmp_path.glob("two/*/*/seed-0/result.json"))) == 2
+
+
+def test_data_that_change_in_the_middle_end_the_sweep(tmp_path, pretend):
+    def edit(config):
+        arrays(tmp_path / "a.npz", 1.0)
+        return config.lr, 0.5
+
+    pretend.scores = edit
+    base = replace(SMALL, task=arrays(tmp_path / "a.npz", 0.0))
+    with pytest.raises(SweepError, match="changed since this sweep began: use another --out"):
+        sweep(base, ["erm"], RATES, tmp_path / "runs", seeds=1)
+    assert len(pretend.ran) == 1
 
 
 def test_optuna_says_nothing_and_its_tools_can_read_the_study(tmp_path, pretend, capsys):

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from tiltsam.lab import own
 from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.loading import load_data
 from tiltsam.lab.sweeping.grids import SweepError, points
@@ -134,6 +135,7 @@ def sweep(
         download=download,
         heartbeat=heartbeat,
         notes=notes,
+        data=own.fingerprint(base.task),
     )
     out.mkdir(parents=True, exist_ok=True)
     return _carry_out(plan, base, workers, begin, report, say)

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from tiltsam.lab import own
 from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.record import Record
 from tiltsam.lab.sweeping.board import Board, Job, Ticket
@@ -42,12 +43,18 @@ class Plan:
     download: bool = False
     heartbeat: float = 10.0
     notes: list[str] = field(default_factory=list)
+    data: str = ""
+    """Fingerprint of one's own data."""
 
     @property
     def name(self) -> str:
-        """Of the study: the task, and a digest of the points. Whoever asks for the same trials works on the same."""
+        """Of the study: the task, and a digest of points and own data. Who asks for the same trials works on the same.
+
+        Data that are edited make another study, for what the database knows is of the data as they were.
+        """
         task = next(iter(self.points.values()))[0].config.task
-        digest = hashlib.sha256(json.dumps([job.key for job in self.search_jobs()]).encode()).hexdigest()[:10]
+        body = [job.key for job in self.search_jobs()] + ([self.data] if self.data else [])
+        digest = hashlib.sha256(json.dumps(body).encode()).hexdigest()[:10]
         return f"{task.replace('/', '-').replace(':', '-').strip('-.')}-{digest}"
 
     @property
@@ -181,6 +188,8 @@ class Desk:
                 raise _LostError
 
         config = replace(job.config, device=self._device) if self._device else job.config
+        if own.fingerprint(config.task) != self.plan.data:
+            raise SweepError(f"the data of {config.task} have changed since this sweep began: use another --out")
         record = Record.of(self.plan.out, config)
         return train(config, record, root=self.plan.root, download=self.plan.download, report=report)
 

@@ -22,7 +22,7 @@ from tiltsam.lab.sweeping.board import Entry
 from tiltsam.lab.sweeping.grids import PAPER, Point, SweepError, parse_grid, points
 from tiltsam.lab.sweeping.standing import Standing, Trial, validation_numbers
 from tiltsam.lab.sweeping.store import sqlite_url
-from tiltsam.lab.train import Progress, TrainError
+from tiltsam.lab.train import Diverged, Progress, TrainError
 
 SMALL = TrainConfig("digits", epochs=1, batch_size=128, num_samples=2)
 RATES = {"lr": (0.01, 0.1)}
@@ -197,7 +197,7 @@ def test_equal_scores_go_by_the_loss_then_by_the_order():
 def test_a_run_that_diverges_is_counted_and_not_tried_again(tmp_path, pretend):
     def scores(config):
         if config.lr > 0.25:
-            raise TrainError("the loss is not finite")
+            raise Diverged("the loss is not finite")
         return (math.nan, 0.5) if config.lr > 0.15 else (0.4, 0.5)
 
     pretend.scores = scores
@@ -211,6 +211,18 @@ def test_a_run_that_diverges_is_counted_and_not_tried_again(tmp_path, pretend):
     assert len(pretend.ran) == ran
     written = json.loads(outcome.path.read_text())
     assert written["methods"]["erm"]["trials"][2]["error"] == "the loss is not finite"
+
+
+def test_what_is_wrong_with_the_machine_is_no_divergence(tmp_path, pretend):
+    def no_compiler(config):
+        raise TrainError("the model cannot be compiled here")
+
+    pretend.scores, mended = no_compiler, pretend.scores
+    with pytest.raises(TrainError, match="cannot be compiled here"):
+        sweep(SMALL, ["erm"], RATES, tmp_path, seeds=1)
+    pretend.scores = mended
+    (s,) = sweep(SMALL, ["erm"], RATES, tmp_path, seeds=1).standings
+    assert [t.entry.state for t in s.trials] == ["done", "done"]
 
 
 def test_a_method_of_which_nothing_came(tmp_path, pretend, capsys):

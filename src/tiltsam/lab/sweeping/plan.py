@@ -20,7 +20,7 @@ from tiltsam.lab.sweeping.board import Board, Job, Ticket
 from tiltsam.lab.sweeping.grids import Point, SweepError
 from tiltsam.lab.sweeping.standing import Standing, Trial, validation_numbers
 from tiltsam.lab.sweeping.store import open_store
-from tiltsam.lab.train import Progress, TrainError, train
+from tiltsam.lab.train import Diverged, Progress, train
 
 __all__ = ["Desk", "Plan"]
 
@@ -156,7 +156,7 @@ class Desk:
                 return False
             try:
                 run(job, ticket)
-            except TrainError as error:
+            except Diverged as error:
                 ticket.diverge(str(error))
             except _LostError:
                 return False
@@ -170,13 +170,13 @@ class Desk:
         if score is None:
             raise SweepError(f"{job.config.task} has no validation split to choose on")
         if not math.isfinite(score):
-            raise TrainError(f"the validation {numbers['metric']} is {score}")
+            raise Diverged(f"the validation {numbers['metric']} is {score}")
         ticket.finish(score, numbers)
 
     def _test(self, job: Job, ticket: Ticket) -> None:
         result = self._train(job, ticket)
         if not math.isfinite(result["score"]):
-            raise TrainError(f"the test {result['metric']} is {result['score']}")
+            raise Diverged(f"the test {result['metric']} is {result['score']}")
         ticket.finish(result["score"], result)
 
     def _train(self, job: Job, ticket: Ticket) -> dict[str, Any]:

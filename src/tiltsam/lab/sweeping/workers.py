@@ -17,6 +17,7 @@ from tiltsam.lab.errors import DataError
 from tiltsam.lab.record import RecordError
 from tiltsam.lab.sweeping.grids import SweepError
 from tiltsam.lab.sweeping.plan import Desk, Plan
+from tiltsam.lab.train import TrainError
 
 __all__ = ["main", "run_workers", "work"]
 
@@ -117,7 +118,7 @@ def work(plan: Plan, device: str | None = None, parent: int | None = None) -> in
     try:
         with Desk(plan, device=device, pause=orphaned) as desk:
             desk.work()
-    except (SweepError, ConfigError, DataError, RecordError, ImportError) as error:
+    except (SweepError, ConfigError, DataError, RecordError, TrainError, ImportError) as error:
         print(error, file=sys.stderr)
         return 2
     except KeyboardInterrupt:

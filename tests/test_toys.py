@@ -126,6 +126,8 @@ def test_tsam_value_against_scipy(problem, noise, t):
     want = mean(lambda e: prior(e) * loss(e)) if t == 0 else None
     if want is None:
         want = top + math.log(mean(lambda e: prior(e) * math.exp(t * (loss(e) - top)))) / t
+    if problem is TOY2 and isinstance(noise, Normal) and 2 * t * noise.sigma**2 >= 1:
+        want = math.inf  # of its quadratic, beyond what scipy was shown
     assert float(toys.tsam(problem, theta, t, noise).value) == pytest.approx(want, abs=2e-10)
 
 
@@ -161,6 +163,30 @@ def test_derivatives_see_kinks_and_jumps(noise):
     torch.testing.assert_close((after.grad - before.grad) / 2e-5, here.hess, rtol=0, atol=1e-3)
     lemma = toys.lemma_derivatives(TOY2, theta, 2.0, noise)[0]
     assert (lemma - here.grad).abs().max() > 1e-3
+
+
+def test_gaussian_noise_is_followed_to_where_the_tilt_puts_its_mass():
+    # The high peak at 0 is 18 sigma away, with next to nothing on the way there.
+    eps = torch.linspace(-2, 2, 400_001, dtype=torch.float64)
+    height = 50 * TOY1.loss(0.9 + eps) - (eps / 0.05).square() / 2
+    want = (height.logsumexp(0) + math.log(1e-5 / (0.05 * math.sqrt(2 * math.pi)))) / 50
+    assert float(toys.tsam(TOY1, 0.9, 50.0, Normal(0.05)).value) == pytest.approx(float(want), abs=1e-10)
+    # Linear: the mass moves by t sigma^2 slope, here 200 sigma.
+    assert float(toys.tsam(toys.linear(2.0), 0.3, 2000.0, Normal(0.05)).value) == pytest.approx(10.6, abs=1e-9)
+
+
+def test_a_mean_that_is_infinite_is_so_from_everywhere():
+    # To the right toy 2 is a quadratic of curvature 2: infinite from t = 1/(2 sigma^2) on, if far from the centre.
+    for theta in (-1.0, 0.3, 2.2):
+        found = toys.tsam(TOY2, theta, 50.0, Normal(0.2))
+        assert found.value.isinf()
+        assert found.grad.isnan()
+    assert toys.tsam(TOY2, 0.3, 12.0, Normal(0.2)).value.isfinite()
+
+
+def test_mass_too_far_away_to_be_followed_is_an_error():
+    with pytest.raises(ArithmeticError, match="sigma"):
+        toys.tsam(toys.linear(2.0), 0.3, 1e6, Normal(0.2))  # finite, 400000 sigma from the centre
 
 
 def test_huge_tilts_and_losses_stay_finite():

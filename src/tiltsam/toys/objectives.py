@@ -44,6 +44,7 @@ __all__ = [
 ]
 
 _TINY = 1e-300  # stands in for t = 0 in quotients that are not used then
+_MOST_SIGMAS = 1000  # how far from the centre Gaussian noise is followed
 
 
 class Derivatives(NamedTuple):
@@ -249,6 +250,9 @@ def tsam(problem: Problem, theta: Tensor | float, t: float, noise: Noise) -> Til
         t: The tilt.
         noise: The measure ``mu``: :class:`Ball` or :class:`Normal`.
 
+    Raises:
+        ArithmeticError: If the tilt puts the mass of Gaussian noise more than 1000 sigma from the centre.
+
     Example:
         >>> tsam(linear(2.0), 0.0, t=1.0, noise=Ball(0.5)).value  # log(sinh(1)/1)
         tensor(0.1614, dtype=torch.float64)
@@ -310,14 +314,19 @@ def _reach(problem: Problem, center: Tensor, t: float, noise: Noise) -> tuple[fl
     """Half the width of the interval that holds all the mass, and for which centers there is one."""
     if isinstance(noise, Ball):
         return noise.rho, torch.ones_like(center, dtype=torch.bool)
-    width = 12 * noise.sigma  # the density falls to exp(-72) of its peak
-    while True:
-        eps = torch.linspace(-width, width, 129, dtype=torch.float64)
-        height = t * problem.loss(center[:, None] + eps) - 0.5 * (eps / noise.sigma).square()
-        finite = torch.maximum(height[:, 0], height[:, -1]) < height.amax(1) - 70
-        if bool(finite.all()) or width > 1e3 * noise.sigma:
-            return width, finite
+    # Out to 12 sigma, where the density falls to exp(-72) of its peak, and farther: the tilt may put the mass anywhere.
+    scale = torch.linspace(-12, 12, 257, dtype=torch.float64)
+    eps = noise.sigma * torch.cat([scale * 2**k for k in range(24, -1, -1)])  # the two ends come first and 257th
+    height = t * problem.loss(center[:, None] + eps) - 0.5 * (eps / noise.sigma).square()
+    light = height < height.amax(1, keepdim=True) - 70
+    finite = light[:, 0] & light[:, len(scale) - 1]
+    far = float(eps.abs().masked_fill(light | ~finite[:, None], 0.0).amax())
+    if far > _MOST_SIGMAS * noise.sigma:
+        raise ArithmeticError(f"the mass lies {far / noise.sigma:.0f} sigma from the centre, more than {_MOST_SIGMAS}")
+    width = 12 * noise.sigma
+    while width <= far:
         width *= 2
+    return width, finite
 
 
 def _row_sum(row: Tensor, x: Tensor, num_rows: int) -> Tensor:

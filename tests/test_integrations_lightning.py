@@ -144,6 +144,13 @@ def test_the_first_pass_alone_is_logged_and_counted(parts, tmp_path):
     assert len(notes.norms) == STEPS
 
 
+def test_batches_of_a_window_are_logged_by_their_own_sizes(tmp_path):
+    notes, model, data = Notes(), Model("sam"), Rows()
+    batches = torch.utils.data.DataLoader(data, batch_size=50)  # 50 and 10
+    trainer(tmp_path, callbacks=[notes], accumulate_grad_batches=2, max_epochs=1, max_steps=-1).fit(model, batches)
+    assert notes.epochs == [pytest.approx(loss_of(net(), data.x, data.y).item(), rel=1e-6)]
+
+
 def test_resumed_inside_an_epoch_it_is_bitwise_the_unbroken_run(tmp_path):
     class Stateful(torch.utils.data.DataLoader):
         """As Lightning wants it of a loader that can go on inside an epoch."""

@@ -115,7 +115,7 @@ class SharpnessAwareMixin:
         without_sync: Callable[[], AbstractContextManager[Any]]
         without_sync = getattr(trainer.strategy, "block_backward_sync", nullcontext)
         try:
-            with without_sync():
+            with without_sync(), _logging_of(trainer, next(iter((*args, *kwargs.values())), None)):
                 output = trainer.strategy.training_step(*args, **kwargs)
                 loss = output["loss"] if isinstance(output, Mapping) else output
                 if loss is None:
@@ -130,6 +130,18 @@ class SharpnessAwareMixin:
 
 class _NothingToLearn(Exception):
     """A training_step returned None for every batch, by which Lightning means: no step on these."""
+
+
+@contextmanager
+def _logging_of(trainer: Any, batch: Any) -> Iterator[None]:
+    """What is logged inside counts, in means over an epoch, by the size of this batch."""
+    results = trainer._results
+    kept = results.batch, results.batch_size
+    results.batch, results.batch_size = batch, None
+    try:
+        yield
+    finally:
+        results.batch, results.batch_size = kept
 
 
 class _MetricState:

@@ -21,7 +21,7 @@ from tiltsam.lab.sweeping import screen
 from tiltsam.lab.sweeping.board import Entry
 from tiltsam.lab.sweeping.grids import PAPER, Point, SweepError, parse_grid, points
 from tiltsam.lab.sweeping.standing import Standing, Trial, validation_numbers
-from tiltsam.lab.sweeping.store import sqlite_url
+from tiltsam.lab.sweeping.store import open_store, sqlite_url
 from tiltsam.lab.train import Diverged, Progress, TrainError
 
 SMALL = TrainConfig("digits", epochs=1, batch_size=128, num_samples=2)
@@ -284,6 +284,15 @@ def test_trained_runs_are_reused_and_the_numbers_are_those_of_the_records(tmp_pa
         assert found["test"]["error"] == pytest.approx(abs(scores[0] - scores[1]) / 2)
     monkeypatch.setattr(planning, "train", lambda *a, **k: pytest.fail("trained again"))
     assert sweep(SMALL, ["erm", "sam"], RATES, tmp_path, seeds=2).standings == outcome.standings
+
+
+@pytest.mark.parametrize("name", ["a%20b", "a?b", "a b#c"])
+def test_the_database_lies_in_a_folder_of_any_name(name, tmp_path):
+    (tmp_path / name).mkdir()
+    store = open_store(sqlite_url(tmp_path / name))
+    store.close()
+    assert (tmp_path / name / "sweeps.db").exists()
+    assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
 def arrays(path: Path, shift: float) -> str:

@@ -27,7 +27,9 @@ CREATE_ATTEMPTS = 8
 
 def sqlite_url(out: Path) -> str:
     """The default: a file beside the runs."""
-    return f"sqlite:///{(out / 'sweeps.db').resolve()}"
+    import sqlalchemy
+
+    return sqlalchemy.URL.create("sqlite", database=str((out / "sweeps.db").resolve())).render_as_string()
 
 
 class Store:

@@ -82,6 +82,14 @@ def test_unfinished_runs_and_missing_seeds_are_told(tmp_path):
     assert convergence.series[0].count == [2, 2, 1, 1, 1, 1]
 
 
+def test_runs_on_data_that_were_edited_are_told(tmp_path):
+    folders = [write_run(tmp_path, method="erm", seed=seed) for seed in range(4)]
+    for folder, mark in zip(folders[:3], ("new", "old", "new"), strict=True):  # one of before there were any
+        (folder / "environment.json").write_text(json.dumps({"data": mark}))
+    (task,) = arrange(read_runs([tmp_path]))
+    assert [str(p) for p in task.problems] == [f"{folders[1]}: the data were others than those of most runs"]
+
+
 def test_a_run_counts_once(tmp_path):
     write_run(tmp_path / "a", method="erm", finished=False)
     again = write_run(tmp_path / "b", method="erm")

@@ -182,7 +182,7 @@ def _task(name: str, runs: list[Run], problems: list[Problem]) -> Task:
         )
     shared = {k: v for k, v in options[0].items() if k not in varying and all(k in o for o in options)}
     metric = _most_common(run.metric for run in runs if run.metric)
-    found = [*problems, *_missing(name, settings), *_other_metrics(name, metric, runs)]
+    found = [*problems, *_missing(name, settings), *_other_metrics(name, metric, runs), *_other_data(name, runs)]
     return Task(name, metric or "score", settings, shared, found)
 
 
@@ -236,6 +236,14 @@ def _missing(task: str, settings: Sequence[Setting]) -> list[Problem]:
 def _other_metrics(task: str, metric: str, runs: Iterable[Run]) -> list[Problem]:
     odd = [run for run in runs if run.metric and run.metric != metric]
     return [Problem(str(run.folder), f"scored by {run.metric}, the others by {metric}", task) for run in odd]
+
+
+def _other_data(task: str, runs: Iterable[Run]) -> list[Problem]:
+    """Runs on one's own data as they were before or after an edit: a mean over both is of nothing."""
+    known = [(run, mark) for run in runs if isinstance(mark := run.environment.get("data"), str)]
+    usual = _most_common(mark for _, mark in known)
+    what = "the data were others than those of most runs"
+    return [Problem(str(run.folder), what, task) for run, mark in known if mark != usual]
 
 
 def _most_common(values: Iterable[str]) -> str:

@@ -179,7 +179,13 @@ def test_sharper_at_all_smaller_tilts_suffices():
     assert statements.prefers_flatter(quadratic(1.0), 1.0, 0.0, 2.0, Ball(0.3)).slope > 0
 
 
-@pytest.mark.parametrize("t", [0.01, 0.5, 1.12, 5.0])
+def test_the_identity_at_a_large_tilt():
+    """Variances fall like 1/s^2 once the maximum decides: the integral has to look closely where s is small."""
+    pair = statements.prefers_flatter(TOY1, 0.4, 0.9, 300.0, Ball(0.2))
+    assert pair.integral == pytest.approx(pair.slope, rel=1e-6)
+
+
+@pytest.mark.parametrize("t", [0.01, 0.5, 1.12, 5.0, 1000.0])  # at 1000 the upper bound is beyond all floats
 def test_jensen_gap(t):
     assert statements.jensen_gap(WAVE, 0.0, t, Ball(1.0), 1.0).holds()
 

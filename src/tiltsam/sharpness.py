@@ -6,7 +6,7 @@ data set in eval mode:
     mean               E[x]
     variance           Var[x]
     t-weighted mean    sum w x                       w proportional to exp(t x)
-    t-weighted variance  sum w (x - mean_w)^2        Definition 1 of the paper: t-sharpness
+    t-weighted variance  sum w (x - mean_w)^2        Definition 3.5 of the paper: t-sharpness
 
 :func:`neighborhood` estimates all four, with standard errors, at one or many ``std``; :func:`t_sharper` says
 which of two models is the sharper one. Worst-case sharpness is in :mod:`tiltsam.flatness.worst_case`, the losses that
@@ -125,7 +125,7 @@ class Sharper:
         t: The tilt.
         difference: The t-weighted variance of the first less that of the second.
         error: The standard error of the difference; NaN for two draws.
-        sharper: Where the first is sharper (Definition 1 of the paper: its t-weighted variance is larger).
+        sharper: Where the first is sharper (Definition 3.5 of the paper: its t-weighted variance is larger).
         sure: Where the difference is more than twice its error, whichever its sign.
     """
 

@@ -5,7 +5,7 @@ For losses ``x_1 .. x_s`` and a tilt ``t >= 0``
     tilted loss      (1/t) log (1/s) sum_j exp(t x_j)      (Eq. 3 of the paper, its mean over μ by s draws)
     tilted weights   w_j = exp(t x_j) / sum_k exp(t x_k)
     tilted mean      sum_j w_j x_j
-    tilted variance  sum_j w_j (x_j - tilted mean)^2       (Definition 3.4: t-sharpness)
+    tilted variance  sum_j w_j (x_j - tilted mean)^2       (Definitions 3.4, 3.5: t-sharpness)
 
 At ``t = 0`` these are the plain mean, the uniform weights, the mean and the (biased) variance; as ``t`` grows the
 tilted loss climbs to the maximum. Everything goes through :class:`StreamingTilt`, a log-sum-exp that is shifted by

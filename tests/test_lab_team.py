@@ -129,3 +129,12 @@ def test_parts_of_a_batch_make_the_batch():
     assert all(len(part) == 2 for part in parts)
     with pytest.raises(ConfigError, match="a batch of 7 cannot be divided evenly among 3 processes"):
         Team(0, 3).check(7)
+
+
+def test_a_budget_of_passes_is_not_for_a_team_that_divides_samples():
+    """Each process counts its own, so that the run would be longer than that of one process, which has its name."""
+    with pytest.raises(ConfigError, match="say --epochs or --seconds"):
+        Team(0, 3, "samples").check(64, passes=100)
+    Team(0, 3, "samples").check(64)
+    Team(0, 1, "samples").check(64, passes=100)
+    Team(0, 2, "data").check(64, passes=100)

@@ -5,9 +5,10 @@
 
 The batch size is the whole team's, and so are the results: a run is the same run whoever trains it, and may be begun by
 one process and ended by four. (BatchNorm sees each process's part of a batch, as always in data-parallel training.)
-Passes are counted on the first process. It alone writes the record; all read checkpoints from it, so that on several
-hosts the folder has to be one they share. A worker that dies takes the others down within the timeout, and ``torchrun
---max-restarts`` starts all of them again from the last checkpoint.
+Passes are counted on the first process, so a budget of them is not for a team that divides samples. That process alone
+writes the record; all read checkpoints from it, so that on several hosts the folder has to be one they share. A worker
+that dies takes the others down within the timeout, and ``torchrun --max-restarts`` starts all of them again from the
+last checkpoint.
 """
 
 from __future__ import annotations
@@ -52,8 +53,12 @@ class Team:
         """Whether this is the process that writes and speaks."""
         return self.rank == 0
 
-    def check(self, batch_size: int) -> None:
-        """Raise if a batch cannot be divided evenly."""
+    def check(self, batch_size: int, passes: float | None = None) -> None:
+        """Raise if a batch cannot be divided evenly, or a budget of passes not be kept."""
+        if passes is not None and self.split == "samples" and self.size > 1:
+            raise ConfigError(
+                "--passes counts those of one process, which here has some of the samples: say --epochs or --seconds"
+            )
         if self.split == "data" and batch_size % self.size:
             raise ConfigError(f"a batch of {batch_size} cannot be divided evenly among {self.size} processes")
 

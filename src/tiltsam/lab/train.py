@@ -140,7 +140,7 @@ class Run:
         self.progress = Progress()
         self.best: dict[str, Any] = {}
         self.batches = Batches(self.data, config.batch_size)
-        self.team.check(self.batches.size)
+        self.team.check(self.batches.size, config.passes)
         part = len(self.team.part((self.data.train.targets[: self.batches.size],))[0])
         self.batches.check(self.model, math.ceil(config.smallest_share() * part))
         self.step: Callable[..., Tensor] = tiltsam.capture(

@@ -122,6 +122,7 @@ def test_values_are_of_the_settings_type():
         (["--grid", "sampler=best"], "'best' is none of ascent"),
         (["--grid", "seed=1,2"], "seed is the same for all trials"),
         (["--grid", "adam:lr=1"], "unknown method 'adam'"),
+        (["--grid", ":lr=0.1,0.2"], "unknown method ''"),
         (["--grid", "sam:rho=1"], "sam is not among the methods: tsam"),
         (["--grid", "eta=1,2"], "tsam has no eta"),
         (["--grid", "lr=0.1", "--methods", "adam"], "unknown method 'adam'"),
@@ -236,6 +237,12 @@ def test_a_method_of_which_nothing_came(tmp_path, pretend, capsys):
     assert written["methods"]["sam"]["config"] is None
     assert written["methods"]["erm"]["test"]["mean"] == 0.5
     assert written["methods"]["erm"]["test"]["error"] is None  # one seed has none
+
+
+def test_a_task_that_is_none_leaves_nothing_behind(tmp_path, capsys):
+    assert main(["sweep", "digit", "--methods", "erm", "--grid", "lr=0.1", "--out", str(tmp_path / "runs")]) == 2
+    assert "no task named 'digit'" in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
 
 
 # ---------------------------------------------------------------- going on, reuse, the file

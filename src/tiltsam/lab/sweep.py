@@ -20,6 +20,7 @@ from tiltsam.lab.sweeping.plan import Desk, Plan
 from tiltsam.lab.sweeping.standing import Standing, to_json, write_json
 from tiltsam.lab.sweeping.store import sqlite_url
 from tiltsam.lab.sweeping.workers import run_workers
+from tiltsam.lab.tasks import find_task
 
 __all__ = ["Outcome", "sweep"]
 
@@ -124,6 +125,7 @@ def sweep(
     for name, value in final.items():
         if value is not None and not value > 0:
             raise SweepError(f"--final-{name} must be > 0, got {value}")
+    find_task(base.task)  # before a folder is made for it
     found, notes = points(replace(base, device=base.device.split(",")[0]), methods, grid, trials, draw_seed=draw_seed)
     plan = Plan(
         points=found,

@@ -154,8 +154,8 @@ def _check_names(methods: Sequence[str], grid: Mapping[str, Sequence[Any]]) -> N
 
 def _setting(name: str) -> str:
     """The field that a name of the grid means."""
-    owner, _, setting = name.rpartition(":")
-    if owner and owner not in METHOD_SETTINGS:
+    owner, colon, setting = name.rpartition(":")
+    if colon and owner not in METHOD_SETTINGS:
         raise SweepError(f"--grid {name}: unknown method {owner!r}: one of {', '.join(METHOD_SETTINGS)}")
     fields = [f.name for f in dataclasses.fields(TrainConfig) if f.name not in FIXED]
     if setting in FIXED:

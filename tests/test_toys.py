@@ -181,6 +181,7 @@ def test_a_mean_that_is_infinite_is_so_from_everywhere():
         found = toys.tsam(TOY2, theta, 50.0, Normal(0.2))
         assert found.value.isinf()
         assert found.grad.isnan()
+        assert all(x.isnan() for x in toys.lemma_derivatives(TOY2, theta, 50.0, Normal(0.2)))
     assert toys.tsam(TOY2, 0.3, 12.0, Normal(0.2)).value.isfinite()
 
 

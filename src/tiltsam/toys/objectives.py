@@ -270,14 +270,16 @@ def lemma_derivatives(problem: Problem, theta: Tensor | float, t: float, noise: 
     """Gradient and Hessian of ``L^t`` by the paper's Lemma 3.2: ``E_w[L']`` and ``t Var_w(L') + E_w[L'']``.
 
     It needs a smooth loss, and then agrees with :func:`tsam`, which differentiates the density of the noise instead.
+    Where ``L^t`` is infinite both are NaN.
     """
     theta = _as_tensor(theta)
     center = theta.reshape(-1)
-    nodes, _ = _resolve(problem, center, t, noise, with_slopes=True)
+    nodes, finite = _resolve(problem, center, t, noise, with_slopes=True)
     slope, curvature = nodes.factors[2], nodes.factors[3]
     w = _tilted_weights(nodes, center.numel())[0]
     grad = _row_sum(nodes.row, w * slope, center.numel())
     hess = _row_sum(nodes.row, w * (t * (slope - grad[nodes.row]).square() + curvature), center.numel())
+    grad, hess = (x.masked_fill(~finite, math.nan) for x in (grad, hess))
     return grad.reshape(theta.shape), hess.reshape(theta.shape)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import signal
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -181,6 +183,8 @@ def work(
     def data(config: TrainConfig) -> Data:
         return load(data_key(config))
 
+    # Ended in the midst of a kernel, a process takes those down that share the GPU with it.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))
     while True:
         cells = [cell for study in studies for cell in study.left(out, rates.get(study.family, {}), labels)]
         if not cells:

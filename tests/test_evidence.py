@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
-from evidence.__main__ import cross, flat, measure_rates, show, work
+from evidence.__main__ import cross, flat, measure_rates, show, weights, work
 from evidence.archive import collect, restore
 from evidence.studies import STUDIES, around
 from evidence.study import Study, Variants, score_at
@@ -61,6 +62,14 @@ def test_everybody_gets_the_seconds_of_the_reference():
     assert [c.epochs for c in STUDY.configs("erm", RATES)] == [8.0] * 3
     assert [c.epochs for c in STUDY.configs("sam", RATES)] == [4.0] * 3
     assert STUDY.configs("erm", RATES)[0].evaluate_every == 2
+
+
+def test_labels_with_the_same_steps_are_timed_once():
+    up = [{"method": "sam", "lr": 0.05, "rho": rho, "rho_schedule": "up"} for rho in (0.1, 0.2, 0.3)]
+    study = replace(STUDY, trials={**STUDY.trials, "rising": up}, same_steps={"rising": "sam"})
+    assert study.timed() == {"erm", "sam"}
+    assert study.timed(["rising"]) == {"sam"}
+    assert [c.epochs for c in study.configs("rising", RATES)] == [4.0] * 3
 
 
 def test_labels_are_worked_on_in_the_order_they_are_asked_for(tmp_path):
@@ -205,6 +214,18 @@ def test_flatness_of_the_winners_is_measured_once(done, capsys):
     assert row[4].split()[0] == f"{largest:.3g}"
 
 
+def test_weights_that_a_record_does_not_hold_are_trained_again(done, tmp_path, capsys):
+    collect(done, tmp_path / "runs.jsonl.gz")
+    restore(tmp_path / "runs.jsonl.gz", tmp_path / "runs")
+    for _ in range(2):
+        weights(STUDY, tmp_path / "runs", RATES, None, ["erm"])
+    assert capsys.readouterr().out.count("erm again") == 1  # those that are there are left alone
+    before, after = (Record.of(out, STUDY.winner("erm", out, RATES)) for out in (done, tmp_path / "runs"))
+    assert after.result() == before.result()
+    was, now = (load_file(record.folder / "model.safetensors") for record in (before, after))
+    assert all(torch.equal(was[name], now[name]) for name in was)
+
+
 def test_losses_under_each_others_objectives(done, tmp_path, capsys):
     path = tmp_path / "cross.json"
     three = {**STUDY.trials, "tsam s=3": [{"method": "tsam", "lr": 0.05, "rho": 0.2, "radius": 1.0}] * 3}
@@ -248,6 +269,6 @@ def test_variants_change_one_setting_at_a_time(tmp_path):
 @pytest.mark.parametrize("study", [s for s in STUDIES.values() if isinstance(s, Study)], ids=lambda s: s.name)
 def test_every_method_of_a_study_has_as_many_trials(study):
     assert len({len(trials) for trials in study.trials.values()}) == 1
-    rates = dict.fromkeys((*study.trials, study.reference), 1.0)
+    rates = dict.fromkeys(study.timed(), 1.0)
     for label in study.trials:
         assert len({config.key() for config in study.configs(label, rates)}) == len(study.trials[label])

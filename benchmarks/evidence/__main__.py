@@ -70,12 +70,14 @@ def main() -> None:
             measure_rates(study, args.record / "rates.json", args.data_root)
         return
     rates = {key: value["a_step"] for key, value in _known_rates(args.record / "rates.json").items()}
+    for study in studies:
+        known = rates.get(study.family, {}).keys()
+        if isinstance(study, Study) and (missing := study.timed(args.labels) - known):
+            parser.error(f"{args.record / 'rates.json'} has no rates of {', '.join(sorted(missing))}: run rates first")
     if args.command == "work":
         work(studies, args.out, rates, args.data_root, args.labels)
     for study in studies:
         mine = rates.get(study.family, {})
-        if isinstance(study, Study) and (missing := {*study.trials, study.reference} - mine.keys()):
-            parser.error(f"{args.record / 'rates.json'} has no rates of {', '.join(sorted(missing))}: run rates first")
         if args.command == "left":
             for cell in study.left(args.out, mine, args.labels):
                 print(f"{study.name} {cell.label} {cell.config.key()} seed {cell.config.seed} until {cell.until}")
@@ -121,12 +123,11 @@ def measure_rates(study: Study, path: Path, root: Path | None) -> None:
         path: The file; what it holds stays in it, and the number of a label that it holds is not replaced.
         root: Where data sets lie; without it, noise in the shape of CIFAR-100.
     """
-    labels = [study.reference, *(label for label in study.trials if label != study.reference)]
+    family = [other for other in STUDIES.values() if isinstance(other, Study) and other.family == study.family]
     first = {}
-    for label in labels:
-        owner = study if label in study.trials else STUDIES[study.family]
-        assert isinstance(owner, Study)
-        first[label] = owner.configs(label, dict.fromkeys((*owner.trials, owner.reference), 1.0))[0]
+    for label in sorted(study.timed(), key=lambda label: label != study.reference):
+        owner = next(other for other in (study, *family) if label in other.trials)
+        first[label] = owner.configs(label, dict.fromkeys(owner.timed(), 1.0))[0]
     if study.unit == "seconds":
         found = _milliseconds(first, root)
     else:

@@ -298,7 +298,13 @@ NOISY_RISING = replace(
     name="noisy-rising",
     trials={
         "sam (rising rho)": _with_pairs("sam", _RISING, rho_schedule="up"),
+        "sam (ascent on 1/4, rising rho)": _with_pairs("sam", _RISING, rho_schedule="up", ascent_fraction=0.25),
         "tsam s=1 (rising rho)": _tsam(_RISING, 1, [20.0] * 5, rho_schedule="up"),
+    },
+    same_steps={
+        "sam (rising rho)": "sam",
+        "sam (ascent on 1/4, rising rho)": "sam (ascent on 1/4)",
+        "tsam s=1 (rising rho)": "tsam s=1",
     },
 )
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -50,6 +50,7 @@ class Study:
         title: Of its figures.
         family: Studies of one family share their rates.
         unit: Of a thousand times the cost of a step.
+        same_steps: Labels whose steps are those of another label, by which they are timed.
     """
 
     name: str
@@ -62,10 +63,20 @@ class Study:
     title: str = ""
     family: str = ""
     unit: Literal["seconds", "thousand passes"] = "seconds"
+    same_steps: Mapping[str, str] = field(default_factory=dict)
+
+    def timed(self, labels: Sequence[str] | None = None) -> set[str]:
+        """The labels whose rates are needed, for all of its labels or for some."""
+        mine = [label for label in labels or self.trials if label in self.trials]
+        return {self.reference, *(self.same_steps.get(label, label) for label in mine)}
+
+    def rate(self, label: str, rates: Rates) -> float:
+        """What a step of a label costs."""
+        return rates[self.same_steps.get(label, label)]
 
     def epochs(self, label: str, rates: Rates) -> float:
         """As many as fit into the seconds of the reference, in tenths."""
-        return math.floor(10 * self.base.epochs * rates[self.reference] / rates[label] + 1e-6) / 10
+        return math.floor(10 * self.base.epochs * rates[self.reference] / self.rate(label, rates) + 1e-6) / 10
 
     def configs(self, label: str, rates: Rates) -> list[TrainConfig]:
         """A label's trials."""

@@ -80,7 +80,7 @@ def numbers(study: Study, label: str, out: Path, rates: Rates) -> dict[str, Any]
     if chosen is None:
         return None
     found = over_seeds(out, chosen, study.seeds)
-    return found | {"cost": found["steps"] * rates[label] / 1e3}
+    return found | {"cost": found["steps"] * study.rate(label, rates) / 1e3}
 
 
 def final_table(study: Study, out: Path, rates: Rates) -> list[list[str]]:
@@ -138,7 +138,7 @@ def draw_curves(study: Study, out: Path, rates: Rates, path: Path) -> None:
         steps = sorted(set.intersection(*({row["steps"] for row in rows} for rows in curves)))
         metric = found["metric"]
         lines = [{row["steps"]: 100 * row[metric] for row in rows} for rows in curves]
-        costs = [k * rates[label] / 1e3 for k in steps]
+        costs = [k * study.rate(label, rates) / 1e3 for k in steps]
         style = {"color": color_of(label), "linestyle": _STYLES[drawn[color_of(label)]]}
         drawn[color_of(label)] += 1
         means = [statistics.fmean(line[k] for line in lines) for k in steps]

@@ -75,6 +75,8 @@ def main() -> None:
         if isinstance(study, Study) and (missing := study.timed(args.labels) - known):
             parser.error(f"{args.record / 'rates.json'} has no rates of {', '.join(sorted(missing))}: run rates first")
     if args.command == "work":
+        # Ended in the midst of a kernel, a process takes those down that share the GPU with it by MPS.
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))
         work(studies, args.out, rates, args.data_root, args.labels)
     for study in studies:
         mine = rates.get(study.family, {})
@@ -184,8 +186,6 @@ def work(
     def data(config: TrainConfig) -> Data:
         return load(data_key(config))
 
-    # Ended in the midst of a kernel, a process takes those down that share the GPU with it.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))
     while True:
         cells = [cell for study in studies for cell in study.left(out, rates.get(study.family, {}), labels)]
         if not cells:

@@ -105,6 +105,45 @@ def test_tied_weights_are_one_and_aliased_ones_are_refused():
         optimizer.step(closure)
 
 
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters")
+def test_a_parameter_that_is_listed_twice_is_perturbed_once():
+    p = nn.Parameter(torch.tensor([3.0, 4.0], dtype=torch.float64))
+    seen = []
+
+    def closure():
+        seen.append(p.detach().clone())
+        return backward(p.square().sum())
+
+    optimizer = tiltsam.TSAM(sgd([p, p], lr=0.0), rho=0.5, radius=0.0, num_samples=2)
+    optimizer.step(closure)
+    assert optimizer._space.dim == 2
+    torch.testing.assert_close(seen[1], torch.tensor([3.3, 4.4], dtype=torch.float64))
+    torch.testing.assert_close(p.grad, torch.tensor([6.6, 8.8], dtype=torch.float64))
+
+
+@every_method
+def test_gradients_that_share_memory_count_as_they_are(method):
+    """Autograd gives two parameters views of one buffer where they enter a sum reshaped."""
+
+    def trained(apart):
+        torch.manual_seed(4)
+        a, b = (nn.Parameter(torch.randn(6, dtype=torch.float64)) for _ in range(2))
+        optimizer = method(sgd([a, b], lr=0.1))
+
+        def closure():
+            loss = backward((a.view(2, 3) + b.view(2, 3)).sin().square().sum())
+            if a.grad is not None:  # a forward pass alone leaves none
+                assert a.grad.data_ptr() == b.grad.data_ptr()
+                a.grad = a.grad.clone() if apart else a.grad
+            return loss
+
+        for _ in range(3):
+            optimizer.step(closure)
+        return torch.stack([a, b])
+
+    torch.testing.assert_close(trained(apart=False), trained(apart=True), rtol=0, atol=1e-12)
+
+
 @every_method
 def test_complex_parameters_are_pairs_of_reals(method):
     """A complex vector and its real twin follow the same path."""

@@ -54,7 +54,8 @@ class ParameterSpace(BlockVectors, DeviceSettings):
         parallel: Parallel | None = None,
         foreach: bool = True,
     ) -> None:
-        trainable = [(p, g) for g, group in enumerate(groups) for p in group if p.requires_grad]
+        every = ((p, g) for g, group in enumerate(groups) for p in group if p.requires_grad)
+        trainable = list({id(p): (p, g) for p, g in every}.values())  # torch only warns of one that is listed twice
         # Empty tensors have no coordinates; leaving them out spares every kernel the special case.
         members = [(p, g) for p, g in trainable if p.numel()]
         self._empty = [p for p, _ in trainable if not p.numel()]
@@ -206,7 +207,8 @@ class ParameterSpace(BlockVectors, DeviceSettings):
         self.num_forwards += 1
         self.num_backwards += 1
         self.num_ascents += ascent
-        gradient = [None if p.grad is None else _real(_strided(local_gradient(p))) for p in self.params]
+        found = (None if p.grad is None else _real(_strided(local_gradient(p))) for p in self.params)
+        gradient = vectors.apart(found)  # it will be overwritten
         for p in self.params:
             p.grad = None  # the list is the one owner
         if all(g is None for g in gradient):

@@ -7,7 +7,7 @@ where torch has one; ``foreach=False`` is the same arithmetic in a plain loop. B
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ __all__ = [
     "add_",
     "add_scaled_",
     "allocate",
+    "apart",
     "copy_",
     "dense",
     "dot",
@@ -71,6 +72,21 @@ def dense(x: Tensor) -> bool:
             return False
         expected *= size
     return True
+
+
+def apart(x: Iterable[Tensor | None]) -> list[Tensor | None]:
+    """The tensors, each in memory of its own: one that begins before another has ended is copied.
+
+    Autograd gives several parameters views of one buffer, where they enter a sum reshaped.
+    """
+    own = list(x)
+    end = 0
+    for start, size, i in sorted((a.data_ptr(), a.nbytes, i) for i, a in enumerate(own) if a is not None):
+        if start < end and (shared := own[i]) is not None:
+            own[i] = shared.clone()
+        else:
+            end = start + size
+    return own
 
 
 def copy_(x: list[Tensor], y: list[Tensor], *, foreach: bool = True) -> None:

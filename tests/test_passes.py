@@ -109,6 +109,41 @@ def test_a_model_in_eval_mode_stays_as_it_is():
     assert all(torch.equal(v, before[k]) for k, v in problem.model.named_buffers())
 
 
+class Tracking(nn.BatchNorm1d):
+    """Moves its statistics whatever ``track_running_stats`` says."""
+
+    def forward(self, x):
+        return nn.functional.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, self.training)
+
+
+@pytest.mark.parametrize("patched", [False, True])
+def test_a_batchnorm_with_a_forward_of_its_own_moves_once(patched):
+    norm = nn.BatchNorm1d(6) if patched else Tracking(6)
+    if patched:
+        norm.forward = Tracking.forward.__get__(norm)
+    problem = Problem(nn.Sequential(nn.Linear(6, 6), norm, nn.Linear(6, 3)), dtype=torch.float32)
+    means = []
+
+    def closure():
+        loss = problem.closure()
+        means.append(norm.running_mean.clone())
+        return loss
+
+    SAM(sgd(problem.model.parameters()), model=problem.model).step(closure)
+    assert not torch.equal(*means)
+    assert torch.equal(norm.running_mean, means[0])
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_scripted_model():
+    plain = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
+    problem = Problem(torch.jit.script(plain), dtype=torch.float32)
+    optimizer = SAM(sgd(problem.model.parameters()), model=problem.model)
+    for k in range(2):
+        optimizer.step(problem.closure)
+        assert problem.model.state_dict()["1.num_batches_tracked"] == k + 1
+
+
 class Reassigning(nn.Module):
     """Puts another tensor in its buffer's place at each pass."""
 

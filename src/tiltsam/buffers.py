@@ -38,7 +38,7 @@ class KeptBuffers:
     def put_back(self) -> None:
         """Make all that was kept as it was; may be called again."""
         for module, name, b in self._places:
-            if module._buffers.get(name) is not b:
+            if name not in module._buffers or module._buffers[name] is not b:  # a scripted module's know no get
                 module._buffers[name] = b
         for there, kept in zip(self._tensors, self._values, strict=True):
             vectors.copy_(there, kept)

@@ -20,6 +20,8 @@ from tiltsam.buffers import KeptBuffers, buffers_of
 
 __all__ = ["CapturedRandom", "Passes", "WithoutBackward", "to_the_end"]
 
+_HEEDING = (_BatchNorm.forward, torch.nn.SyncBatchNorm.forward)  # these ask track_running_stats; others may not
+
 
 class Passes:
     """What happens around each pass of a step.
@@ -196,5 +198,12 @@ def _modules(model: torch.nn.Module | None) -> Iterator[torch.nn.Module]:
 
 
 def _tracking(model: torch.nn.Module | None) -> list[_BatchNorm]:
-    """The layers of BatchNorm that move their statistics in a forward pass."""
-    return [m for m in _modules(model) if isinstance(m, _BatchNorm) and m.training and m.track_running_stats]
+    """The layers of BatchNorm that move their statistics in a forward pass, and would not if told so."""
+    return [
+        m
+        for m in _modules(model)
+        if isinstance(m, _BatchNorm)
+        and m.training
+        and m.track_running_stats
+        and getattr(m.forward, "__func__", None) in _HEEDING
+    ]

@@ -275,6 +275,24 @@ def test_a_kept_graph_changes_nothing() -> None:
     assert top_eigenvalues(model, counting, batches, k=3).num_products == calls
 
 
+class Stream(torch.utils.data.IterableDataset[Any]):
+    """Examples of which nobody knows how many there are."""
+
+    def __init__(self, batch: Any) -> None:
+        self.batch = batch
+
+    def __iter__(self) -> Any:
+        return zip(*self.batch, strict=True)
+
+
+def test_a_loader_that_does_not_know_its_length() -> None:
+    model, batch = convnet(), images()
+    loader = torch.utils.data.DataLoader(Stream(batch), batch_size=5)
+    found = top_eigenvalues(model, cross_entropy, loader, k=2, keep_graph=True)
+    expected = top_eigenvalues(model, cross_entropy, [batch], k=2)
+    torch.testing.assert_close(found.values, expected.values, rtol=1e-8, atol=1e-10)
+
+
 def test_products_are_linear_and_symmetric() -> None:
     model, loss_fn, batches = problems()["convnet with BatchNorm and SiLU"]
     with LossSurface(model, loss_fn, batches) as surface:

@@ -63,8 +63,7 @@ class HessianOperator:
         self.num_products = 0
         self.substitutes: list[str] = []
         self._kept: list[GradientEdge | None] | None = None
-        length = getattr(surface.batches, "__len__", None)
-        self._single = length is not None and length() == 1
+        self._single = _length(surface.batches) == 1
 
     def __call__(self, v: Tensor, out: Tensor) -> None:
         """Write ``H v`` into ``out``, both flat."""
@@ -156,6 +155,14 @@ class HessianOperator:
                 warnings.warn(f"a kernel has no second derivative; measuring with {name}", stacklevel=2)
                 return
         raise error
+
+
+def _length(batches: Any) -> int | None:
+    """How many batches there are, where that is known; a loader of a stream has a length and cannot tell it."""
+    try:
+        return len(batches)
+    except TypeError:
+        return None
 
 
 def _eager() -> AbstractContextManager[Any]:

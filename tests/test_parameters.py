@@ -1,5 +1,7 @@
 """Parameters of every kind: frozen, unused, tied, empty, complex, mixed in dtype or device, coming and going."""
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -7,6 +9,7 @@ from torch import nn
 import reference
 import tiltsam
 from cases import METHODS, Problem, quadratic_problem, sgd
+from tiltsam import vectors
 from tiltsam.parameters import ParameterSpace
 from tiltsam.streams import Streams, stream_seed
 
@@ -235,6 +238,22 @@ def test_choosing_between_vectors_with_missing_tensors(chosen, foreach):
     expected = [5.0, 7.0, 0.0] if chosen else [3.0, 0.0, torch.nan]
     for a, value in zip(x, expected, strict=False):
         torch.testing.assert_close(a, torch.full((2,), value), rtol=0, atol=0, equal_nan=True)
+
+
+class OnGpu(torch.Tensor):
+    """Says that it lies on a GPU."""
+
+    is_cuda = True
+
+
+@pytest.mark.parametrize("kind", [torch.Tensor, OnGpu])
+def test_a_copy_that_counts_nothing_leaves_the_gradient_alone(kind):
+    """PGN climbs along the gradient at θ after that was added to the mean, with weight 0 if ``alpha`` is 1."""
+    mean, gradient = (torch.full((3,), x).as_subclass(kind) for x in (1.0, math.nan))
+    for kept in (False, True):
+        vectors.keep_copy_([mean], [gradient], torch.tensor(kept))
+        assert gradient.isnan().all()
+        assert mean.isnan().all() if kept else (mean == 0).all()
 
 
 def test_sparse_gradients_are_refused():

@@ -144,10 +144,10 @@ def keep_(x: list[Tensor], mask: Tensor, *, foreach: bool = True) -> None:
 
 
 def keep_copy_(x: list[Tensor], y: list[Tensor], mask: Tensor, *, foreach: bool = True) -> None:
-    """``x <- y`` where the scalar ``mask`` is true, else exactly 0; ``y`` may be used up."""
+    """``x <- y`` where the scalar ``mask`` is true, else exactly 0."""
     if foreach and x[0].is_cuda:
-        keep_(y, mask)
         copy_(x, y)
+        keep_(x, mask)
         return
     bits = _BITS[x[0].dtype]
     factor = mask.to(bits)

@@ -199,6 +199,17 @@ def test_worst_case_of_a_bowl_is_its_top_eigenvalue() -> None:
     assert found.value == pytest.approx(0.5 * 4.0 * rho**2, rel=1e-3)
 
 
+@pytest.mark.parametrize("random_start", [False, True])
+def test_weights_of_zero_stay_put_in_a_ball_relative_to_the_weights(random_start: bool) -> None:
+    """With ``eta = 0`` they cannot move, and the rest is the ball of the others."""
+    rho, lambdas, theta = 0.3, [1.0, 4.0], [0.5, -0.25]
+    options = {"rho": rho, "adaptive": True, "eta": 0.0, "num_steps": 20, "random_start": random_start}
+    with_zeros = m_sharpness(Bowl([*lambdas, 9.0, 9.0], [*theta, 0.0, 0.0]), call, ONE, **options)
+    without = m_sharpness(Bowl(lambdas, theta), call, ONE, **options)
+    assert without.value > 0.1
+    assert with_zeros.value == pytest.approx(without.value, rel=1e-6)
+
+
 def test_one_step_is_sam_and_more_steps_never_lose() -> None:
     model, data = convnet(), unequal_batches()
     one = m_sharpness(model, cross_entropy, data, rho=0.2, num_steps=1)

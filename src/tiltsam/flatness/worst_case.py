@@ -143,22 +143,23 @@ def _ascend(
 ) -> tuple[Tensor, Tensor]:
     """The loss of a chunk at the centre and the highest met; leaves the parameters where the ascent ended."""
     origin, params = surface.origin, surface.params
-    # The offset stays in float32 beside half-precision weights; only their sum is rounded.
+    # In units of T, so that a weight whose T is zero just stays where it is. In float32 beside half-precision weights;
+    # only the sum with them is rounded.
     offset = [saved.new_zeros(saved.shape, dtype=wide(saved)) for saved in origin]
 
     def unit(index: int) -> Tensor | float:
         return 1.0 if eta is None else origin[index].abs() + eta
 
     def place() -> None:
-        for param, saved, shift in zip(params, origin, offset, strict=True):
-            param.copy_(shift + saved)
+        for index, (param, saved, shift) in enumerate(zip(params, origin, offset, strict=True)):
+            param.copy_(shift * unit(index) + saved)
 
     low = high = surface.value(chunk)
     with torch.no_grad():
         if random is not None:
             for index, shift in enumerate(offset):
-                shift.normal_(generator=random).mul_(unit(index))
-            _to_length(offset, unit, rho / 2)
+                shift.normal_(generator=random).mul_(torch.as_tensor(unit(index)) > 0)
+            _to_length(offset, rho / 2)
             place()
     for step in range(num_steps):
         loss, grads = surface.gradient(chunk)
@@ -166,18 +167,16 @@ def _ascend(
         with torch.no_grad():
             slope = [g.to(e.dtype).mul_(unit(i)) for i, (g, e) in enumerate(zip(grads, offset, strict=True))]
             pace = rho * (1 - step / num_steps) / (total_norm(slope) + _TINY)
-            for index, (shift, rise) in enumerate(zip(offset, slope, strict=True)):
-                shift.add_(rise.mul_(unit(index)).mul_(pace.to(rise.device)))
-            _to_length(offset, unit, rho, only_shrink=True)
+            for shift, rise in zip(offset, slope, strict=True):
+                shift.add_(rise.mul_(pace.to(rise.device)))
+            _to_length(offset, rho, only_shrink=True)
             place()
     return low, torch.maximum(high, surface.value(chunk))
 
 
-def _to_length(
-    offset: list[Tensor], unit: Callable[[int], Tensor | float], length: float, only_shrink: bool = False
-) -> None:
-    """Scale the offset to ``||offset / T|| = length``, or to at most that."""
-    factor = length / (total_norm([shift / unit(i) for i, shift in enumerate(offset)]) + _TINY)
+def _to_length(offset: list[Tensor], length: float, only_shrink: bool = False) -> None:
+    """Scale the offset to that length, or to at most that."""
+    factor = length / (total_norm(offset) + _TINY)
     if only_shrink:
         factor = factor.clamp(max=1.0)
     for shift in offset:

@@ -53,7 +53,9 @@ CORE = {
     "sharpness": {"flatness", "tilting"},
     "curvature": {"flatness"},
     "landscape": {"flatness"},
-    "flatness": {"batches", "buffers", "curvature", "distributed", "landscape", "palette", "sharpness", "tilting"},
+    "flatness": {
+        *("batches", "buffers", "curvature", "distributed", "landscape", "palette", "sharpness", "tilting", "vectors"),
+    },
     "integrations": {"info", "parameters", "wrapper"},
     "toys": {"chains", "palette", "samplers", "tilting"},
 }

@@ -199,6 +199,25 @@ def test_worst_case_of_a_bowl_is_its_top_eigenvalue() -> None:
     assert found.value == pytest.approx(0.5 * 4.0 * rho**2, rel=1e-3)
 
 
+class Sum(nn.Module):
+    """Two parameters that count as their sum: autograd gives both the same tensor for their gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = (nn.Parameter(torch.tensor(x, dtype=torch.float64)) for x in ([1.0, -2.0], [0.5, 0.5]))
+
+    def forward(self, _: Any) -> Tensor:
+        return (self.a + self.b).square().sum()
+
+
+def test_worst_case_where_two_parameters_share_a_gradient() -> None:
+    model, rho = Sum(), 0.3
+    length = float((model.a + model.b).detach().norm())
+    # along the gradient each of the two moves by rho/sqrt(2), so their sum by rho sqrt(2)
+    found = m_sharpness(model, call, ONE, rho=rho, num_steps=1)
+    assert found.value == pytest.approx((length + rho * math.sqrt(2)) ** 2 - length**2)
+
+
 @pytest.mark.parametrize("random_start", [False, True])
 def test_weights_of_zero_stay_put_in_a_ball_relative_to_the_weights(random_start: bool) -> None:
     """With ``eta = 0`` they cannot move, and the rest is the ball of the others."""

@@ -33,6 +33,7 @@ from tiltsam.buffers import KeptBuffers
 from tiltsam.distributed import is_sharded
 from tiltsam.flatness.randomness import RandomSources
 from tiltsam.flatness.sums import weighted_mean
+from tiltsam.vectors import apart
 
 __all__ = [
     "Batches",
@@ -257,12 +258,12 @@ class LossSurface:
             return self.evaluate(batch).detach()
 
     def gradient(self, batch: Any) -> tuple[Tensor, list[Tensor]]:
-        """The loss of one batch and its gradient at the current weights; ``.grad`` is left alone."""
+        """The loss of one batch and its gradient at the current weights, to be overwritten; ``.grad`` is left alone."""
         loss = self.evaluate(batch)
         if not loss.requires_grad:
             return loss.detach(), [torch.zeros_like(p) for p in self.params]
         grads = torch.autograd.grad(loss, self.params, allow_unused=True)
-        pairs = zip(grads, self.params, strict=True)
+        pairs = zip(apart(grads), self.params, strict=True)
         return loss.detach(), [torch.zeros_like(p) if g is None else g for g, p in pairs]
 
 

@@ -122,6 +122,21 @@ def test_infinite_losses_share_all_the_weight(dtype):
     assert tilted_weights(x, 0.0).tolist() == [0.25] * 4
 
 
+def test_variance_of_losses_far_apart():
+    """What has no weight adds nothing, however far away it is."""
+    for low in (-1e30, -math.inf):
+        assert tilted_var(torch.tensor([1.0, low, 1.0]), 2.0) == 0
+    torch.testing.assert_close(
+        tilted_var(torch.tensor([1.0, -1e30, 2.0]), 1.0), tilted_var(torch.tensor([1.0, 2.0]), 1.0)
+    )
+
+
+@pytest.mark.parametrize("t", [0.0, 1.0])
+def test_variance_of_half_precision_losses_is_that_of_their_values(t):
+    x = torch.tensor([1.0, 2.0, 2.5, 4.0], dtype=torch.bfloat16)
+    torch.testing.assert_close(tilted_var(x, t), tilted_var(x.float(), t))
+
+
 def test_gradient_is_the_weights():
     x = torch.randn(6, dtype=torch.float64, requires_grad=True)
     for t in (0.0, 1e-6, 2.0, 500.0):
@@ -161,6 +176,7 @@ def test_schedules():
     assert [linear_up(8.0, 4)(k) for k in (0, 1, 4, 9)] == [0.0, 2.0, 8.0, 8.0]
     assert [linear_down(8.0, 4)(k) for k in (0, 1, 4, 9)] == [8.0, 6.0, 0.0, 0.0]
     assert Linear(1.0, 3.0, 2)(1) == 2.0
+    assert [Linear(20.3, 0.1, 4)(k) for k in (0, 4, 9)] == [20.3, 0.1, 0.1]
     with pytest.raises(ValueError, match="num_steps must be at least 1, got 0"):
         linear_up(1.0, 0)
 

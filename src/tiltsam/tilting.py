@@ -198,8 +198,11 @@ def tilted_var(x: Tensor, t: Tilt) -> Tensor:
     the mean, not as ``sum w x^2 - mean^2``, which loses all digits when losses are large and close together.
     """
     tilt = StreamingTilt(t)
-    tilt.add(_nonempty(x))
-    return (tilt.weights(x) * (x - tilt.mean()).square()).sum()
+    losses = _nonempty(x)
+    tilt.add(losses)
+    weights = tilt.weights(losses)
+    # What has no weight may be infinitely far away: 0 times inf would be NaN.
+    return (weights * torch.where(weights > 0, losses - tilt.mean(), 0.0).square()).sum()
 
 
 def effective_sample_size(weights: Tensor) -> Tensor:
@@ -225,7 +228,7 @@ class Linear:
     def __call__(self, step: int) -> float:
         """The value at ``step``."""
         fraction = min(max(step, 0) / self.num_steps, 1.0)
-        return self.start + (self.end - self.start) * fraction
+        return self.start * (1 - fraction) + self.end * fraction  # exact at both ends
 
 
 def constant(value: float) -> Linear:

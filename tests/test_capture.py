@@ -11,6 +11,7 @@ from torch import nn
 import tiltsam
 from cases import METHODS, Net, Problem, sgd
 from tiltsam.capture import _arrange_state, capture
+from tiltsam.passes import CapturedRandom
 
 every_method = pytest.mark.parametrize("method", METHODS, ids=repr)
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -333,6 +334,45 @@ def test_on_a_cpu_it_is_the_eager_step(method):
     assert step.reason == "the parameters are on the cpu"
     for _ in range(3):
         assert torch.equal(one.step(a.closure), step(b.x, b.y))
+
+
+def test_another_mode_of_any_layer_is_another_graph():
+    problem = Problem()
+    optimizer = tiltsam.SAM(sgd(problem.model.parameters()), model=problem.model)
+    before = optimizer.frozen()
+    problem.model.norm.eval()
+    assert optimizer.frozen() != before
+    problem.model.norm.train()
+    assert optimizer.frozen() == before
+
+
+class Generator:
+    """As much of a device's generator as a replay asks for."""
+
+    def __init__(self, offset=0):
+        self.offset, self.seed = offset, 7
+
+    def initial_seed(self):
+        return self.seed
+
+    def manual_seed(self, seed):
+        self.seed, self.offset = seed, 0
+
+    def get_offset(self):
+        return self.offset
+
+    def set_offset(self, offset):
+        self.offset = offset
+
+
+def test_after_a_replay_the_generator_stands_where_the_last_pass_ended():
+    """As after an eager step. An ascent on part of the batch draws fewer numbers for its masks than the last pass."""
+    random = object.__new__(CapturedRandom)
+    random._device, random._passes = Generator(100), [Generator(), Generator()]
+    with random.replaying():
+        for generator, drawn in zip(random._passes, (4, 12), strict=True):
+            generator.offset += drawn
+    assert random._device.offset == 112
 
 
 def test_bad_arguments():

@@ -313,8 +313,8 @@ class SharpnessAware(Optimizer):
             for name, value in group.items()
             if name not in own | changeable and (value is None or isinstance(value, bool | int | float | str | tuple))
         )
-        training = self.model is not None and self.model.training
-        return self._space_key, self._plan(), space.shape_of_settings(), training, base
+        modes = tuple(m.training for m in self.model.modules()) if self.model is not None else ()
+        return self._space_key, self._plan(), space.shape_of_settings(), modes, base
 
     def gather(self, space: ParameterSpace, watch: Callable[[StepInfo], None] = lambda info: None) -> StepInfo:
         """All of a step but the base's part: visit, evaluate, accumulate, come back. See :meth:`execute`."""

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from measuring import Bowl, Loss, call, convnet, cross_entropy, dense_hessian, images, mse, unequal_batches
 from tiltsam.curvature import by_layer, spectral_density, top_eigenvalues, trace
@@ -188,6 +189,22 @@ def test_attention_switches_to_the_math_kernel_and_says_so() -> None:
     torch.testing.assert_close(found.values, torch.linalg.eigvalsh(dense.double()).flip(0)[:2], rtol=1e-4, atol=1e-6)
     with pytest.warns(UserWarning, match="math kernel"):
         assert trace(net, mse, [(x, y)], num_samples=2).substitutes == found.substitutes
+
+
+def test_a_loss_that_draws_is_the_same_loss_after_the_switch() -> None:
+    torch.manual_seed(0)
+    model, batch = Attention().double(), (torch.randn(6, 5, 4).double(), torch.zeros(6, 2).double())
+
+    def noisy(model: nn.Module, batch: Any) -> Tensor:
+        x, y = batch
+        return F.mse_loss(model(x + torch.randn_like(x)), y)
+
+    with pytest.warns(UserWarning, match="math kernel"):
+        found = top_eigenvalues(model, noisy, [batch], k=1, tol=1e-6)
+    with sdpa_kernel(SDPBackend.MATH):
+        expected = top_eigenvalues(model, noisy, [batch], k=1, tol=1e-6)
+    assert found.num_products == expected.num_products
+    torch.testing.assert_close(found.values, expected.values, rtol=1e-10, atol=0)
 
 
 @pytest.mark.filterwarnings("ignore:a kernel has no second derivative")

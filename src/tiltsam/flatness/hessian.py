@@ -67,12 +67,25 @@ class HessianOperator:
 
     def __call__(self, v: Tensor, out: Tensor) -> None:
         """Write ``H v`` into ``out``, both flat."""
-        out.zero_()
         self.num_products += 1
         vector, result = self.split(v), self.split(out)
         if self._kept is not None:
+            out.zero_()
             self._add(self._kept, vector, result, 1.0, retain=True)
             return
+        while True:
+            with ExitStack() as stack:
+                for name in self.substitutes:
+                    stack.enter_context(_SUBSTITUTES[name][1]())
+                try:
+                    self._walk(vector, out, result)
+                    return
+                except RuntimeError as error:
+                    self._substitute(error)  # then a new walk, which sees the random numbers of all others
+
+    def _walk(self, vector: list[Tensor], out: Tensor, result: list[Tensor]) -> None:
+        """The product over all the data; ``result`` are views of ``out``."""
+        out.zero_()
         total = 0.0
         losses: list[Tensor] = []
         for batch, size in self.surface.walk():
@@ -97,19 +110,11 @@ class HessianOperator:
     def _batch_product(self, batch: Any, vector: list[Tensor], result: list[Tensor], weight: float) -> Tensor:
         # Where the data does not tell its length, the first product finds out that there is one batch only.
         keep = self.keep_graph and self._single
-        while True:
-            with ExitStack() as stack:
-                for name in self.substitutes:
-                    stack.enter_context(_SUBSTITUTES[name][1]())
-                try:
-                    loss, slopes = self._gradient(batch)
-                    self._add(slopes, vector, result, weight, retain=keep)
-                except RuntimeError as error:
-                    self._substitute(error)
-                    continue
-            if keep:
-                self._kept = slopes
-            return loss
+        loss, slopes = self._gradient(batch)
+        self._add(slopes, vector, result, weight, retain=keep)
+        if keep:
+            self._kept = slopes
+        return loss
 
     def _gradient(self, batch: Any) -> tuple[Tensor, list[GradientEdge | None]]:
         """The loss of a batch and, for each parameter, where in the graph its gradient comes out."""

@@ -199,6 +199,21 @@ def test_worst_case_of_a_bowl_is_its_top_eigenvalue() -> None:
     assert found.value == pytest.approx(0.5 * 4.0 * rho**2, rel=1e-3)
 
 
+def noisy(model: nn.Module, batch: Any) -> Tensor:
+    """A loss that draws: the same at all weights, but for the noise."""
+    return torch.randn((), dtype=torch.float64) + 0.0 * call(model, batch)
+
+
+def test_a_loss_that_draws_is_no_sharper_for_its_noise() -> None:
+    bowl, data = Bowl(LAMBDAS, THETA), ONE * 3
+    assert m_sharpness(bowl, noisy, data, rho=0.3, random_start=True).rises.tolist() == [0.0] * 3
+    objectives = {"ERM": ErmLoss(), "SAM": SamLoss(0.3), "TSAM": TsamLoss(rho=0.3)}
+    table = cross_objectives({"bowl": bowl}, noisy, data, objectives)
+    erm, sam, tsam = (table.entry("bowl", name).loss for name in objectives)
+    assert sam == erm
+    assert tsam == pytest.approx(erm, rel=1e-12)
+
+
 class Sum(nn.Module):
     """Two parameters that count as their sum: autograd gives both the same tensor for their gradient."""
 

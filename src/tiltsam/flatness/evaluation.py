@@ -21,7 +21,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any, Protocol, TypeAlias
 
@@ -135,6 +135,7 @@ class LossSurface:
         self.device = self.params[0].device
         self.autocast: dict[str, torch.dtype] = {}
         self._random = RandomSources(self.device, batches)
+        self._draws: tuple[Any, ...] | None = None  # where evaluations that are to draw alike begin
         self._differentiates: bool | None = None  # whether loss_fn does inside, once that is known
         self._origin: list[Tensor] | None = None
         self._others: list[tuple[nn.Parameter, Tensor]] = []
@@ -230,6 +231,15 @@ class LossSurface:
         check_finite(losses, where)
         return weighted_mean(losses, torch.tensor(sizes, dtype=torch.float64))[0]
 
+    @contextmanager
+    def same_draws(self) -> Iterator[None]:
+        """Inside, every evaluation starts from one random state: losses differ by the weights, not by their noise."""
+        self._draws = self._random.state()
+        try:
+            yield
+        finally:
+            self._draws = None
+
     def evaluate(self, batch: Any) -> Tensor:
         """The loss of one batch at the current weights, a scalar with its graph, under the caller's autocast."""
         with ExitStack() as stack:
@@ -237,6 +247,8 @@ class LossSurface:
                 stack.enter_context(torch.autocast(kind, dtype))
             # Autocast keeps its copies of the weights until the outermost one ends, wherever they move meanwhile.
             torch.clear_autocast_cache()
+            if self._draws is not None:
+                self._random.restore(self._draws)
             return scalar(self.loss_fn(self.model, batch))
 
     def value(self, batch: Any) -> Tensor:

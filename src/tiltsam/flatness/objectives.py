@@ -202,7 +202,8 @@ def _evaluate(
     values, sizes = [], []
     with LossSurface(model, loss_fn, batches, size_of=size_of, seed=seed) as surface:
         for number, (batch, size) in enumerate(surface.walk()):
-            values.append(objective(surface, batch, (seed, number)))
+            with surface.same_draws():
+                values.append(objective(surface, batch, (seed, number)))
             sizes.append(size)
             surface.restore()
     losses = torch.stack(values).to("cpu", torch.float64)

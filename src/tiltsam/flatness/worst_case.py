@@ -111,7 +111,8 @@ def m_sharpness(
     with LossSurface(model, loss_fn, batches, parameters=parameters, size_of=size_of, seed=seed) as surface:
         for number, (chunk, size) in enumerate(_chunks(surface, m)):
             random = generator(surface.device, "worst case", seed, number) if random_start else None
-            low, high = _ascend(surface, chunk, rho, num_steps, eta if adaptive else None, random)
+            with surface.same_draws():
+                low, high = _ascend(surface, chunk, rho, num_steps, eta if adaptive else None, random)
             lows.append(low)
             highs.append(high)
             sizes.append(size)

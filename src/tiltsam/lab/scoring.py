@@ -40,6 +40,8 @@ def score(outputs_of: Outputs, data: Data, split: Split) -> dict[str, float]:
 def reestimate_batchnorm(model: nn.Module, outputs_of: Outputs, split: Split) -> None:
     """BatchNorm's statistics anew: the average over batches, without augmentation, at the weights themselves.
 
+    Batches are drawn from all of the examples, always the same ones: those of a class may lie one after the other.
+
     Args:
         model: Its BatchNorm layers get the statistics; nothing is done where there are none.
         outputs_of: Runs the model on some examples.
@@ -54,7 +56,8 @@ def reestimate_batchnorm(model: nn.Module, outputs_of: Outputs, split: Split) ->
         m.momentum = None  # a plain average
     model.train()
     size = min(EVAL_BATCH, len(split))
+    order = torch.randperm(len(split), generator=torch.Generator().manual_seed(0)).to(split.targets.device)
     for k in range(min(BATCHNORM_BATCHES, len(split) // size)):
-        outputs_of(split[k * size : (k + 1) * size])
+        outputs_of(split[order[k * size : (k + 1) * size]])
     for m, momentum in zip(layers, momenta, strict=True):
         m.momentum = momentum

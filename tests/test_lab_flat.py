@@ -4,6 +4,7 @@ import json
 import shutil
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,6 +14,7 @@ from tiltsam.flatness.figures import plot_slices
 from tiltsam.lab import flat as lab_flat
 from tiltsam.lab.config import ConfigError, TrainConfig
 from tiltsam.lab.flat import find_runs, measure_runs
+from tiltsam.lab.loading import load_data
 from tiltsam.lab.record import Record, RecordError
 from tiltsam.lab.report import write_report
 from tiltsam.lab.train import train
@@ -181,3 +183,15 @@ def test_mistakes(runs, tmp_path, capsys):
     Record.of(tmp_path, other).begin(other, torch.device("cpu"))
     with pytest.raises(ConfigError, match="several tasks"):
         list(measure_runs(find_runs([runs, tmp_path])))
+
+
+def test_batches_are_of_many_classes_though_one_comes_after_the_other(tmp_path):
+    targets = np.repeat(np.arange(5), 80)
+    np.savez(tmp_path / "sorted.npz", x=np.random.default_rng(0).normal(size=(400, 3)), y=targets)
+    data = load_data(TrainConfig(task=f"npz:{tmp_path / 'sorted.npz'}"))
+    for split, whole in (("train", data.train), ("test", data.test)):
+        some = [y for _, y in lab_flat._batches(data, split, 40, 20, torch.device("cpu"))]
+        assert [len(y) for y in some] == [20, 20]
+        assert all(len(y.unique()) >= 4 for y in some)
+        every = torch.cat([y for _, y in lab_flat._batches(data, split, 1000, 20, torch.device("cpu"))])
+        assert torch.equal(every.sort().values, whole.targets)

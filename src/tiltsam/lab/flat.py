@@ -85,7 +85,7 @@ def measure_runs(
         runs: What :func:`find_runs` found.
         task: The task; by default the runs' own, which must be one.
         split: Which examples.
-        examples: How many of them, the first ones of the split.
+        examples: How many of them, drawn at random from the split, always the same ones.
         batch_size: Examples at a time.
         device: Where.
         root: Where data sets lie.
@@ -214,7 +214,9 @@ def _plain(x: Any) -> Any:
 
 
 def _batches(data: Data, split: str, examples: int, batch_size: int, device: torch.device) -> list[Any]:
-    part = (data.train if split == "train" else data.test)[slice(0, examples)].to(device)
+    """Some examples, mixed: the first ones, or those of a batch, may otherwise all be of one class."""
+    whole = data.train if split == "train" else data.test
+    part = whole[torch.randperm(len(whole), generator=torch.Generator().manual_seed(0))[:examples]].to(device)
     inputs = dict(part.inputs)
     if "image" in inputs:
         inputs["image"] = normalise(inputs["image"], data.mean, data.std)

@@ -71,6 +71,12 @@ def test_budgets(tmp_path):
     assert 0.4 < result["seconds"] < 3
 
 
+@pytest.mark.parametrize(("passes", "spent"), [(400.0, 64), (20.0, 20)])
+def test_esam1_spends_no_more_than_tsam_would_have(passes, spent, tmp_path):
+    config = replace(SMALL, method="esam1", passes=passes)  # TSAM: 2 epochs of 8 steps of 2 · 2 passes
+    assert train(config, Record(tmp_path))["passes"] == spent
+
+
 @pytest.mark.parametrize("schedule", ["constant", "linear"])
 def test_a_budget_that_is_over_at_once_still_takes_a_step(schedule, tmp_path):
     result = train(replace(SMALL, method="erm", seconds=1e-6, schedule=schedule), Record(tmp_path))

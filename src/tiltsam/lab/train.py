@@ -264,7 +264,7 @@ class Run:
         epochs = config.epochs
         if config.method == "esam1":  # SAM until it has spent what TSAM would have
             tsam = config.num_samples * (1 + config.ascent_fraction)
-            passes = passes or config.epochs * self.batches.per_epoch * tsam
+            passes = min(passes or math.inf, config.epochs * self.batches.per_epoch * tsam)
             epochs = math.inf
         shares = [epoch / epochs]
         # By one count and one clock, or some processes would stop while others wait for them.

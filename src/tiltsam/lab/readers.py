@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -24,6 +25,9 @@ from torch import Tensor
 
 from tiltsam.lab.download import Progress
 from tiltsam.lab.errors import DataError
+
+if TYPE_CHECKING:
+    import PIL.Image
 
 __all__ = ["class_folders", "file_digest", "read_cifar", "read_idx", "read_images", "read_lines", "read_npz"]
 
@@ -228,12 +232,24 @@ def _decode(path: Path, size: int) -> np.ndarray:
     try:
         with _reading(path), Image.open(path) as opened:
             opened.draft("RGB", (size, size))  # lets a JPEG be decoded at a fraction of its size
-            image = opened.convert("RGB")
+            image = _eight_bits(path, opened).convert("RGB")
     except (OSError, SyntaxError, ValueError, EOFError, struct.error, Image.DecompressionBombError) as error:
         raise DataError(f"{path} is damaged: it cannot be decoded as an image ({type(error).__name__})") from error
     if image.size != (size, size):
         image = ImageOps.fit(image, (size, size), Image.Resampling.BILINEAR)
     return np.asarray(image).copy()
+
+
+def _eight_bits(path: Path, image: PIL.Image.Image) -> PIL.Image.Image:
+    """The image; grey levels of 16 bits brought to 8, which Pillow would cut off at 255 to a white picture."""
+    if not image.mode.startswith(("I", "F")):
+        return image
+    from PIL import Image
+
+    levels = np.asarray(image)
+    if image.mode == "F" or levels.min() < 0 or levels.max() > 0xFFFF:
+        raise DataError(f"{path} has grey levels of which none is known to be white: save it with 8 or 16 bits")
+    return Image.fromarray((levels >> 8).astype(np.uint8))
 
 
 def _check_labels(path: Path, labels: np.ndarray, num_classes: int) -> None:

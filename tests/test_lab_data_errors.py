@@ -157,7 +157,11 @@ def test_a_damaged_file_is_named(tmp_path, name, damage, message):
         ({"x": np.zeros((0, 2)), "y": np.zeros(0, int)}, "n > 0"),
         ({"x": np.zeros((9, 3, 8, 8)), "y": np.arange(9)}, "images are uint8"),
         ({"x": np.full((9, 2), np.nan), "y": np.arange(9)}, "NaN"),
+        ({"x": np.full((9, 2), 1e39), "y": np.arange(9)}, "x holds .* beyond float32"),
+        ({"x": np.zeros((9, 2)), "y": np.full(9, 1e39)}, "y holds .* beyond float32"),
         ({"x": np.zeros((9, 2)), "y": np.arange(9) - 1}, "holds -1"),
+        ({"x": np.zeros((9, 2)), "y": np.arange(9) * 10**9}, "holds 8000000000; .* numbered from 0"),
+        ({"x": np.zeros((9, 2)), "y": np.arange(9, dtype=np.uint64) + 2**63}, "holds 9223372036854775808;"),
         ({"x": np.zeros((9, 2)), "y": np.zeros(9, int)}, "one class"),
         ({"x": np.zeros((9, 2)), "y": np.array(["a"] * 9)}, "must be numbers"),
         ({"x": np.zeros((3, 2)), "y": np.arange(3)}, "too few"),
@@ -193,6 +197,9 @@ def test_classes_saved_as_floats_are_told(tmp_path):
         ("text,label\na,b\nc,b\n", "nothing to learn"),
         ('text,label\na,"b\n', "damaged"),
         ("text,score\na,1\nb,high\n", "line 3: 'high'"),
+        ("text,score\na,1\nb,1e39\n", "line 3: '1e39' is no finite"),
+        ("text,label\na,b\nc,d\ne,\n", "row 4 has no label"),
+        ("text,label\na,b\nc, b\n", "nothing to learn"),
     ],
 )
 def test_wrong_tables_are_refused(tmp_path, content, message):

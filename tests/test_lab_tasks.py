@@ -7,9 +7,10 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from lab_files import check, cifar, dtd, fashion, glue, picture, rows, tiny
-from tiltsam.lab import own, text
+from tiltsam.lab import own, readers, text
 from tiltsam.lab.errors import DataError
 from tiltsam.lab.splits import noisy_labels, split_at_random
 from tiltsam.lab.tables import GLUE
@@ -163,6 +164,37 @@ def test_own_images_in_one_folder_and_in_two(tmp_path):
     assert torch.equal(two.test.inputs["image"][:, 0, 4, 4] > 100, two.test.targets == 1)
 
 
+def test_splits_of_other_names_are_no_classes(tmp_path):
+    for part in ("train", "val"):
+        for name in ("cats", "dogs"):
+            picture(tmp_path / part / name / "0.png", 10)
+    with pytest.raises(DataError, match="train and val: name the folder to test on test"):
+        load(f"images:{tmp_path}")
+    for name in ("cats", "dogs"):
+        picture(tmp_path / "test" / name / "0.png", 10)
+    with pytest.warns(UserWarning, match="val is not read"):
+        assert rows(load(f"images:{tmp_path}", image_size=8)) == (1, 1, 2)
+    for name in ("train", "bicycle"):
+        picture(tmp_path / "vehicles" / name / "0.png", 10)
+        picture(tmp_path / "vehicles" / name / "1.png", 10)
+    assert load(f"images:{tmp_path / 'vehicles'}", image_size=8).num_classes == 2
+
+
+@pytest.mark.parametrize("name", ["grey.png", "grey.tif", "grey.pgm"])
+def test_grey_levels_of_16_bits_keep_their_shades(name, tmp_path):
+    levels = np.arange(64, dtype=np.uint16).reshape(8, 8) * 1024
+    Image.fromarray(levels).save(tmp_path / name)
+    (image,) = readers.read_images([tmp_path / name], 8)
+    assert torch.equal(image, torch.from_numpy(levels // 256).to(torch.uint8).expand(3, 8, 8))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.int32])
+def test_grey_levels_without_a_white_are_refused(dtype, tmp_path):
+    Image.fromarray(np.full((8, 8), 1e6, dtype)).save(tmp_path / "grey.tif")
+    with pytest.raises(DataError, match=r"grey.tif .* save it with 8 or 16 bits"):
+        readers.read_images([tmp_path / "grey.tif"], 8)
+
+
 def test_own_text(tmp_path):
     path = tmp_path / "mine.csv"
     path.write_text('text,text2,label\n"one, ""two""\nthree",b,yes\n' + "x,y,no\nx,z,maybe\n" * 5)
@@ -176,6 +208,12 @@ def test_own_text(tmp_path):
     (folder / "test.tsv").write_text("text\tlabel\nb\t2\na\t10\n")
     data = load(f"text:{folder}")
     assert data.test.targets.tolist() == [0, 1]  # whole numbers in their order
+    (folder / "train.tsv").write_text("text\tlabel\n" + "a\t1\na\t01\na\t001\na\t0001\n")
+    (folder / "test.tsv").write_text("text\tlabel\na\t0001\na\t001\na\t01\na\t1\n")
+    assert load(f"text:{folder}").test.targets.tolist() == [0, 1, 2, 3]  # in every process
+    (folder / "train.tsv").write_text("text\tlabel\n" + "a\t--1\na\t1\n")
+    (folder / "test.tsv").write_text("text\tlabel\na\t1\n")
+    assert load(f"text:{folder}").num_classes == 2
     (folder / "train.tsv").write_text("text\tscore\n" + "a\t1.5\nb\t2\n" * 5)
     (folder / "test.tsv").write_text("text\tscore\na\t-1\n")
     data = load(f"text:{folder}")

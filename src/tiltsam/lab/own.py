@@ -23,6 +23,8 @@ __all__ = ["arrays", "fingerprint", "image_folder", "sentences"]
 
 TEST_SHARE = 0.2  # of data that comes in one piece
 FEW = 20  # whole numbers, no more of which are likely names of classes
+MANY = 1 << 16  # classes, more of which than examples are numbers of something else
+SPLITS = {"train", "test", "val", "valid", "validation", "dev"}  # folders that hold classes, and are none
 
 
 def fingerprint(task: str) -> str:
@@ -54,6 +56,12 @@ def image_folder(request: Request) -> Data:
     """A folder per class, or folders ``train`` and ``test`` of these."""
     mark, parts = fingerprint(request.name), _image_parts(request.path)
     found = [readers.class_folders(part) for part in parts]
+    if found[0].keys() <= SPLITS:
+        raise DataError(
+            f"{parts[0]} holds {' and '.join(found[0])}: name the folder to test on test, that to train on train"
+        )
+    if len(parts) == 2 and (others := sorted(SPLITS & {p.name for p in request.path.iterdir()} - {"train", "test"})):
+        warnings.warn(f"{request.path / others[0]} is not read: what is held out is cut from train", stacklevel=2)
     number = {name: i for i, name in enumerate(found[0])}
     splits = []
     for part, classes in zip(parts, found, strict=True):
@@ -133,10 +141,12 @@ def _arrays(path: Path, found: Mapping[str, np.ndarray], x_name: str, y_name: st
     if y.dtype.kind not in "iubf" or x.dtype.kind not in "iubf":
         raise DataError(f"{path}: {x_name} is {x.dtype} and {y_name} {y.dtype}; they must be numbers")
     for name, array in ((x_name, x), (y_name, y)):
-        if array.dtype.kind == "f" and not np.isfinite(array).all():
-            raise DataError(f"{path}: {name} holds a NaN or an infinity")
-    if y.dtype.kind != "f" and int(y.min()) < 0:
-        raise DataError(f"{path}: {y_name} holds {int(y.min())}; classes are numbered from 0")
+        if array.dtype.kind == "f" and not (np.abs(array) <= np.finfo(np.float32).max).all():
+            raise DataError(f"{path}: {name} holds a NaN, an infinity or a number beyond float32")
+    if y.dtype.kind != "f":
+        for label in (int(y.min()), int(y.max())):
+            if not 0 <= label < max(MANY, len(y)):
+                raise DataError(f"{path}: {y_name} holds {label}; classes are numbered from 0, without large gaps")
     targets = torch.from_numpy(y.astype(np.float32 if y.dtype.kind == "f" else np.int64))
     if x.ndim == 2:
         return Split({"x": torch.from_numpy(x.astype(np.float32))}, targets)
@@ -181,6 +191,6 @@ def _class_names(table: Table) -> list[str]:
     names = set(table.labels)
     if len(names) < 2:
         raise DataError(f"{table.path} has one label, {table.labels[0]!r}: there is nothing to learn")
-    if all(name.lstrip("-").isdecimal() for name in names):
-        return sorted(names, key=int)
+    if all(name.removeprefix("-").isdecimal() for name in names):
+        return sorted(names, key=lambda name: (int(name), name))
     return sorted(names)

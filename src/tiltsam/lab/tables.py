@@ -14,6 +14,8 @@ from tiltsam.lab.readers import read_lines
 
 __all__ = ["GLUE", "Glue", "Table", "read_glue", "read_table", "split_mrpc"]
 
+LARGEST = 3.4e38  # what float32 holds
+
 
 @dataclass(frozen=True)
 class Table:
@@ -47,7 +49,7 @@ class Table:
                 value = float(label)
             except ValueError:
                 value = math.nan
-            if not math.isfinite(value):
+            if not abs(value) <= LARGEST:
                 raise DataError(f"{self.path}, line {row + self.first_line}: {label!r} is no finite number")
             values.append(value)
         return values
@@ -154,7 +156,7 @@ def read_table(path: Path) -> tuple[Table, bool]:
         The sentences and labels, and whether the labels are scores.
 
     Raises:
-        DataError: The file is missing, has no such columns, or a row lacks some.
+        DataError: The file is missing, has no such columns, or a row lacks some, or its label.
     """
     if not path.exists():
         raise DataError(f"{path} is missing: make it a .csv or .tsv with a header, columns text[,text2],label")
@@ -174,9 +176,11 @@ def read_table(path: Path) -> tuple[Table, bool]:
     for number, row in enumerate(rows[1:], 2):
         if len(row) <= max(columns):
             raise DataError(f"{path} is damaged: row {number} has fewer than {1 + max(columns)} columns")
+        if not scores and not row[columns[-1]].strip():
+            raise DataError(f"{path}: row {number} has no label; fill it in, or leave the row out")
     chosen = [[row[column] for column in columns] for row in rows[1:]]
     second = [row[1] for row in chosen] if len(columns) == 3 else None
-    return Table(path, [row[0] for row in chosen], second, [row[-1] for row in chosen]), scores
+    return Table(path, [row[0] for row in chosen], second, [row[-1].strip() for row in chosen]), scores
 
 
 def split_mrpc(folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import random
+import resource
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -330,6 +331,14 @@ def test_a_diverging_run_is_told_and_the_others_go_on(tmp_path, capsys):
         train(replace(SMALL, method="erm", lr=1e30), Record(tmp_path / "again"))
 
 
+def test_a_last_step_that_goes_astray_makes_no_result(tmp_path):
+    config = replace(SMALL, method="erm", epochs=1, batch_size=2000, lr=1e38)  # one step, from a finite loss
+    with pytest.raises(TrainError, match="not finite after epoch 1 of erm, seed 0: lower lr or rho"):
+        train(config, Record(tmp_path))
+    assert Record(tmp_path).result() is None
+    assert Record(tmp_path).metrics() == ([], [])
+
+
 def test_compare_reuses_what_is_done_and_averages_over_seeds(tmp_path):
     configs = [replace(SMALL, method=m, seed=s) for m in ("erm", "sam") for s in (0, 1)]
     trained = []
@@ -371,6 +380,10 @@ def test_a_run_that_is_held_is_refused(tmp_path, capsys):
         (["train", "digits", "--method", "adam"], "unknown method 'adam'"),
         (["train", "digits", "--model", "resnet18"], "resnet18"),
         (["train", "digits", "--lr", "0"], "lr must be > 0, got 0.0"),
+        (["train", "digits", "--lr", "inf"], "lr must be finite, got inf"),
+        (["train", "digits", "--weight-decay", "-1"], "weight_decay must be in [0, inf), got -1.0"),
+        (["train", "digits", "--momentum", "-1"], "momentum must be in [0, inf), got -1.0"),
+        (["compare", "digits", "--methods", "erm", "pgn", "--alpha", "2"], "alpha must be <= 1, got 2.0"),
         (["train", "digits", "--rho", "-1"], "rho must be a finite number >= 0, got -1.0"),
         (["train", "digits", "--validation", "1.5"], "validation must be in [0, 1), got 1.5"),
         (["train", "digits", "--device", "gpu"], "unknown device 'gpu'"),
@@ -461,6 +474,20 @@ def test_a_full_disk_loses_nothing(tmp_path, capsys, monkeypatch):
     assert "No space left on device" in capsys.readouterr().err
     monkeypatch.undo()
     assert main(["train", "digits", "--epochs", "3", "--out", str(tmp_path)]) == 0
+
+
+def test_half_a_line_on_a_full_disk_is_told(tmp_path):
+    record = Record(tmp_path)
+    record.log(epoch=1)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / "metrics.jsonl").stat().st_size + 5, limits[1]))
+    try:
+        with pytest.raises(OSError, match="No space left on device"):
+            record.log(epoch=2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    record.log(epoch=2)
+    assert [row["epoch"] for row in record.metrics()[0]] == [1, 2]
 
 
 def test_a_model_that_does_not_fit_on_the_disk_is_one_line(tmp_path, capsys, monkeypatch):

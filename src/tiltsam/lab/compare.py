@@ -11,6 +11,8 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tiltsam.lab import download as downloads
 from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.data import Data
@@ -69,7 +71,12 @@ def compare(
         tick: Called about twice a second within one.
         failed: Called when a run diverges; the others go on.
         poll_seconds: Time between looks at runs that other processes hold.
+
+    Raises:
+        ConfigError: A setting that a method does not take, before anything is trained.
     """
+    for config in configs:
+        config.wrap(torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=config.lr))
 
     @lru_cache(1)  # cells of one seed come one after the other, and decoding images takes its time
     def load(key: TrainConfig) -> Data:

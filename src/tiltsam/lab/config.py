@@ -16,6 +16,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from torch.optim import Optimizer
+
 import tiltsam
 
 __all__ = ["ConfigError", "TrainConfig", "add_arguments", "from_arguments", "left_out"]
@@ -172,10 +174,13 @@ class TrainConfig:
         for name in ("passes", "seconds", "clip", "image_size"):
             if getattr(self, name) is not None and not getattr(self, name) > 0:
                 raise ConfigError(f"{name} must be > 0, got {getattr(self, name)}")
-        for name, low, high in (("validation", 0, 1), ("label_smoothing", 0, 1), ("warmup", 0, 1), ("noise", 0, 1)):
+        bounds = dict.fromkeys(("validation", "label_smoothing", "warmup", "noise"), (0, 1))
+        for name, (low, high) in {**bounds, "momentum": (0, math.inf), "weight_decay": (0, math.inf)}.items():
             value = getattr(self, name)
             if value is not None and not low <= value < high:
                 raise ConfigError(f"{name} must be in [{low}, {high}), got {value}")
+        if math.isinf(self.lr):
+            raise ConfigError(f"lr must be finite, got {self.lr}")
         if math.isinf(min(limit for limit in (self.epochs, self.passes, self.seconds) if limit is not None)):
             raise ConfigError("one of epochs, passes or seconds must be finite")
         if not 0 <= self.seed < 2**63:
@@ -213,6 +218,21 @@ class TrainConfig:
     def constructor(self) -> Callable[..., tiltsam.SharpnessAware]:
         """The method's class; ``esam1`` is SAM, longer."""
         return tiltsam.METHODS["sam" if self.method == "esam1" else self.method]
+
+    def wrap(self, base: Optimizer, **more: Any) -> tiltsam.SharpnessAware:
+        """The method around a base optimizer.
+
+        Args:
+            base: The optimizer.
+            **more: For the method's constructor, beside its settings.
+
+        Raises:
+            ConfigError: A setting that the method does not take.
+        """
+        try:
+            return self.constructor()(base, **self.method_options(), **more)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
 
     def key(self) -> str:
         """A short name of everything but the seed: runs that differ in the seed alone are averaged."""

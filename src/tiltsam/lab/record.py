@@ -128,12 +128,13 @@ class Record:
     def log(self, **numbers: Any) -> None:
         """Append a line; one write, so that a kill leaves it whole or leaves a tail that readers pass over."""
         path = self.folder / "metrics.jsonl"
-        line = json.dumps(numbers) + "\n"
+        line = (json.dumps(numbers) + "\n").encode()
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         try:
             if _ends_in_half_a_line(path):
-                line = "\n" + line
-            os.write(descriptor, line.encode())
+                line = b"\n" + line
+            if os.write(descriptor, line) < len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         finally:
             os.close(descriptor)
 

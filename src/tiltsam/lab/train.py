@@ -161,12 +161,7 @@ class Run:
         if config.clip is not None:
             longest = config.clip
             base.register_step_pre_hook(lambda *_: _clip(self.model, longest))
-        try:
-            return config.constructor()(
-                base, model=self.trained, seed=config.seed, parallel=self.team.parallel(), **config.method_options()
-            )
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
+        return config.wrap(base, model=self.trained, seed=config.seed, parallel=self.team.parallel())
 
     # ---------------------------------------------------------------- the loop
 
@@ -240,11 +235,13 @@ class Run:
         progress.steps += len(losses)
         progress.epoch = epoch + (1 if len(losses) == per_epoch else len(losses) / per_epoch)
         progress.done = max(progress.done, self._used(progress.epoch, progress.seconds))
-        if not math.isfinite(mean):
-            raise Diverged(
-                f"the loss is not finite in epoch {epoch + 1} of {config.method}, seed {config.seed}: lower lr or rho"
-            )
+        self._check_finite(mean, f"in epoch {epoch + 1}")
         return mean, _mean(sizes)
+
+    def _check_finite(self, loss: float, where: str) -> None:
+        if not math.isfinite(loss):
+            run = f"{self.config.method}, seed {self.config.seed}"
+            raise Diverged(f"the loss is not finite {where} of {run}: lower lr or rho")
 
     def _take_step(self, batch: Sequence[Tensor]) -> Tensor:
         if not self.config.compile:
@@ -331,6 +328,7 @@ class Run:
         for name in ("validation", "test"):
             for metric, value in score(self._outputs, self.data, getattr(self.data, name)).items():
                 row[f"{name}_{metric}"] = value
+            self._check_finite(row.get(f"{name}_loss", 0.0), f"after epoch {math.ceil(self.progress.epoch)}")
         self.estimated = {name: b.detach().clone() for name, b in self.model.named_buffers()}
         for name, b in self.model.named_buffers():
             b.copy_(kept[name])

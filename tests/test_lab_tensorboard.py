@@ -57,6 +57,11 @@ def test_a_resumed_run_shows_every_epoch_once(from_the_start, tmp_path):
     check(record)
 
 
+def test_an_epoch_that_nobody_looked_at_shows_no_other_again(tmp_path):
+    train(replace(CONFIG, evaluate_every=2), Record(tmp_path), tensorboard=True)
+    check(Record(tmp_path), epochs=3)  # 2, 4 and the last
+
+
 def test_a_finished_run_gets_its_board_afterwards(tmp_path, capsys):
     run = ["train", "digits", "--epochs", "2", "--method", "erm", "--out", str(tmp_path)]
     assert main(run) == 0

@@ -33,6 +33,7 @@ class Board:
         self._open = SummaryWriter
         self._record = record
         self._writer: Any = None
+        self._shown = 0  # steps of the newest line on the board
 
     def __enter__(self) -> Board:
         return self
@@ -42,13 +43,12 @@ class Board:
             self._writer.close()
 
     def update(self, steps: float = math.inf) -> None:
-        """Show the record's lines of up to that many steps; after the first call, the newest of them."""
-        rows = [row for row in self._record.metrics()[0] if row["steps"] <= steps]
+        """Show the record's lines of up to that many steps, each of them once."""
+        rows = [row for row in self._record.metrics()[0] if self._shown < row["steps"] <= steps]
         if self._writer is None:
             self._writer = self._open(str(self._record.folder / "tensorboard"), purge_step=1)
-        else:
-            rows = rows[-1:]
         for row in rows:
+            self._shown = row["steps"]
             for name, value in row.items():
                 if name not in ("epoch", "steps") and isinstance(value, int | float):
                     # validation_loss → validation/loss: TensorBoard puts what is before a slash into one section.

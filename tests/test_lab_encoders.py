@@ -14,7 +14,9 @@ from lab_files import check, glue
 from lab_files import dtd as dtd_files
 from tiltsam.cli import main
 from tiltsam.lab import encoders, text
+from tiltsam.lab.config import ConfigError, TrainConfig
 from tiltsam.lab.errors import DataError
+from tiltsam.lab.loading import build_model, load_data
 from tiltsam.lab.models import build
 from tiltsam.lab.record import Record
 from tiltsam.lab.tasks import load
@@ -100,6 +102,19 @@ def test_images_go_through_a_pretrained_transformer(tmp_path):
         warnings.simplefilter("error")  # a head of 5 classes gives way to one of 2 without a word
         model = build(f"hf:{tmp_path / 'vit'}", data)
     assert model(torch.randn(3, 3, 16, 16)).shape == (3, 2)
+    with pytest.raises(ConfigError, match=r"vit cannot take images of 24 by 24 .*: choose another --image-size"):
+        build_model(TrainConfig(task="dtd", model=f"hf:{tmp_path / 'vit'}"), load("dtd", root=tmp_path, image_size=24))
+
+
+def test_texts_longer_than_an_encoder_takes_are_told(folder, tmp_path):
+    (tmp_path / "long.csv").write_text("text,label\n" + f"{'no ' * 60},a\n{'he ' * 60},b\n" * 5)
+    for length in (32, 33):
+        config = TrainConfig(task=f"text:{tmp_path / 'long.csv'}", model=f"hf:{folder}", max_length=length)
+        data = load_data(config)
+        if length == 32:
+            build_model(config, data)
+    with pytest.raises(ConfigError, match=r"cannot take texts of 33 tokens .*: lower --max-length"):
+        build_model(config, data)
 
 
 def test_packaged_encoders(tmp_path, monkeypatch):

@@ -17,3 +17,8 @@ def test_residual_networks_begin_as_published(make):
         expected = math.sqrt(2 / (m.out_channels * math.prod(m.kernel_size)))
         # The standard deviation of n normals is known to 1/sqrt(2n).
         assert m.weight.std().item() == pytest.approx(expected, rel=5 / math.sqrt(2 * m.weight.numel()))
+
+
+def test_a_transformer_says_which_images_it_takes():
+    with pytest.raises(ValueError, match="images of 8 pixels and more, got 4"):
+        models.vit_small(image_size=4)

@@ -6,7 +6,7 @@ Residual networks carry the stem that suits their images: a 3×3 convolution for
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -212,6 +212,8 @@ def wrn16_8(num_classes: int = 100, *, image_size: int = 32) -> WideResNet:
 
 def vit_small(num_classes: int = 100, *, image_size: int = 32) -> ViT:
     """ViT-S: 64 patches, 12 blocks of width 384, 21.4 million parameters."""
+    if image_size < 8:
+        raise ValueError(f"vit-s takes images of 8 pixels and more, got {image_size}")
     return ViT(num_classes, image_size=image_size, patch_size=image_size // 8)
 
 
@@ -275,16 +277,33 @@ def build(name: str, data: Data) -> nn.Module:
     """
     inputs = data.train.inputs
     if "image" in inputs:
-        return _for_images(name, inputs["image"][0], data.num_classes)
+        model = _for_images(name, inputs["image"][0], data.num_classes)
+        return _tried(model, name.removeprefix("hf:"), inputs) if isinstance(model, ImageEncoder) else model
     if "input_ids" in inputs:
         if name in ("auto", "bag-of-words"):
             return BagOfWords(data.num_classes)
         if (source := source_of(name)) is not None:
-            return Encoder(source, data.num_classes)
+            return _tried(Encoder(source, data.num_classes), source, inputs)
         raise ValueError(f"no model {name!r} for texts: bag-of-words, {', '.join(PACKAGED)}, hf:FOLDER-OR-NAME")
     if name in ("auto", "mlp"):
         return mlp(inputs["x"][0].numel(), data.num_classes)
     raise ValueError(f"no model {name!r} for rows of numbers: mlp")
+
+
+@torch.no_grad()
+def _tried(model: nn.Module, source: str, inputs: Mapping[str, Tensor]) -> nn.Module:
+    """A pretrained model that has taken an example: each kind has its own error for one of the wrong size."""
+    if "image" in inputs:
+        height, width = inputs["image"].shape[2:]
+        what, advice = f"images of {height} by {width}", "choose another --image-size"
+    else:
+        what, advice = f"texts of {inputs['input_ids'].shape[1]} tokens", "lower --max-length"
+    try:
+        model.eval()(*(x[:1] if x.dtype == torch.int64 else x[:1].float() for x in inputs.values()))
+    except (ValueError, IndexError, RuntimeError) as error:
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ValueError(f"{source} cannot take {what} ({first}): {advice}") from error
+    return model
 
 
 def _for_images(name: str, image: Tensor, num_classes: int) -> nn.Module:

@@ -145,6 +145,15 @@ def test_a_pause_is_no_break(tmp_path, capsys):
     assert "after 4 epochs" in capsys.readouterr().out
 
 
+def test_a_pause_adds_no_epoch_to_choose_from(tmp_path):
+    config = replace(SMALL, method="erm", epochs=4, evaluate_every=2, lr=2.0, seed=5)
+    train(config, Record(tmp_path), until=0.25)
+    result = train(config, Record(tmp_path))
+    rows = {row["epoch"]: row["validation_accuracy"] for row in Record(tmp_path).metrics()[0]}
+    assert list(rows) == [1, 2, 4]
+    assert rows[1] > max(rows[2], rows[4]) == result["best_validation"]
+
+
 def test_a_pause_tells_of_the_epoch_it_is_at(tmp_path):
     config = replace(SMALL, method="erm", epochs=10, evaluate_every=4)
     record = Record(tmp_path)

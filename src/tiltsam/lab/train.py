@@ -190,9 +190,12 @@ class Run:
         while self.progress.done < until:
             loss, spread = self._epoch(tick)
             pause = self.progress.done >= until
-            looked = pause or int(self.progress.epoch) % self.config.evaluate_every == 0
+            due = self.progress.done >= 1 or int(self.progress.epoch) % self.config.evaluate_every == 0
+            looked = pause or due
             if looked:
                 self.progress.row = self._evaluate(loss, spread)
+            if due:  # a pause adds no epoch to choose from
+                self._choose(self.progress.row)
             if not self.team.first:
                 continue
             if looked:
@@ -332,10 +335,13 @@ class Run:
         self.estimated = {name: b.detach().clone() for name, b in self.model.named_buffers()}
         for name, b in self.model.named_buffers():
             b.copy_(kept[name])
+        return row
+
+    def _choose(self, row: dict[str, Any]) -> None:
+        """Keep the epoch that is best on validation."""
         counts = f"validation_{self.data.metrics[0]}"
         if counts in row and (not self.best or row[counts] > self.best[counts]):
             self.best = row
-        return row
 
     # ---------------------------------------------------------------- stopping and going on
 

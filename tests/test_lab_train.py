@@ -547,9 +547,23 @@ def test_a_lock_that_was_removed_is_no_lock(tmp_path):
 def test_a_folder_that_is_no_run(tmp_path):
     with pytest.raises(RecordError, match="is no run"):
         Record(tmp_path).config()
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(RecordError, match="damaged"):
-        Record(tmp_path).config()
+    for content in (b"{", b"\xff\xfe", b"[]"):
+        (tmp_path / "config.json").write_bytes(content)
+        with pytest.raises(RecordError, match="damaged"):
+            Record(tmp_path).config()
+
+
+@pytest.mark.parametrize("content", [b"{", b"\xff\xfe", b"[]", b"{}"])
+def test_a_damaged_result_is_no_result(content, tmp_path):
+    (tmp_path / "result.json").write_bytes(content)
+    with pytest.raises(RecordError, match=r"result.json is damaged: remove it to train again"):
+        Record(tmp_path).result()
+
+
+def test_a_time_between_checkpoints_that_is_none_is_told(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("TILTSAM_CHECKPOINT_SECONDS", "often")
+    assert main(["train", "digits", "--out", str(tmp_path)]) == 2
+    assert "TILTSAM_CHECKPOINT_SECONDS is a number of seconds, got 'often'" in capsys.readouterr().err
 
 
 def test_the_model_comes_back(tmp_path):

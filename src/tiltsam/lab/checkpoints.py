@@ -22,9 +22,10 @@ from typing import Any
 
 from torch import Tensor
 
+from tiltsam.lab.config import ConfigError
 from tiltsam.lab.files import load_tensors, save_tensors, write_json
 
-__all__ = ["Checkpoint", "load", "save"]
+__all__ = ["Checkpoint", "load", "save", "seconds_between"]
 
 KEEP = 2
 
@@ -39,6 +40,15 @@ class Checkpoint:
     """Numbers: epoch, passes, seconds, best so far."""
     random: dict[str, Tensor]
     """States of the global generators."""
+
+
+def seconds_between() -> float:
+    """The time between checkpoints: the environment variable TILTSAM_CHECKPOINT_SECONDS, or 20."""
+    given = os.environ.get("TILTSAM_CHECKPOINT_SECONDS", "20")
+    try:
+        return float(given)
+    except ValueError:
+        raise ConfigError(f"TILTSAM_CHECKPOINT_SECONDS is a number of seconds, got {given!r}") from None
 
 
 def save(folder: Path, checkpoint: Checkpoint) -> None:

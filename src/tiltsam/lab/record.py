@@ -152,10 +152,15 @@ class Record:
     def result(self) -> dict[str, Any] | None:
         """The final numbers, or ``None`` while there are none."""
         path = self.folder / "result.json"
+        if not path.exists():
+            return None
         try:
-            return json.loads(path.read_text()) if path.exists() else None
-        except json.JSONDecodeError:
-            raise RecordError(f"{path} is damaged: remove it to train again") from None
+            found = json.loads(path.read_text())
+        except ValueError:
+            found = None
+        if not isinstance(found, dict) or "score" not in found:
+            raise RecordError(f"{path} is damaged: remove it to train again")
+        return found
 
     def config(self) -> TrainConfig:
         """What was asked."""
@@ -164,7 +169,7 @@ class Record:
             return TrainConfig(**json.loads(path.read_text()))
         except FileNotFoundError:
             raise RecordError(f"{self.folder} is no run: there is no config.json") from None
-        except (json.JSONDecodeError, TypeError) as error:
+        except (ValueError, TypeError) as error:
             raise RecordError(f"{path} is damaged: {error}") from None
 
     def model(self) -> dict[str, Tensor]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -19,6 +18,7 @@ import tiltsam
 from tiltsam.lab import download as downloads
 from tiltsam.lab import own
 from tiltsam.lab.batches import Batches
+from tiltsam.lab.checkpoints import seconds_between
 from tiltsam.lab.config import METHOD_SETTINGS, ConfigError, TrainConfig
 from tiltsam.lab.data import Data, Split
 from tiltsam.lab.devices import Leash, resolve_device, suited_to
@@ -100,7 +100,7 @@ def train(
                 board.update()
             return finished
         if checkpoint_seconds is None:
-            checkpoint_seconds = float(os.environ.get("TILTSAM_CHECKPOINT_SECONDS", "20"))
+            checkpoint_seconds = seconds_between()
 
         def tell(progress: Progress) -> None:
             if board is not None:

@@ -161,7 +161,7 @@ def _recall(record: Record) -> dict[str, Numbers]:
     path = record.folder / "reproduced.json"
     try:
         found: dict[str, Numbers] = json.loads(path.read_text()) if path.exists() else {}
-    except json.JSONDecodeError:
+    except ValueError:
         raise RecordError(f"{path} is damaged: remove it to measure again") from None
     return found
 

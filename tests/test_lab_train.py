@@ -295,6 +295,17 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(tmp_path):
     assert same(weights(record), weights(unbroken))
 
 
+def test_what_a_killed_process_was_writing_goes(tmp_path):
+    record = Record(tmp_path)
+    train(replace(SMALL, method="erm"), record, until=0.5)
+    (tmp_path / "checkpoints" / ".000002.1").mkdir()
+    (tmp_path / "checkpoints" / ".000002.1" / "model.safetensors").write_bytes(b"half a mod")
+    (tmp_path / ".model.safetensors.1").write_bytes(b"half a mod")
+    (tmp_path / ".flatness.json.1").write_text("another command's")
+    train(replace(SMALL, method="erm", epochs=4), record, until=0.6)
+    assert [p.name for p in tmp_path.rglob(".*")] == [".flatness.json.1"]
+
+
 def test_a_half_written_line_of_metrics_is_named_and_passed_over(tmp_path):
     record = Record(tmp_path)
     record.log(epoch=1, loss=2.0)

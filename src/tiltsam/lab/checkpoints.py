@@ -52,10 +52,11 @@ def seconds_between() -> float:
 
 
 def save(folder: Path, checkpoint: Checkpoint) -> None:
-    """Write a checkpoint whole, then drop all but the last two."""
+    """Write a checkpoint whole, then drop all but the last two; what a killed process was writing goes first."""
     place = folder / f"{checkpoint.state['epoch']:06d}"
     draft = folder / f".{place.name}.{os.getpid()}"
-    shutil.rmtree(draft, ignore_errors=True)
+    for half in folder.glob(".*"):
+        shutil.rmtree(half, ignore_errors=True)
     draft.mkdir(parents=True)
     try:
         tensors, rest = _split_optimizer(checkpoint.optimizer)

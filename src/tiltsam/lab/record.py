@@ -104,6 +104,8 @@ class Record:
     def begin(self, config: TrainConfig, device: torch.device, data: str = "") -> None:
         """Write what was asked, where it runs, and the fingerprint of its data if it has one."""
         self.folder.mkdir(parents=True, exist_ok=True)
+        for half in self.folder.glob(".model.safetensors.*"):  # of a process that was killed
+            half.unlink(missing_ok=True)
         write_json(self.folder / "config.json", dataclasses.asdict(config))
         write_json(self.folder / "environment.json", _environment(device) | ({"data": data} if data else {}))
 

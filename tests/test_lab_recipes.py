@@ -320,6 +320,13 @@ def error(values):
     return torch.tensor(values).double().std().item() / len(values) ** 0.5
 
 
+def test_a_scaled_run_ends_with_an_epoch():
+    """200 · 0.07 is 14.000000000000002 in floating point: a fifteenth epoch of one step."""
+    recipe = find_recipe("images/tiny-resnet18")
+    (config,) = Plan(recipe, seeds=1, scale=0.07).configs(recipe.cells[0])
+    assert config.epochs == 14
+
+
 def test_the_command_says_what_was_scaled(here, narrow, tmp_path, capsys):
     run = ["reproduce", "sharpness", "--scale", "0.01", "--seeds", "1", "--methods", "erm", "tsam"]
     run += ["--data-root", str(here / "data"), "--out", str(tmp_path), "--device", "cpu"]

@@ -50,6 +50,8 @@ class Plan:
     def configs(self, cell: Cell) -> list[TrainConfig]:
         """The runs of a cell, one a seed."""
         epochs = cell.config.epochs * self.scale
+        if math.isclose(epochs, round(epochs), rel_tol=1e-12):  # or 200 · 0.07 would begin a fifteenth
+            epochs = float(round(epochs))
         config = replace(cell.config, epochs=epochs, device=self.device, precision=self.precision)
         return [replace(config, seed=seed) for seed in range(self.seeds)]
 

@@ -411,6 +411,7 @@ def test_a_run_that_is_held_is_refused(tmp_path, capsys):
         (["train", "digits", "--batch-size", "1"], "BatchNorm needs more than one example"),
         (["train", "digits", "--validation", "0.999"], "1 of 1 training examples"),
         (["train", "digits", "--batch-size", "4", "--ascent-fraction", "0.25"], "more than one example"),
+        (["train", "digits", "--split", "--num-samples", "65"], "a batch of 64 cannot be split among 65 samples"),
         (["train", "digits", "--seed", str(2**63)], f"seed must be in [0, 2^63), got {2**63}"),
         (["train", "digits", "--seed", "-1"], "seed must be in [0, 2^63), got -1"),
         (["train", "digits", "--epochs", "inf"], "epochs, passes or seconds must be finite"),

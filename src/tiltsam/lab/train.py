@@ -142,6 +142,8 @@ class Run:
         self.batches = Batches(self.data, config.batch_size)
         self.team.check(self.batches.size, config.passes)
         part = len(self.team.part((self.data.train.targets[: self.batches.size],))[0])
+        if config.splits() and part < config.num_samples:
+            raise ConfigError(f"a batch of {part} cannot be split among {config.num_samples} samples")
         self.batches.check(self.model, math.ceil(config.smallest_share() * part))
         self.step: Callable[..., Tensor] = tiltsam.capture(
             self.optimizer,

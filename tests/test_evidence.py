@@ -49,7 +49,7 @@ def fake(out, config, epoch, validation, loss=1.0):
     record.folder.mkdir(parents=True, exist_ok=True)
     record.log(epoch=epoch, validation_accuracy=validation, validation_loss=loss)
     if epoch == config.epochs:
-        (record.folder / "result.json").write_text("{}")
+        (record.folder / "result.json").write_text(json.dumps({"score": validation}))
 
 
 def lose(out, config):

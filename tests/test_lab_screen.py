@@ -5,6 +5,7 @@ import hashlib
 import http.server
 import sys
 import threading
+import time
 import warnings
 from dataclasses import replace
 
@@ -13,6 +14,7 @@ import torch
 
 from lab_files import cifar, dtd, glue
 from tiltsam.cli import main
+from tiltsam.flatness.progress import Bars
 from tiltsam.lab import compare as comparing
 from tiltsam.lab import train as training
 from tiltsam.lab.compare import compare
@@ -45,6 +47,25 @@ def test_a_run_shows_loss_score_speed_and_time_left(terminal, capsys):
     out = capsys.readouterr().out
     assert "2:46:30 left" in out
     assert "loss" not in out
+
+
+def test_two_bars_are_not_drawn_over_each_other(monkeypatch, capsys):
+    for stream in (sys.stdout, sys.stderr):
+        monkeypatch.setattr(stream, "isatty", lambda: True)
+    with Screen() as screen, Bars() as bars:
+        screen.report(CONFIG, Progress(epoch=1.0, done=1.0, row=ROW))
+        time.sleep(0.3)
+        assert capsys.readouterr().err == ""  # nothing is measured yet
+        measuring = screen.gives_way_to(bars)
+        tell = measuring("a model")
+        capsys.readouterr()
+        time.sleep(0.3)
+        tell(1, 4)
+        screen.say("one is not measured")
+        time.sleep(0.3)
+        seen = capsys.readouterr()
+    assert seen.out.split() == ["one", "is", "not", "measured"]
+    assert "25%" in seen.err
 
 
 def test_a_long_epoch_gives_signs_of_life(tmp_path, monkeypatch):

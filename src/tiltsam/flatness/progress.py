@@ -33,8 +33,6 @@ class Bars:
             self._bar = RichProgress(console=Console(stderr=True), transient=True)
 
     def __enter__(self) -> Bars:
-        if self._bar is not None:
-            self._bar.start()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -46,5 +44,6 @@ class Bars:
         if self._bar is None:
             print(f"measuring {what}", file=sys.stderr, flush=True)
             return lambda done, total, /: None
+        self._bar.start()  # no sooner: another bar may be on the terminal until then
         task = self._bar.add_task(what, total=None)
         return lambda done, total, /: self._bar.update(task, completed=done, total=total, visible=done < total)

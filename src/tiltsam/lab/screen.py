@@ -35,6 +35,16 @@ class LiveScreen:
         if self._live is not None:
             self._live.stop()
 
+    def gives_way_to(self, bars: Callable[[str], Any]) -> Callable[[str], Any]:
+        """The same bars, but what is drawn here stays as it is from their first on: two would draw over each other."""
+
+        def show(what: str) -> Any:
+            if self._live is not None:
+                self._live.stop()
+            return bars(what)
+
+        return show
+
     def say(self, line: str) -> None:
         """A line that stays."""
         if self._live is not None:

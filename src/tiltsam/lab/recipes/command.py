@@ -129,7 +129,7 @@ def _run(plan: Plan, args: argparse.Namespace) -> None:
             loading=screen.loading,
             report=screen.report,
             say=screen.say,
-            measuring=bars,
+            measuring=screen.gives_way_to(bars),
         )
     _show(outcome)
 

@@ -177,6 +177,7 @@ def test_schedules():
     assert [linear_down(8.0, 4)(k) for k in (0, 1, 4, 9)] == [8.0, 6.0, 0.0, 0.0]
     assert Linear(1.0, 3.0, 2)(1) == 2.0
     assert [Linear(20.3, 0.1, 4)(k) for k in (0, 4, 9)] == [20.3, 0.1, 0.1]
+    assert {Linear(0.3, 0.3, 10)(k) for k in range(12)} == {0.3}
     with pytest.raises(ValueError, match="num_steps must be at least 1, got 0"):
         linear_up(1.0, 0)
 

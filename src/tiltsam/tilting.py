@@ -227,8 +227,9 @@ class Linear:
 
     def __call__(self, step: int) -> float:
         """The value at ``step``."""
-        fraction = min(max(step, 0) / self.num_steps, 1.0)
-        return self.start * (1 - fraction) + self.end * fraction  # exact at both ends
+        if step >= self.num_steps:
+            return self.end  # which the sum below may miss by its rounding
+        return self.start + (self.end - self.start) * (max(step, 0) / self.num_steps)
 
 
 def constant(value: float) -> Linear:

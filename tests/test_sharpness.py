@@ -233,6 +233,23 @@ def test_worst_case_where_two_parameters_share_a_gradient() -> None:
     assert found.value == pytest.approx((length + rho * math.sqrt(2)) ** 2 - length**2)
 
 
+class Total(nn.Module):
+    """The sum of its parameter: autograd's gradient is one number, spread out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.zeros(4, dtype=torch.float64))
+
+    def forward(self, _: Any) -> Tensor:
+        return self.a.sum()
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_worst_case_where_a_gradient_is_one_number_spread_out(adaptive: bool) -> None:
+    found = m_sharpness(Total(), call, ONE, rho=0.3, num_steps=1, adaptive=adaptive, eta=1.0)
+    assert found.value == pytest.approx(0.3 * 2)  # rho times the length of (1, 1, 1, 1)
+
+
 @pytest.mark.parametrize("random_start", [False, True])
 def test_weights_of_zero_stay_put_in_a_ball_relative_to_the_weights(random_start: bool) -> None:
     """With ``eta = 0`` they cannot move, and the rest is the ball of the others."""

@@ -33,7 +33,7 @@ from tiltsam.buffers import KeptBuffers
 from tiltsam.distributed import is_sharded
 from tiltsam.flatness.randomness import RandomSources
 from tiltsam.flatness.sums import weighted_mean
-from tiltsam.vectors import apart
+from tiltsam.vectors import apart, dense
 
 __all__ = [
     "Batches",
@@ -275,7 +275,9 @@ class LossSurface:
         if not loss.requires_grad:
             return loss.detach(), [torch.zeros_like(p) for p in self.params]
         grads = torch.autograd.grad(loss, self.params, allow_unused=True)
-        pairs = zip(apart(grads), self.params, strict=True)
+        # That of a sum is one number, spread out over all elements.
+        own = apart(g if g is None or dense(g) else g.clone() for g in grads)
+        pairs = zip(own, self.params, strict=True)
         return loss.detach(), [torch.zeros_like(p) if g is None else g for g, p in pairs]
 
 

@@ -189,8 +189,9 @@ def test_grey_levels_of_16_bits_keep_their_shades(name, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.int32])
-def test_grey_levels_without_a_white_are_refused(dtype, tmp_path):
-    Image.fromarray(np.full((8, 8), 1e6, dtype)).save(tmp_path / "grey.tif")
+@pytest.mark.parametrize("level", [1e6, 200])
+def test_grey_levels_without_a_white_are_refused(level, dtype, tmp_path):
+    Image.fromarray(np.full((8, 8), level, dtype)).save(tmp_path / "grey.tif")
     with pytest.raises(DataError, match=r"grey.tif .* save it with 8 or 16 bits"):
         readers.read_images([tmp_path / "grey.tif"], 8)
 

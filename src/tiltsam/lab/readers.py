@@ -246,9 +246,10 @@ def _eight_bits(path: Path, image: PIL.Image.Image) -> PIL.Image.Image:
         return image
     from PIL import Image
 
-    levels = np.asarray(image)
-    if image.mode == "F" or levels.min() < 0 or levels.max() > 0xFFFF:
+    # Levels of 32 bits may end anywhere; Pillow's mode for them is also that of 16 bits in a PNG or PGM.
+    if image.mode == "F" or (image.mode == "I" and image.format not in ("PNG", "PPM")):
         raise DataError(f"{path} has grey levels of which none is known to be white: save it with 8 or 16 bits")
+    levels = np.asarray(image)
     return Image.fromarray((levels >> 8).astype(np.uint8))
 
 

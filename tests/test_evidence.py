@@ -226,6 +226,17 @@ def test_weights_that_a_record_does_not_hold_are_trained_again(done, tmp_path, c
     assert all(torch.equal(was[name], now[name]) for name in was)
 
 
+def test_weights_of_several_studies_are_trained_apart(tmp_path):
+    found = []
+    for smoothing in (0.0, 0.1):
+        study = replace(STUDY, base=replace(STUDY.base, epochs=1.0, label_smoothing=smoothing), rungs=())
+        for config, score in zip(study.configs("erm", RATES), (0.3, 0.4, 0.5), strict=True):
+            fake(tmp_path, config, config.epochs, score)
+        weights(study, tmp_path, RATES, None, ["erm"])
+        found.append(load_file(Record.of(tmp_path, study.winner("erm", tmp_path, RATES)).folder / "model.safetensors"))
+    assert not all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
 def test_losses_under_each_others_objectives(done, tmp_path, capsys):
     path = tmp_path / "cross.json"
     three = {**STUDY.trials, "tsam s=3": [{"method": "tsam", "lr": 0.05, "rho": 0.2, "radius": 1.0}] * 3}

@@ -223,7 +223,7 @@ def weights(study: Study, out: Path, rates: Rates, root: Path | None, labels: li
         config = study.winner(label, out, rates)
         if config is None or (kept := Record.of(out, config).folder / "model.safetensors").exists():
             continue
-        again = Record(out / "again" / label.replace(" ", "-"))
+        again = Record.of(out / "again", config)
         result = train(config, again, root=root)
         shutil.copy(again.folder / "model.safetensors", kept)
         print(f"{label} again: {result}", flush=True)

@@ -11,16 +11,22 @@ from tiltsam.lab.record import Record
 from tiltsam.lab.train import train
 
 
+def watch(monkeypatch, method, name):
+    """A list that gets a setting's value at every step."""
+    seen = []
+    write = method._write_settings
+
+    def written(self, space):
+        seen.append(self.param_groups[0][name])
+        write(self, space)
+
+    monkeypatch.setattr(method, "_write_settings", written)
+    return seen
+
+
 @pytest.mark.parametrize("way", ["constant", "up", "down"])
 def test_a_schedule_of_the_tilt(way, tmp_path, monkeypatch):
-    seen = []
-    step = tiltsam.TSAM._write_settings
-
-    def watch(self, space):
-        seen.append(self.param_groups[0]["t"])
-        step(self, space)
-
-    monkeypatch.setattr(tiltsam.TSAM, "_write_settings", watch)
+    seen = watch(monkeypatch, tiltsam.TSAM, "t")
     config = TrainConfig("digits", "tsam", epochs=2, t=8.0, num_samples=1, t_schedule=way, batch_size=200, device="cpu")
     train(config, Record.of(tmp_path, config))
     steps = len(seen)
@@ -33,14 +39,7 @@ def test_a_schedule_of_the_tilt(way, tmp_path, monkeypatch):
 @pytest.mark.parametrize("way", ["constant", "up", "down"])
 @pytest.mark.parametrize("given", [0.4, None])
 def test_a_schedule_of_rho(way, given, tmp_path, monkeypatch):
-    seen = []
-    write = tiltsam.SAM._write_settings
-
-    def watch(self, space):
-        seen.append(self.param_groups[0]["rho"])
-        write(self, space)
-
-    monkeypatch.setattr(tiltsam.SAM, "_write_settings", watch)
+    seen = watch(monkeypatch, tiltsam.SAM, "rho")
     config = TrainConfig("digits", "sam", epochs=2, rho=given, rho_schedule=way, batch_size=200, device="cpu")
     train(config, Record.of(tmp_path, config), until=0.5)
     train(config, Record.of(tmp_path, config))  # goes on where it paused, not from a rho already on its way

@@ -27,6 +27,11 @@ class Split:
         """Some of the examples."""
         return Split({name: x[rows] for name, x in self.inputs.items()}, self.targets[rows])
 
+    def mixed(self) -> Tensor:
+        """An order of the examples, always the same, in which those of one class do not lie together."""
+        order = torch.randperm(len(self), generator=torch.Generator().manual_seed(0))
+        return order.to(self.targets.device)
+
     def to(self, device: torch.device | str) -> Split:
         """The same on a device."""
         return Split({name: x.to(device) for name, x in self.inputs.items()}, self.targets.to(device))

@@ -28,10 +28,16 @@ def drafted(path: Path) -> Iterator[Path]:
         raise
 
 
-def write_json(path: Path, content: Any) -> None:
-    """Write something as JSON, to the disk itself."""
+def write_json(path: Path, content: Any, *, allow_nan: bool = True) -> None:
+    """Write something as JSON, to the disk itself.
+
+    Raises:
+        ValueError: If it holds a number that is none, or an infinite one, which other readers of JSON may not take, and
+            ``allow_nan`` is false.
+    """
+    text = json.dumps(content, indent=1, allow_nan=allow_nan) + "\n"
     with drafted(path) as draft, open(draft, "w") as file:
-        file.write(json.dumps(content, indent=1) + "\n")
+        file.write(text)
         file.flush()
         os.fsync(file.fileno())
 

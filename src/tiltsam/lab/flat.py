@@ -216,7 +216,7 @@ def _plain(x: Any) -> Any:
 def _batches(data: Data, split: str, examples: int, batch_size: int, device: torch.device) -> list[Any]:
     """Some examples, mixed: the first ones, or those of a batch, may otherwise all be of one class."""
     whole = data.train if split == "train" else data.test
-    part = whole[torch.randperm(len(whole), generator=torch.Generator().manual_seed(0))[:examples]].to(device)
+    part = whole[whole.mixed()[:examples]].to(device)
     inputs = dict(part.inputs)
     if "image" in inputs:
         inputs["image"] = normalise(inputs["image"], data.mean, data.std)

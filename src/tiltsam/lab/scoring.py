@@ -56,7 +56,7 @@ def reestimate_batchnorm(model: nn.Module, outputs_of: Outputs, split: Split) ->
         m.momentum = None  # a plain average
     model.train()
     size = min(EVAL_BATCH, len(split))
-    order = torch.randperm(len(split), generator=torch.Generator().manual_seed(0)).to(split.targets.device)
+    order = split.mixed()
     for k in range(min(BATCHNORM_BATCHES, len(split) // size)):
         outputs_of(split[order[k * size : (k + 1) * size]])
     for m, momentum in zip(layers, momenta, strict=True):

@@ -14,10 +14,11 @@ from typing import Any
 
 from tiltsam.lab import own
 from tiltsam.lab.config import TrainConfig
+from tiltsam.lab.files import write_json
 from tiltsam.lab.loading import load_data
 from tiltsam.lab.sweeping.grids import SweepError, points
 from tiltsam.lab.sweeping.plan import Desk, Plan
-from tiltsam.lab.sweeping.standing import Standing, to_json, write_json
+from tiltsam.lab.sweeping.standing import Standing, to_json
 from tiltsam.lab.sweeping.store import sqlite_url
 from tiltsam.lab.sweeping.workers import run_workers
 from tiltsam.lab.tasks import find_task
@@ -156,7 +157,9 @@ def _carry_out(
 
     def write() -> list[Standing]:
         standings = desk.look()
-        write_json(path, to_json(plan.name, desk.store.shown, plan.out, plan.notes, standings))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        content = to_json(plan.name, desk.store.shown, plan.out, plan.notes, standings)
+        write_json(path, content, allow_nan=False)
         report(standings)
         return standings
 

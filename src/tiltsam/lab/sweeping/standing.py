@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -13,12 +12,11 @@ from typing import Any
 
 import tiltsam
 from tiltsam.lab.config import TrainConfig
-from tiltsam.lab.files import drafted
 from tiltsam.lab.record import Record
 from tiltsam.lab.sweeping.board import Entry, Job
 from tiltsam.lab.sweeping.grids import Point
 
-__all__ = ["Standing", "Trial", "format_standings", "to_json", "validation_numbers", "write_json"]
+__all__ = ["Standing", "Trial", "format_standings", "to_json", "validation_numbers"]
 
 FORMAT = 1
 
@@ -138,13 +136,6 @@ def to_json(name: str, storage: str, out: Path, notes: Sequence[str], standings:
         "notes": list(notes),
         "methods": {s.method: _method_json(s, out) for s in standings},
     }
-
-
-def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write whole or not at all; several processes may do so at once."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with drafted(path) as draft:
-        draft.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
 
 
 def _method_json(s: Standing, out: Path) -> dict[str, Any]:

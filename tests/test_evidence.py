@@ -75,6 +75,8 @@ def test_labels_with_the_same_steps_are_timed_once():
 def test_labels_are_worked_on_in_the_order_they_are_asked_for(tmp_path):
     assert [cell.label for cell in STUDY.left(tmp_path, RATES, ["sam", "erm"])] == ["sam"] * 3 + ["erm"] * 3
     assert [cell.label for cell in STUDY.left(tmp_path, RATES)] == ["erm"] * 3 + ["sam"] * 3
+    variants = Variants("all", {label: STUDY.base for label in "abc"}, [0, 1])
+    assert [cell.label for cell in variants.left(tmp_path, {}, ["c", "a"])] == ["c", "a"] * 2
 
 
 def test_worse_trials_stay_where_they_are(tmp_path):

@@ -136,14 +136,10 @@ class Variants:
     family: str = ""
 
     def left(self, out: Path, rates: Rates, labels: Sequence[str] | None = None) -> list[Cell]:
-        """What is not finished, seed by seed."""
+        """What is not finished, seed by seed, in the order of labels."""
         del rates
-        cells = [
-            Cell(label, replace(self.configs[label], seed=seed), 1.0)
-            for seed in self.seeds
-            for label in self.configs
-            if not labels or label in labels
-        ]
+        mine = [label for label in labels or self.configs if label in self.configs]
+        cells = [Cell(label, replace(self.configs[label], seed=seed), 1.0) for seed in self.seeds for label in mine]
         return [cell for cell in cells if score_at(out, cell.config, 1.0) is None]
 
 

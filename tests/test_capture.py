@@ -11,6 +11,7 @@ from torch import nn
 import tiltsam
 from cases import METHODS, Net, Problem, sgd
 from tiltsam.capture import _arrange_state, capture
+from tiltsam.lanes import Lanes
 from tiltsam.passes import CapturedRandom
 
 every_method = pytest.mark.parametrize("method", METHODS, ids=repr)
@@ -20,7 +21,9 @@ cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA de
 class Pair:
     """The same problem twice, one to step eagerly and one captured, on batches that change from step to step."""
 
-    def __init__(self, method, device="cuda", model=None, base=sgd, autocast=False, split=False, **options):
+    def __init__(
+        self, method, device="cuda", model=None, base=sgd, autocast=False, split=False, concurrent=False, **options
+    ):
         self.models, self.optimizers = [], []
         torch.manual_seed(1)
         first = (Net(dropout=0.3) if model is None else model).to(device)
@@ -31,7 +34,8 @@ class Pair:
             self.models.append(m)
             self.optimizers.append(method(base(m.parameters()), model=m, **options))
         self.autocast, self.split = autocast, split
-        self.step = capture(self.optimizers[1], lambda x, y: self.loss(1, x, y), self.batch(0), split=split)
+        how = {"split": split, "concurrent": concurrent}
+        self.step = capture(self.optimizers[1], lambda x, y: self.loss(1, x, y), self.batch(0), **how)
         self.device = device
 
     def batch(self, k):
@@ -251,6 +255,17 @@ def test_a_batch_that_is_split_among_the_samples():
     assert pair.step.reason is None
     assert pair.distance() < TOLERANCE
     assert [optimizer.last.num_parts for optimizer in pair.optimizers] == [3, 3]
+
+
+@cuda
+@pytest.mark.parametrize("split", [False, True])
+def test_samples_beside_each_other(split):
+    """The same weights, buffers and masks as one after the other, through changes of the settings."""
+    pair = Pair(METHODS[6], split=split, concurrent=True)
+    pair.run(15, lambda k, o: o.param_groups[0].__setitem__("rho", 0.05 + 0.01 * k))
+    assert pair.step.reason is None
+    assert all(any(isinstance(x, Lanes) for x in graph.random.keep) for graph in pair.step._graphs.values())
+    assert pair.distance() < TOLERANCE
 
 
 @cuda

@@ -286,8 +286,8 @@ NOISY_CHEAPER = replace(
     name="noisy-cheaper",
     trials={
         "sam (ascent on 1/4)": _with_pairs("sam", _PAIRS, ascent_fraction=0.25),
-        "m-sam (2 parts)": _with_pairs("tsam", _PAIRS, **_in_parts(2)),
-        "m-sam (4 parts)": _with_pairs("tsam", _PAIRS, **_in_parts(4)),
+        "m-sam (2 parts)": _with_pairs("tsam", _PAIRS, **_in_parts(2), concurrent=True),
+        "m-sam (4 parts)": _with_pairs("tsam", _PAIRS, **_in_parts(4), concurrent=True),
     },
 )
 

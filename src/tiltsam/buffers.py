@@ -35,6 +35,19 @@ class KeptBuffers:
         for kept, there in zip(self._values, self._tensors, strict=True):
             vectors.copy_(kept, there)
 
+    def differs_from(self, other: KeptBuffers) -> bool:
+        """Whether what is kept here is something else there; what only one of them kept does not count."""
+        places = {(id(module), name): b for module, name, b in other._places}
+        if any(places.get((id(module), name), b) is not b for module, name, b in self._places):
+            return True
+        values = other._by_address()
+        pairs = [(value, values[at]) for at, value in self._by_address().items() if at in values]
+        return not all(torch.equal(mine, its) for mine, its in pairs)
+
+    def _by_address(self) -> dict[int, Tensor]:
+        tensors = [b for part in self._tensors for b in part]
+        return dict(zip([b.data_ptr() for b in tensors], [v for part in self._values for v in part], strict=True))
+
     def put_back(self) -> None:
         """Make all that was kept as it was; may be called again."""
         for module, name, b in self._places:

@@ -30,6 +30,7 @@ from torch.optim import Optimizer
 
 from tiltsam.batches import cut
 from tiltsam.info import StepInfo
+from tiltsam.lanes import Lanes, points_for
 from tiltsam.parameters import Closure, ParameterSpace
 from tiltsam.passes import CapturedRandom
 from tiltsam.wrapper import SharpnessAware
@@ -66,6 +67,7 @@ def capture(
     *,
     ascent_fraction: float = 1.0,
     split: bool = False,
+    concurrent: bool = False,
     warm_up: int = WARM_UP,
 ) -> CapturedStep:
     """A callable that runs one whole step of ``optimizer`` on a batch, as one CUDA graph.
@@ -83,6 +85,8 @@ def capture(
             that is as long as the first.
         split: Each sample of a step sees a part of the batch of its own, in ascent and descent: s samples at the price
             of one. The tilt then weighs parts against each other as well.
+        concurrent: Samples of a captured step run beside each other, each on weights of its own: s more copies of them
+            in memory, and of activations. Pays where a pass does not fill the GPU: small parts, batches or models.
         warm_up: Eager steps before the capture.
 
     Example:
@@ -95,7 +99,13 @@ def capture(
         'the parameters are on the cpu'
     """
     return CapturedStep(
-        optimizer, loss_fn, example_batch, ascent_fraction=ascent_fraction, split=split, warm_up=warm_up
+        optimizer,
+        loss_fn,
+        example_batch,
+        ascent_fraction=ascent_fraction,
+        split=split,
+        concurrent=concurrent,
+        warm_up=warm_up,
     )
 
 
@@ -110,6 +120,7 @@ class CapturedStep:
         *,
         ascent_fraction: float = 1.0,
         split: bool = False,
+        concurrent: bool = False,
         warm_up: int = WARM_UP,
     ) -> None:
         if not isinstance(optimizer, SharpnessAware):
@@ -121,13 +132,18 @@ class CapturedStep:
             raise ValueError(f"ascent_fraction must be in (0, 1], got {ascent_fraction}")
         if split and ascent_fraction < 1:
             raise ValueError("split gives each sample a part of the batch already: leave out ascent_fraction")
+        if concurrent and (optimizer.model is None or not optimizer.current_space().passes.buffers_once):
+            raise ValueError(
+                "concurrent samples need model= and buffers_once: BatchNorm's statistics may move in one of them alone"
+            )
         if warm_up < 1:
             raise ValueError(f"warm_up must be at least 1, got {warm_up}")
         self.optimizer = optimizer
         self.loss_fn = loss_fn
         self.reason: str | None = _obstacle(optimizer)
         """Why steps run eagerly, or ``None``."""
-        self._ascent_fraction, self._split = ascent_fraction, split
+        self._ascent_fraction, self._split, self._concurrent = ascent_fraction, split, concurrent
+        self._points: tuple[ParameterSpace, list[list[Tensor]]] | None = None  # of lanes
         self._warm_up = warm_up
         self._seen: dict[Any, _Seen] = {}
         self._graphs: dict[Any, _Graph] = {}
@@ -239,12 +255,39 @@ class CapturedStep:
         with (
             self._device_rates(),
             space.capturing(graph, seen.passes, drawing=seen.drawing) as random,
+            self._in_lanes(space, seen.passes, random),
             torch.no_grad(),
             torch.cuda.graph(graph, pool=self._living_pool(), stream=self._own_stream()),
         ):
             rows: list[Tensor] = []
             info = optimizer.execute(space, watch=lambda info: rows.append(_row(info)))
         return _Graph(graph, info, rows[0], mine, random, space, _places(optimizer.base))
+
+    @contextmanager
+    def _in_lanes(self, space: ParameterSpace, num_passes: int, random: CapturedRandom) -> Iterator[None]:
+        """While a graph is captured, samples are drawn beside each other, if they can and should be."""
+        lanes = self._lanes(space)
+        if lanes is None:
+            yield
+            return
+        with lanes.of_a_graph(num_passes) as kept, self.optimizer.drawing_in(lanes):
+            yield
+        random.keep += kept
+
+    def _lanes(self, space: ParameterSpace) -> Lanes | None:
+        number = self.optimizer.num_lanes() if self._concurrent else 0
+        if not number:
+            return None
+        if space.passes.moves_other_buffers():
+            warnings.warn(
+                "samples run one after the other, because the model changes buffers other than BatchNorm's statistics",
+                RuntimeWarning,
+                stacklevel=6,
+            )
+            return None
+        if self._points is None or self._points[0] is not space or len(self._points[1]) != number:
+            self._points = space, points_for(space, number)
+        return Lanes(space, self._points[1])
 
     def _living_pool(self) -> Any:
         """The memory that graphs share; it goes with the last of them."""

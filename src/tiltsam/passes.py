@@ -58,6 +58,10 @@ class Passes:
         """The model's buffers."""
         return buffers_of(self.model)
 
+    def moves_other_buffers(self) -> bool:
+        """Whether the first pass of the last step changed buffers that are not BatchNorm's. Waits for the device."""
+        return self._first.differs_from(self._start)
+
     @contextmanager
     def of_one_step(self) -> Iterator[None]:
         """Around all passes of a step. If the body raises, buffers are as they were before."""

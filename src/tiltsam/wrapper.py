@@ -28,9 +28,10 @@ from tiltsam.checks import (
 )
 from tiltsam.distributed import Parallel
 from tiltsam.info import NonfiniteCount, StepInfo
+from tiltsam.lanes import Lanes
 from tiltsam.parameters import Closure, ParameterSpace
 from tiltsam.passes import Passes
-from tiltsam.samplers import Center, Sampler
+from tiltsam.samplers import Center, Draw, Sampler
 from tiltsam.settings import GroupSettings, Schedule
 from tiltsam.weighing import Ledger, OneSample, Weighing
 
@@ -99,6 +100,7 @@ class SharpnessAware(Optimizer):
         self._info: StepInfo | None = None
         self._nonfinite = NonfiniteCount()
         self._run: Callable[[ParameterSpace], StepInfo] | None = None  # in place of execute
+        self._lanes: Lanes | None = None  # where samples are drawn beside each other
         # Optimizer.__init__ would build groups and state of its own; torch's unpickling path sets up the rest of what
         # an Optimizer is (hooks, the profiled step) around ours.
         Optimizer.__setstate__(self, {"defaults": {**base.defaults}})
@@ -197,6 +199,11 @@ class SharpnessAware(Optimizer):
     def num_samples(self) -> int:
         """How many samples a step takes."""
         return 1
+
+    def num_lanes(self) -> int:
+        """How many samples of the coming step can be drawn beside each other; 0 where that is none or one."""
+        sampler, number = self._plan()
+        return number if number > 1 and sampler.independent and not getattr(sampler, "shared", False) else 0
 
     def _weighing(self, space: ParameterSpace) -> Weighing:
         return OneSample()
@@ -299,6 +306,15 @@ class SharpnessAware(Optimizer):
         finally:
             self._run = None
 
+    @contextmanager
+    def drawing_in(self, lanes: Lanes | None) -> Iterator[None]:
+        """Inside, a step draws its samples in ``lanes``, beside each other."""
+        self._lanes = lanes
+        try:
+            yield
+        finally:
+            self._lanes = None
+
     def frozen(self, changeable: frozenset[str] = frozenset()) -> Hashable:
         """All that decides which kernels the coming step launches and what constants they carry.
 
@@ -330,12 +346,9 @@ class SharpnessAware(Optimizer):
             ledger = space.ledger(weighing(), num_samples)
             if not mine:
                 space.stand_by()
-            state = sampler.begin(space) if mine else None
-            for j in mine:
-                space.turn = j
-                draw, state = sampler.sample(space, j, state)
-                share = ledger.add(draw, space.displacement())
-                space.accumulate(draw.gradient, share, draw.valid, first=j == mine[0])
+            for k, (there, draw, distance) in enumerate(_drawn(sampler, space, mine, self._lanes)):
+                share = ledger.add(draw, distance)
+                there.accumulate(draw.gradient, share, draw.valid, first=k == 0)
                 infos.append(draw.info)
             if space.world.splits_samples:
                 ledger = space.join_samples(ledger, mine, space.ledger(weighing(), num_samples))
@@ -394,6 +407,20 @@ class SharpnessAware(Optimizer):
             self._space_key = key
             warn_low_precision(self._space.params)
         return self._space
+
+
+def _drawn(
+    sampler: Sampler, space: ParameterSpace, samples: Sequence[int], lanes: Lanes | None
+) -> Iterator[tuple[ParameterSpace, Draw, Tensor]]:
+    """Samples, each with the space it was drawn in and its distance from θ: one by one, or first all in their lanes."""
+    if lanes is not None:
+        yield from lanes.draw(sampler, samples)
+        return
+    state = sampler.begin(space) if samples else None
+    for j in samples:
+        space.turn = j
+        draw, state = sampler.sample(space, j, state)
+        yield space, draw, space.displacement()
 
 
 def _released() -> Tensor:

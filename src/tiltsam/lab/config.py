@@ -44,8 +44,12 @@ METHOD_SETTINGS: dict[str, tuple[str, ...]] = {
         "t_schedule",
         "ascent_fraction",
         "split",
+        "concurrent",
     ),
 }
+
+# Those among them that are the training loop's business, not the constructor's.
+_OF_THE_LOOP = ("rho_schedule", "t_schedule", "ascent_fraction", "split", "concurrent")
 
 # Fields that came later: at these values a run is the one it was before them, and has the same name.
 _SAYS_NOTHING: dict[str, Any] = {
@@ -57,6 +61,7 @@ _SAYS_NOTHING: dict[str, Any] = {
     "evaluate_every": 1,
     "ascent_fraction": 1.0,
     "split": False,
+    "concurrent": False,
 }
 
 
@@ -154,6 +159,8 @@ class TrainConfig:
     """bf16 runs the model under autocast."""
     compile: bool = False
     """torch.compile the model: a minute or so at the start, shorter passes after it."""
+    concurrent: bool = False
+    """On a GPU, let tsam's samples run beside each other: s copies of the weights and of activations in memory."""
     evaluate_every: int = 1
     """Epochs from one look at validation and test to the next; after the last epoch there is always one."""
     device: str = "auto"
@@ -199,7 +206,13 @@ class TrainConfig:
         own = {name: getattr(self, name) for name in METHOD_SETTINGS[self.method]}
         if self.rho is None:
             own.pop("rho", None)
-        for name in ("rho_schedule", "t_schedule", "ascent_fraction", "split"):  # the training loop's business
+        for name in (
+            "rho_schedule",
+            "t_schedule",
+            "ascent_fraction",
+            "split",
+            "concurrent",
+        ):  # the training loop's business
             own.pop(name, None)
         if own.pop("ascent_steps", 1) > 1:
             own["sampler"] = tiltsam.samplers.Ascent(num_steps=self.ascent_steps)

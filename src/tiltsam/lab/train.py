@@ -151,6 +151,7 @@ class Run:
             (self.data.train.targets,),
             ascent_fraction=config.ascent_fraction,
             split=config.splits(),
+            concurrent=config.concurrent and config.method == "tsam",
         )
 
     def _optimizer(self) -> tiltsam.SharpnessAware:

@@ -1,0 +1,110 @@
+"""Lanes: the samples of a captured step drawn beside each other, where one pass alone does not fill the GPU.
+
+A sample stands at weights of its own, so samples that are drawn at the same time need as many copies of the weights. A
+lane has one, and a stream; while the kernels of its sample are recorded, the parameters are that copy. θ stays where
+it is: nothing has to be backed up, and nothing put back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+from torch import Tensor
+
+from tiltsam import vectors
+from tiltsam.branches import Branch
+from tiltsam.fused import FusedVectors
+from tiltsam.parameters import ParameterSpace
+from tiltsam.samplers import Draw, Sampler
+
+__all__ = ["Lane", "Lanes", "points_for"]
+
+
+class Lane(ParameterSpace):
+    """A space like another one and over the same parameters, but for all that drawing a sample writes.
+
+    Args:
+        space: The other one. What it is later told of settings a lane does not hear: it serves one capture.
+        point: The memory of the lane's weights.
+    """
+
+    def __init__(self, space: ParameterSpace, point: list[Tensor]) -> None:
+        vars(self).update(vars(space))
+        self.point = point
+        self._fused = None if space._fused is None else FusedVectors(point)
+        self._scratch, self._scales = {}, {}
+        self._gradient, self._table = [], None
+        self.branch = Branch(self.device)
+        self.num_forwards = self.num_backwards = self.num_ascents = 0
+
+    @contextmanager
+    def entered(self, sample: int) -> Iterator[None]:
+        """Inside, the parameters are the lane's, in the turn of that sample."""
+        self._backed_up, self._at_center, self._moved = True, False, None
+        self.turn = sample
+        theta = [p.data for p in self.params]
+        self._center = [torch.view_as_real(x) if x.is_complex() else x for x in theta]
+        try:
+            for p, mine in zip(self.params, self.point, strict=True):
+                p.data = torch.view_as_complex(mine) if p.is_complex() else mine
+            yield
+        finally:
+            for p, there in zip(self.params, theta, strict=True):
+                p.data = there
+
+
+class Lanes:
+    """A lane for each sample of a step.
+
+    Args:
+        space: The space of the step.
+        points: Memory for the weights of each lane, see :func:`points_for`.
+    """
+
+    def __init__(self, space: ParameterSpace, points: Sequence[list[Tensor]]) -> None:
+        self._space = space
+        self._lanes = [Lane(space, point) for point in points]
+        on_gpu = space.device.type == "cuda"
+        self._streams = [torch.cuda.Stream(space.device) if on_gpu else None for _ in points]
+
+    @contextmanager
+    def of_a_graph(self, num_passes: int) -> Iterator[list[object]]:
+        """Around the capture of a step of so many passes; afterwards the list holds what the graph needs kept."""
+        kept: list[object] = [self]
+        fused = [lane._fused for lane in self._lanes if lane._fused is not None]
+        for kernels in fused:
+            kernels.reserve(num_passes + 2)  # one for each gradient; point, center
+        try:
+            yield kept
+        finally:
+            for kernels in fused:
+                kept += kernels.release()
+
+    def draw(self, sampler: Sampler, samples: Sequence[int]) -> list[tuple[ParameterSpace, Draw, Tensor]]:
+        """Draw samples beside each other: where each stands, what it saw, and how far from θ."""
+        found: list[tuple[ParameterSpace, Draw, Tensor]] = []
+        for j, lane, stream in zip(samples, self._lanes, self._streams, strict=True):
+            with _beside(stream), lane.entered(j):
+                draw, _ = sampler.sample(lane, j, None)
+                found.append((lane, draw, lane.displacement()))
+        for stream in self._streams:
+            if stream is not None:
+                torch.cuda.current_stream().wait_stream(stream)
+        for name in ("num_forwards", "num_backwards", "num_ascents"):
+            setattr(self._space, name, sum(getattr(lane, name) for lane in self._lanes))
+        return found
+
+
+def points_for(space: ParameterSpace, number: int) -> list[list[Tensor]]:
+    """Memory for the weights of some lanes; lanes that are never at work at the same time may share it."""
+    return [vectors.allocate(space.point)[0] for _ in range(number)]
+
+
+def _beside(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
+    """Inside, work goes to a stream, which begins where the present one is now."""
+    if stream is None:
+        return nullcontext()
+    stream.wait_stream(torch.cuda.current_stream())
+    return torch.cuda.stream(stream)

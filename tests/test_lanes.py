@@ -1,0 +1,129 @@
+"""Samples that are drawn beside each other, each on weights of its own: numbers as if one after the other."""
+
+import pytest
+import torch
+from torch import nn
+
+import tiltsam
+from tiltsam.lanes import Lanes, points_for
+
+
+class Counting(nn.Module):
+    """Counts its passes in a buffer, or replaces that buffer at every pass."""
+
+    def __init__(self, replaces):
+        super().__init__()
+        self.replaces = replaces
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x):
+        if self.replaces:
+            self.count = self.count + 1
+        else:
+            self.count += 1
+        return x
+
+
+def build(dtype=torch.float32, **options):
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Dropout(0.2), nn.Flatten(), nn.Linear(96, 4)
+    ).to(dtype=dtype, memory_format=torch.channels_last)
+    base = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return model, tiltsam.TSAM(base, **{"t": 5.0, "rho": 0.3, "radius": 0.5, "num_samples": 4} | options, model=model)
+
+
+def run(model, optimizer, *, in_lanes, split=False, steps=4, raises_at=None):
+    torch.manual_seed(1)
+    inputs, targets = torch.randn(16, 3, 6, 6), torch.randint(4, (16,))
+    dtype = next(model.parameters()).dtype
+    calls = 0
+
+    def on(begin, end):
+        def closure():
+            nonlocal calls
+            calls += 1
+            if calls == raises_at:
+                raise RuntimeError("stop")
+            loss = nn.functional.cross_entropy(model(inputs[begin:end].to(dtype)).float(), targets[begin:end])
+            loss.backward()
+            return loss
+
+        return closure
+
+    def execute(space):
+        lanes = Lanes(space, points_for(space, optimizer.num_lanes())) if in_lanes else None
+        with optimizer.drawing_in(lanes):
+            return optimizer.execute(space)
+
+    for _ in range(steps):
+        with optimizer.executing(execute):
+            optimizer.step([on(4 * j, 4 * j + 4) for j in range(4)] if split else on(0, 16))
+    return optimizer.info
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [
+        (torch.float32, {}),
+        (torch.float64, {"radius": 0.0}),
+        (torch.float32, {"rho": 0.0}),
+        (torch.float64, {"sampler": "uniform"}),
+        (torch.float32, {"sampler": tiltsam.samplers.Ascent(num_steps=2)}),
+    ],
+    ids=["ascent", "from_the_centre", "noise_alone", "uniform", "two_ascents"],
+)
+def test_lanes_change_nothing(split, dtype, options):
+    (one, first), (other, second) = (build(dtype, **options) for _ in range(2))
+    before = [p.data_ptr() for p in other.parameters()]
+    infos = run(one, first, in_lanes=False, split=split), run(other, second, in_lanes=True, split=split)
+    for name in ("losses", "weights", "perturbation_norms", "gradient_norms", "start_losses", "loss"):
+        assert torch.equal(getattr(infos[0], name), getattr(infos[1], name)), name
+    assert infos[0].cost() == infos[1].cost()
+    for a, b in zip(one.state_dict().values(), other.state_dict().values(), strict=True):
+        assert torch.equal(a, b)
+    assert [p.data_ptr() for p in other.parameters()] == before
+
+
+def test_a_pass_that_raises_leaves_the_weights_where_they_were():
+    model, optimizer = build()
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    places = [p.data_ptr() for p in model.parameters()]
+    with pytest.raises(RuntimeError, match="stop"):
+        run(model, optimizer, in_lanes=True, steps=1, raises_at=5)
+    assert [p.data_ptr() for p in model.parameters()] == places
+    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+
+
+def test_which_steps_have_lanes():
+    assert build()[1].num_lanes() == 4
+    assert build(num_samples=1)[1].num_lanes() == 0
+    assert build(share_ascent=True)[1].num_lanes() == 0
+    model, optimizer = build(every=2)
+    run(model, optimizer, in_lanes=False, steps=1)
+    assert optimizer.num_lanes() == 0  # the plain step between
+    assert tiltsam.PGN(torch.optim.SGD(model.parameters(), lr=0.1)).num_lanes() == 0
+
+
+@pytest.mark.parametrize("replaces", [False, True])
+def test_models_that_change_buffers_are_known(replaces):
+    for layer, moves in ((nn.BatchNorm1d(4), False), (Counting(replaces), True)):
+        model = nn.Sequential(nn.Linear(4, 4), layer)
+        model.register_buffer("constant", torch.ones(3))
+        optimizer = tiltsam.TSAM(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
+
+        def closure(model=model):
+            loss = model(torch.ones(8, 4)).square().mean()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+        assert optimizer.current_space().passes.moves_other_buffers() is moves
+
+
+def test_concurrent_samples_need_the_model():
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = tiltsam.TSAM(torch.optim.SGD([weight], lr=0.1))
+    with pytest.raises(ValueError, match="model="):
+        tiltsam.capture(optimizer, lambda x: (weight * x).sum(), (torch.ones(3),), concurrent=True)

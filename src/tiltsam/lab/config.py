@@ -206,13 +206,7 @@ class TrainConfig:
         own = {name: getattr(self, name) for name in METHOD_SETTINGS[self.method]}
         if self.rho is None:
             own.pop("rho", None)
-        for name in (
-            "rho_schedule",
-            "t_schedule",
-            "ascent_fraction",
-            "split",
-            "concurrent",
-        ):  # the training loop's business
+        for name in _OF_THE_LOOP:
             own.pop(name, None)
         if own.pop("ascent_steps", 1) > 1:
             own["sampler"] = tiltsam.samplers.Ascent(num_steps=self.ascent_steps)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from evidence.study import Rates, Study, Variants, diverged, rows_of, score_at
-from tiltsam.lab.config import TrainConfig
+from tiltsam.lab.config import METHOD_SETTINGS, TrainConfig
 from tiltsam.lab.record import Record
 from tiltsam.palette import OKABE_ITO, color_of
 
@@ -42,7 +42,7 @@ def settings_of(study: Study, label: str, config: TrainConfig) -> str:
 def trial_table(study: Study, out: Path, rates: Rates) -> list[list[str]]:
     """Every trial and its validation score at each share of the seconds that it reached."""
     shares = [share for share, _ in study.rungs] + [1.0]
-    table = [["method", "trial", *(f"after {share:g}" for share in shares), ""]]
+    table = [["method", "trial", *(f"after {share:.2g}" for share in shares), ""]]
     for label in study.trials:
         chosen = study.winner(label, out, rates)
         for config in study.configs(label, rates):
@@ -166,8 +166,12 @@ def variant_table(study: Variants, out: Path) -> list[list[str]]:
         if found["seeds"]:
             size = f"{statistics.fmean(found['size']):.3f}"
             scores = [_spread(found["final"]), _spread(found["best"])]
-            table.append([label, *scores, size, str(config.num_samples), str(len(found["seeds"]))])
+            table.append([label, *scores, size, str(_samples(config)), str(len(found["seeds"]))])
     return table
+
+
+def _samples(config: TrainConfig) -> int:
+    return config.num_samples if "num_samples" in METHOD_SETTINGS[config.method] else 1
 
 
 def draw_variants(study: Variants, out: Path, path: Path) -> None:
@@ -179,7 +183,7 @@ def draw_variants(study: Variants, out: Path, path: Path) -> None:
     found = {label: over_seeds(out, config, study.seeds) for label, config in study.configs.items()}
     found = {label: runs for label, runs in found.items() if runs["seeds"]}
     names = list(dict.fromkeys(label.rpartition(" ")[0] for label in found))
-    several = any(runs["config"].num_samples > 1 for runs in found.values())
+    several = any(_samples(runs["config"]) > 1 for runs in found.values())
     highest = max(statistics.fmean(runs[kind]) for runs in found.values() for kind in ("final", "best"))
     floor = highest - _SHOWN
     figure, axes = plt.subplots(
@@ -202,7 +206,7 @@ def draw_variants(study: Variants, out: Path, path: Path) -> None:
                 if mean < floor and kind == "final":
                     above.annotate(f"{mean:.0f} ↓", (place, floor), ha="center", va="bottom")
         if several:
-            shares = [statistics.fmean(runs["size"]) / runs["config"].num_samples for runs in mine.values()]
+            shares = [statistics.fmean(runs["size"]) / _samples(runs["config"]) for runs in mine.values()]
             axes[1][column].plot(at, shares, "o-", color=color_of("tsam"))
             axes[1][column].set_ylim(0, 1.05)
         for panel in axes[:, column]:

@@ -288,6 +288,7 @@ NOISY_CHEAPER = replace(
     NOISY,
     name="noisy-cheaper",
     trials={
+        "sam": NOISY.trials["sam"],
         "sam (ascent on 1/4)": _with_pairs("sam", _PAIRS, ascent_fraction=0.25),
         "m-sam (2 parts)": _with_pairs("tsam", _PAIRS, **_in_parts(2), concurrent=True),
         "m-sam (4 parts)": _with_pairs("tsam", _PAIRS, **_in_parts(4), concurrent=True),
@@ -300,6 +301,7 @@ NOISY_RISING = replace(
     NOISY,
     name="noisy-rising",
     trials={
+        "sam": NOISY.trials["sam"],
         "sam (rising rho)": _with_pairs("sam", _RISING, rho_schedule="up"),
         "sam (ascent on 1/4, rising rho)": _with_pairs("sam", _RISING, rho_schedule="up", ascent_fraction=0.25),
         "tsam s=1 (rising rho)": _tsam(_RISING, 1, [20.0] * 5, rho_schedule="up"),
@@ -312,12 +314,20 @@ NOISY_RISING = replace(
     },
 )
 
+# Batches in parts won on digits; parts of eight examples do not fill a GPU and run beside each other.
+_QUARTERED = _with_pairs("tsam", _FINE_PAIRS, **_in_parts(4), concurrent=True)
+FINE_TUNING_PARTS = [
+    replace(study, name=f"{study.name}-parts", trials={"sam": study.trials["sam"], "m-sam (4 parts)": _QUARTERED})
+    for study in FINE_TUNING
+]
+
 _ALL: list[Study | Variants] = [
     NOISY,
     NOISY_CHEAPER,
     NOISY_RISING,
     NOISY_ACTS,
     *FINE_TUNING,
+    *FINE_TUNING_PARTS,
     RTE_WHOLE,
     DIGITS,
     DIGITS_CHEAPER,

@@ -284,14 +284,16 @@ DIGITS_RISING = Variants(
     DIGITS.title,
 )
 
+# On digits four parts wanted little more than half of SAM's rho, which is 0.2 here.
+_SHORTER = [(0.03, 0.07), (0.03, 0.1), (0.03, 0.15), (0.03, 0.2), (0.1, 0.1)]
 NOISY_CHEAPER = replace(
     NOISY,
     name="noisy-cheaper",
     trials={
         "sam": NOISY.trials["sam"],
         "sam (ascent on 1/4)": _with_pairs("sam", _PAIRS, ascent_fraction=0.25),
-        "m-sam (2 parts)": _with_pairs("tsam", _PAIRS, **_in_parts(2), concurrent=True),
-        "m-sam (4 parts)": _with_pairs("tsam", _PAIRS, **_in_parts(4), concurrent=True),
+        "m-sam (2 parts)": _with_pairs("tsam", _SHORTER, **_in_parts(2), concurrent=True),
+        "m-sam (4 parts)": _with_pairs("tsam", _SHORTER, **_in_parts(4), concurrent=True),
     },
 )
 

@@ -106,6 +106,19 @@ def test_which_steps_have_lanes():
     assert tiltsam.PGN(torch.optim.SGD(model.parameters(), lr=0.1)).num_lanes() == 0
 
 
+def test_buffers_that_no_pass_changes_are_not_written():
+    """Not even with what they hold: others read them meanwhile, and what a lane put back could be of the last step."""
+    model, optimizer = build()
+    model.register_buffer("constant", torch.ones(3))
+    run(model, optimizer, in_lanes=False, steps=1)
+    before = model.constant._version
+    run(model, optimizer, in_lanes=True, steps=1)
+    assert model.constant._version == before
+    assert not optimizer.current_space().passes.moves_other_buffers()
+    run(model, optimizer, in_lanes=False, steps=1)
+    assert model.constant._version > before
+
+
 @pytest.mark.parametrize("replaces", [False, True])
 def test_models_that_change_buffers_are_known(replaces):
     for layer, moves in ((nn.BatchNorm1d(4), False), (Counting(replaces), True)):

@@ -86,7 +86,7 @@ class Lanes:
         """Draw samples beside each other: where each stands, what it saw, and how far from θ."""
         found: list[tuple[ParameterSpace, Draw, Tensor]] = []
         for j, lane, stream in zip(samples, self._lanes, self._streams, strict=True):
-            with _beside(stream), lane.entered(j):
+            with _beside(stream), lane.entered(j), lane.passes.at_once():
                 draw, _ = sampler.sample(lane, j, None)
                 found.append((lane, draw, lane.displacement()))
         for stream in self._streams:

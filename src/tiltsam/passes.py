@@ -51,6 +51,7 @@ class Passes:
         self._first = KeptBuffers()  # after the first pass, those of all layers but the following
         self._tracking: list[_BatchNorm] = []  # layers whose statistics the first pass moved
         self._pausing = False  # whether these are told to leave their statistics alone
+        self._at_once = False  # whether passes may run at the same time
         self._count = 0
         self._captured: CapturedRandom | None = None
 
@@ -61,6 +62,18 @@ class Passes:
     def moves_other_buffers(self) -> bool:
         """Whether the first pass of the last step changed buffers that are not BatchNorm's. Waits for the device."""
         return self._first.differs_from(self._start)
+
+    @contextmanager
+    def at_once(self) -> Iterator[None]:
+        """Inside, passes may run at the same time, and no buffers but BatchNorm's are written: none may be moved.
+
+        Keeping the others in one pass and putting them back in another would be a race.
+        """
+        self._at_once = True
+        try:
+            yield
+        finally:
+            self._at_once = False
 
     @contextmanager
     def of_one_step(self) -> Iterator[None]:
@@ -101,7 +114,8 @@ class Passes:
             yield
             self._tracking = _tracking(self.model)
             known = {id(layer) for layer in self._tracking}
-            self._first.keep(module for module in _modules(self.model) if id(module) not in known)
+            if not self._at_once:
+                self._first.keep(module for module in _modules(self.model) if id(module) not in known)
         else:
             # BatchNorm can be told not to touch its statistics, which is cheaper than putting them back.
             self._pausing = True
@@ -111,7 +125,8 @@ class Passes:
                 yield
             finally:
                 to_the_end(self._resume)
-            self._first.put_back()
+            if not self._at_once:
+                self._first.put_back()
 
     def _resume(self) -> None:
         """Let BatchNorm move its statistics again; may be called again."""

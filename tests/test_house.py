@@ -43,7 +43,7 @@ CORE = {
         *("accumulator", "blocks", "branches", "checks", "distributed", "fused", "passes", "settings", "space"),
         *("streams", "tilting", "vectors", "weighing"),
     },
-    "lanes": {"branches", "fused", "parameters", "samplers", "vectors"},
+    "lanes": {"branches", "fused", "parameters", "passes", "samplers", "vectors"},
     "samplers": {"space"},
     "chains": {"samplers", "space", "tilting"},
     "weighing": {"samplers", "tilting"},

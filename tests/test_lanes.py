@@ -96,6 +96,45 @@ def test_a_pass_that_raises_leaves_the_weights_where_they_were():
     assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
 
 
+class Interrupted(nn.Parameter):
+    """Ctrl-C falls on it when some parameter changes places for the n-th time."""
+
+    left = -1
+
+    @property
+    def data(self):
+        return torch.Tensor.data.__get__(self)
+
+    @data.setter
+    def data(self, value):
+        torch.Tensor.data.__set__(self, value)
+        Interrupted.left -= 1
+        if Interrupted.left == 0:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("moment", range(1, 7))
+def test_ctrl_c_leaves_no_weight_in_a_lane(moment):
+    model = nn.ParameterList([Interrupted(torch.ones(2)) for _ in range(3)])
+    optimizer = tiltsam.TSAM(torch.optim.SGD(model.parameters(), lr=0.1), num_samples=2, model=model)
+    places = [p.data_ptr() for p in model]
+
+    def closure():
+        loss = sum(p.square().sum() for p in model)
+        loss.backward()
+        return loss
+
+    def execute(space):
+        Interrupted.left = moment
+        with optimizer.drawing_in(Lanes(space, points_for(space, 2))):
+            return optimizer.execute(space)
+
+    with pytest.raises(KeyboardInterrupt), optimizer.executing(execute):
+        optimizer.step(closure)
+    assert [p.data_ptr() for p in model] == places
+    assert all(p.tolist() == [1.0, 1.0] for p in model)
+
+
 def test_which_steps_have_lanes():
     assert build()[1].num_lanes() == 4
     assert build(num_samples=1)[1].num_lanes() == 0

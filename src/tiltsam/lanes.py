@@ -17,6 +17,7 @@ from tiltsam import vectors
 from tiltsam.branches import Branch
 from tiltsam.fused import FusedVectors
 from tiltsam.parameters import ParameterSpace
+from tiltsam.passes import to_the_end
 from tiltsam.samplers import Draw, Sampler
 
 __all__ = ["Lane", "Lanes", "points_for"]
@@ -46,13 +47,17 @@ class Lane(ParameterSpace):
         self.turn = sample
         theta = [p.data for p in self.params]
         self._center = [torch.view_as_real(x) if x.is_complex() else x for x in theta]
+
+        def leave() -> None:
+            for p, there in zip(self.params, theta, strict=True):
+                p.data = there
+
         try:
             for p, mine in zip(self.params, self.point, strict=True):
                 p.data = torch.view_as_complex(mine) if p.is_complex() else mine
             yield
         finally:
-            for p, there in zip(self.params, theta, strict=True):
-                p.data = there
+            to_the_end(leave)
 
 
 class Lanes:

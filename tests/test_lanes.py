@@ -6,6 +6,7 @@ from torch import nn
 
 import tiltsam
 from tiltsam.lanes import Lanes, points_for
+from tiltsam.samplers.kernel import after_ascent
 
 
 class Counting(nn.Module):
@@ -22,6 +23,19 @@ class Counting(nn.Module):
         else:
             self.count += 1
         return x
+
+
+class Doubled(tiltsam.samplers.Uniform):
+    """Somebody's own kernel: it begins with a number that its samples need."""
+
+    def begin(self, space):
+        return 2 * space.rho
+
+    def sample(self, space, index, state):
+        self.move(space, index)
+        first = space.evaluate(ascent=True)
+        space.climb(first, state)
+        return after_ascent(first, space.evaluate(after=first)), state
 
 
 def build(dtype=torch.float32, **options):
@@ -71,8 +85,9 @@ def run(model, optimizer, *, in_lanes, split=False, steps=4, raises_at=None):
         (torch.float32, {"rho": 0.0}),
         (torch.float64, {"sampler": "uniform"}),
         (torch.float32, {"sampler": tiltsam.samplers.Ascent(num_steps=2)}),
+        (torch.float32, {"sampler": Doubled()}),
     ],
-    ids=["ascent", "from_the_centre", "noise_alone", "uniform", "two_ascents"],
+    ids=["ascent", "from_the_centre", "noise_alone", "uniform", "two_ascents", "own_sampler"],
 )
 def test_lanes_change_nothing(split, dtype, options):
     (one, first), (other, second) = (build(dtype, **options) for _ in range(2))

@@ -92,7 +92,7 @@ class Lanes:
         found: list[tuple[ParameterSpace, Draw, Tensor]] = []
         for j, lane, stream in zip(samples, self._lanes, self._streams, strict=True):
             with _beside(stream), lane.entered(j), lane.passes.at_once():
-                draw, _ = sampler.sample(lane, j, None)
+                draw, _ = sampler.sample(lane, j, sampler.begin(lane))
                 found.append((lane, draw, lane.displacement()))
         for stream in self._streams:
             if stream is not None:

@@ -1,5 +1,7 @@
 """Samples that are drawn beside each other, each on weights of its own: numbers as if one after the other."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
@@ -109,6 +111,30 @@ def test_a_pass_that_raises_leaves_the_weights_where_they_were():
         run(model, optimizer, in_lanes=True, steps=1, raises_at=5)
     assert [p.data_ptr() for p in model.parameters()] == places
     assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+
+
+class Stream:
+    """As much of a stream as lanes ask for: which others it waited for."""
+
+    def __init__(self):
+        self.waited_for = []
+
+    def wait_stream(self, other):
+        self.waited_for.append(other)
+
+
+@pytest.mark.parametrize(("raises_at", "begun"), [(None, 4), (5, 3)])
+def test_all_that_began_beside_the_step_is_waited_for(monkeypatch, raises_at, begun):
+    """A capture could not end otherwise, nor say what was raised in it. It cannot wait for what is no part of it."""
+    model, optimizer = build()
+    main, streams = Stream(), [Stream() for _ in range(4)]
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: main)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(Lanes, "_streams", property(lambda self: streams, lambda self, value: None), raising=False)
+    with nullcontext() if raises_at is None else pytest.raises(RuntimeError, match="stop"):
+        run(model, optimizer, in_lanes=True, steps=1, raises_at=raises_at)
+    assert set(main.waited_for) == set(streams[:begun])
+    assert [stream.waited_for for stream in streams] == [[main]] * begun + [[]] * (4 - begun)
 
 
 class Interrupted(nn.Parameter):

@@ -8,7 +8,7 @@ it is: nothing has to be backed up, and nothing put back.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -90,13 +90,11 @@ class Lanes:
     def draw(self, sampler: Sampler, samples: Sequence[int]) -> list[tuple[ParameterSpace, Draw, Tensor]]:
         """Draw samples beside each other: where each stands, what it saw, and how far from θ."""
         found: list[tuple[ParameterSpace, Draw, Tensor]] = []
-        for j, lane, stream in zip(samples, self._lanes, self._streams, strict=True):
-            with _beside(stream), lane.entered(j), lane.passes.at_once():
-                draw, _ = sampler.sample(lane, j, sampler.begin(lane))
-                found.append((lane, draw, lane.displacement()))
-        for stream in self._streams:
-            if stream is not None:
-                torch.cuda.current_stream().wait_stream(stream)
+        with ExitStack() as ends:
+            for j, lane, stream in zip(samples, self._lanes, self._streams, strict=True):
+                with _beside(stream, ends), lane.entered(j), lane.passes.at_once():
+                    draw, _ = sampler.sample(lane, j, sampler.begin(lane))
+                    found.append((lane, draw, lane.displacement()))
         for name in ("num_forwards", "num_backwards", "num_ascents"):
             setattr(self._space, name, sum(getattr(lane, name) for lane in self._lanes))
         return found
@@ -107,9 +105,11 @@ def points_for(space: ParameterSpace, number: int) -> list[list[Tensor]]:
     return [vectors.allocate(space.point)[0] for _ in range(number)]
 
 
-def _beside(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
-    """Inside, work goes to a stream, which begins where the present one is now."""
+def _beside(stream: torch.cuda.Stream | None, ends: ExitStack) -> AbstractContextManager[object]:
+    """Inside, work goes to a stream that begins where the present one is now; which waits for it when ``ends`` end."""
     if stream is None:
         return nullcontext()
-    stream.wait_stream(torch.cuda.current_stream())
+    present = torch.cuda.current_stream()
+    stream.wait_stream(present)
+    ends.callback(present.wait_stream, stream)
     return torch.cuda.stream(stream)

@@ -176,6 +176,22 @@ def test_ctrl_c_leaves_no_weight_in_a_lane(moment):
     assert all(p.tolist() == [1.0, 1.0] for p in model)
 
 
+def test_after_a_capture_lanes_hold_no_vectors_but_their_weights():
+    """A graph keeps its lanes; memory of one pass is for the next graph to use too."""
+    model, optimizer = build(sampler="hmc")
+
+    def execute(space):
+        lanes = Lanes(space, points_for(space, 4))
+        with lanes.of_a_graph(8) as kept, optimizer.drawing_in(lanes):
+            info = optimizer.execute(space)
+        assert kept == [lanes]
+        assert not any(lane._gradient or lane._scratch for lane in lanes._lanes)
+        return info
+
+    with optimizer.executing(execute):
+        optimizer.step(lambda: model(torch.ones(2, 3, 6, 6)).square().mean().backward() or 1.0)
+
+
 def test_which_steps_have_lanes():
     assert build()[1].num_lanes() == 4
     assert build(num_samples=1)[1].num_lanes() == 0

@@ -86,6 +86,9 @@ class Lanes:
         finally:
             for kernels in fused:
                 kept += kernels.release()
+            for lane in self._lanes:
+                lane._gradient.clear()
+                lane._scratch.clear()
 
     def draw(self, sampler: Sampler, samples: Sequence[int]) -> list[tuple[ParameterSpace, Draw, Tensor]]:
         """Draw samples beside each other: where each stands, what it saw, and how far from θ."""

@@ -1,5 +1,6 @@
 """Samples that are drawn beside each other, each on weights of its own: numbers as if one after the other."""
 
+import sys
 from contextlib import nullcontext
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from torch import nn
 
 import tiltsam
-from tiltsam.lanes import Lanes, points_for
+from tiltsam.lanes import Lanes, rooms_for
 from tiltsam.samplers.kernel import after_ascent
 
 
@@ -49,7 +50,7 @@ def build(dtype=torch.float32, **options):
     return model, tiltsam.TSAM(base, **{"t": 5.0, "rho": 0.3, "radius": 0.5, "num_samples": 4} | options, model=model)
 
 
-def run(model, optimizer, *, in_lanes, split=False, steps=4, raises_at=None):
+def run(model, optimizer, *, in_lanes, split=False, steps=4, raises_at=None, streams=(None,) * 4):
     torch.manual_seed(1)
     inputs, targets = torch.randn(16, 3, 6, 6), torch.randint(4, (16,))
     dtype = next(model.parameters()).dtype
@@ -68,7 +69,8 @@ def run(model, optimizer, *, in_lanes, split=False, steps=4, raises_at=None):
         return closure
 
     def execute(space):
-        lanes = Lanes(space, points_for(space, optimizer.num_lanes())) if in_lanes else None
+        rooms = [room._replace(stream=stream) for room, stream in zip(rooms_for(space, 4), streams, strict=True)]
+        lanes = Lanes(space, rooms) if in_lanes else None
         with optimizer.drawing_in(lanes):
             return optimizer.execute(space)
 
@@ -130,9 +132,8 @@ def test_all_that_began_beside_the_step_is_waited_for(monkeypatch, raises_at, be
     main, streams = Stream(), [Stream() for _ in range(4)]
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: main)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
-    monkeypatch.setattr(Lanes, "_streams", property(lambda self: streams, lambda self, value: None), raising=False)
     with nullcontext() if raises_at is None else pytest.raises(RuntimeError, match="stop"):
-        run(model, optimizer, in_lanes=True, steps=1, raises_at=raises_at)
+        run(model, optimizer, in_lanes=True, steps=1, raises_at=raises_at, streams=streams)
     assert set(main.waited_for) == set(streams[:begun])
     assert [stream.waited_for for stream in streams] == [[main]] * begun + [[]] * (4 - begun)
 
@@ -167,7 +168,7 @@ def test_ctrl_c_leaves_no_weight_in_a_lane(moment):
 
     def execute(space):
         Interrupted.left = moment
-        with optimizer.drawing_in(Lanes(space, points_for(space, 2))):
+        with optimizer.drawing_in(Lanes(space, rooms_for(space, 2))):
             return optimizer.execute(space)
 
     with pytest.raises(KeyboardInterrupt), optimizer.executing(execute):
@@ -181,7 +182,7 @@ def test_after_a_capture_lanes_hold_no_vectors_but_their_weights():
     model, optimizer = build(sampler="hmc")
 
     def execute(space):
-        lanes = Lanes(space, points_for(space, 4))
+        lanes = Lanes(space, rooms_for(space, 4))
         with lanes.of_a_graph(8) as kept, optimizer.drawing_in(lanes):
             info = optimizer.execute(space)
         assert kept == [lanes]
@@ -190,6 +191,23 @@ def test_after_a_capture_lanes_hold_no_vectors_but_their_weights():
 
     with optimizer.executing(execute):
         optimizer.step(lambda: model(torch.ones(2, 3, 6, 6)).square().mean().backward() or 1.0)
+
+
+def test_graphs_of_one_step_share_weights_and_streams_of_lanes(monkeypatch):
+    model, optimizer = build()
+
+    def with_streams(space, number):
+        return [room._replace(stream=Stream()) for room in rooms_for(space, number)]
+
+    step = tiltsam.capture(optimizer, model, (torch.ones(2, 3, 6, 6),), concurrent=True)
+    monkeypatch.setattr(sys.modules[type(step).__module__], "rooms_for", with_streams)
+    space = optimizer.current_space()
+    one, other = step._lanes(space), step._lanes(space)
+    assert one is not other
+    assert one._streams == other._streams
+    assert all(a.point is b.point for a, b in zip(one._lanes, other._lanes, strict=True))
+    optimizer.param_groups[0]["num_samples"] = 3
+    assert len(step._lanes(space)._streams) == 3
 
 
 def test_which_steps_have_lanes():

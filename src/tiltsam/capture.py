@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 
 from tiltsam.batches import cut
 from tiltsam.info import StepInfo
-from tiltsam.lanes import Lanes, points_for
+from tiltsam.lanes import Lanes, Room, rooms_for
 from tiltsam.parameters import Closure, ParameterSpace
 from tiltsam.passes import CapturedRandom
 from tiltsam.wrapper import SharpnessAware
@@ -143,7 +143,7 @@ class CapturedStep:
         self.reason: str | None = _obstacle(optimizer)
         """Why steps run eagerly, or ``None``."""
         self._ascent_fraction, self._split, self._concurrent = ascent_fraction, split, concurrent
-        self._points: tuple[ParameterSpace, list[list[Tensor]]] | None = None  # of lanes
+        self._rooms: tuple[ParameterSpace, list[Room]] | None = None  # of lanes
         self._warm_up = warm_up
         self._seen: dict[Any, _Seen] = {}
         self._graphs: dict[Any, _Graph] = {}
@@ -285,9 +285,9 @@ class CapturedStep:
                 stacklevel=6,
             )
             return None
-        if self._points is None or self._points[0] is not space or len(self._points[1]) != number:
-            self._points = space, points_for(space, number)
-        return Lanes(space, self._points[1])
+        if self._rooms is None or self._rooms[0] is not space or len(self._rooms[1]) != number:
+            self._rooms = space, rooms_for(space, number)
+        return Lanes(space, self._rooms[1])
 
     def _living_pool(self) -> Any:
         """The memory that graphs share; it goes with the last of them."""

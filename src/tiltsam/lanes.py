@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +21,18 @@ from tiltsam.parameters import ParameterSpace
 from tiltsam.passes import to_the_end
 from tiltsam.samplers import Draw, Sampler
 
-__all__ = ["Lane", "Lanes", "points_for"]
+__all__ = ["Lane", "Lanes", "Room", "rooms_for"]
+
+
+class Room(NamedTuple):
+    """What a lane takes up: memory for its weights, and on a GPU a stream.
+
+    Lanes that are never at work at the same time may share it, and should: torch lends memory out again on the stream
+    that it was used on, so graphs whose lanes have other streams cannot share the memory of their passes.
+    """
+
+    point: list[Tensor]
+    stream: torch.cuda.Stream | None
 
 
 class Lane(ParameterSpace):
@@ -65,14 +77,13 @@ class Lanes:
 
     Args:
         space: The space of the step.
-        points: Memory for the weights of each lane, see :func:`points_for`.
+        rooms: One for each lane, see :func:`rooms_for`.
     """
 
-    def __init__(self, space: ParameterSpace, points: Sequence[list[Tensor]]) -> None:
+    def __init__(self, space: ParameterSpace, rooms: Sequence[Room]) -> None:
         self._space = space
-        self._lanes = [Lane(space, point) for point in points]
-        on_gpu = space.device.type == "cuda"
-        self._streams = [torch.cuda.Stream(space.device) if on_gpu else None for _ in points]
+        self._lanes = [Lane(space, room.point) for room in rooms]
+        self._streams = [room.stream for room in rooms]
 
     @contextmanager
     def of_a_graph(self, num_passes: int) -> Iterator[list[object]]:
@@ -103,9 +114,11 @@ class Lanes:
         return found
 
 
-def points_for(space: ParameterSpace, number: int) -> list[list[Tensor]]:
-    """Memory for the weights of some lanes; lanes that are never at work at the same time may share it."""
-    return [vectors.allocate(space.point)[0] for _ in range(number)]
+def rooms_for(space: ParameterSpace, number: int) -> list[Room]:
+    """Room for some lanes."""
+    on_gpu = space.device.type == "cuda"
+    points = [vectors.allocate(space.point)[0] for _ in range(number)]
+    return [Room(point, torch.cuda.Stream(space.device) if on_gpu else None) for point in points]
 
 
 def _beside(stream: torch.cuda.Stream | None, ends: ExitStack) -> AbstractContextManager[object]:

@@ -2,7 +2,9 @@
 
 import copy
 import warnings
+from contextlib import nullcontext
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,8 +12,9 @@ from torch import nn
 
 import tiltsam
 from cases import METHODS, Net, Problem, sgd
-from tiltsam.capture import _arrange_state, capture
+from tiltsam.capture import CapturedStep, _arrange_state, _Seen, capture
 from tiltsam.lanes import Lanes
+from tiltsam.parameters import ParameterSpace
 from tiltsam.passes import CapturedRandom
 
 every_method = pytest.mark.parametrize("method", METHODS, ids=repr)
@@ -388,6 +391,45 @@ def test_after_a_replay_the_generator_stands_where_the_last_pass_ended():
         for generator, drawn in zip(random._passes, (4, 12), strict=True):
             generator.offset += drawn
     assert random._device.offset == 112
+
+
+class Counting(nn.Linear):
+    """Counts its passes in a buffer."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x):
+        self.count += 1
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("layer", [nn.Linear, Counting])
+def test_a_capture_that_fails_holds_no_memory_and_warns_where_the_step_is_called(monkeypatch, layer):
+    model, batch = layer(4, 1), (torch.ones(8, 4),)
+    optimizer = tiltsam.TSAM(sgd(model.parameters()), model=model)
+    step = capture(optimizer, lambda x: model(x).square().mean(), batch, concurrent=True)
+    step(*batch)
+    step.reason, step._seen[step._key(batch)] = None, _Seen(3, 6)
+
+    def fail(*_, **__):
+        raise RuntimeError("no room")
+
+    monkeypatch.setattr(ParameterSpace, "capturing", lambda *_, **__: nullcontext(SimpleNamespace(keep=[])))
+    monkeypatch.setattr(CapturedStep, "_side_stream", lambda _: nullcontext())
+    monkeypatch.setattr(CapturedStep, "_own_stream", lambda _: None)
+    monkeypatch.setattr(CapturedStep, "_living_pool", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "default_generators", {None: Generator()})
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "graph", fail)
+    with pytest.warns(RuntimeWarning) as caught:
+        assert step(*batch).isfinite()
+    assert step.reason == "capturing failed: RuntimeError: no room"
+    ours = ["samples run one after the other"] * (layer is Counting) + ["steps run eagerly"]
+    assert [str(w.message).split(", ")[0] for w in caught] == ours
+    assert [w.filename for w in caught] == [__file__] * len(ours)
+    assert step._rooms is None
 
 
 def test_bad_arguments():

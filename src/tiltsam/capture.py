@@ -245,6 +245,8 @@ class CapturedStep:
             self._graphs[key] = self._capture(batch, seen)
         except Exception as error:  # whatever the model does that a graph cannot hold
             self.reason = f"capturing failed: {type(error).__name__}: {error}".splitlines()[0]
+            self._graphs.clear()  # there will be no replays: eager steps need the memory
+            self._rooms = self._pool = None
             warnings.warn(f"steps run eagerly, because {self.reason}", RuntimeWarning, stacklevel=4)
 
     def _capture(self, batch: tuple[Any, ...], seen: _Seen) -> _Graph:
@@ -282,7 +284,7 @@ class CapturedStep:
             warnings.warn(
                 "samples run one after the other, because the model changes buffers other than BatchNorm's statistics",
                 RuntimeWarning,
-                stacklevel=6,
+                stacklevel=8,
             )
             return None
         if self._rooms is None or self._rooms[0] is not space or len(self._rooms[1]) != number:

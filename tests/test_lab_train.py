@@ -214,6 +214,18 @@ def test_samples_that_share_the_batch_out_cost_one(tmp_path):
         train(replace(config, batch_size=4), Record(tmp_path / "small"))
 
 
+@pytest.mark.parametrize("method", ["sam", "pgn", "tsam"])
+def test_concurrent_samples_change_no_run_on_a_cpu(tmp_path, method):
+    config = replace(SMALL, method=method, epochs=1)
+    plain, other = Record(tmp_path / "plain"), Record(tmp_path / "other")
+    train(config, plain)
+    train(replace(config, concurrent=True), other)
+    assert same(weights(plain), weights(other))
+    assert (replace(config, concurrent=True).key() == config.key()) is (method != "tsam")
+    with pytest.raises(ConfigError, match="concurrent does not go with share_ascent"):
+        replace(config, concurrent=True, share_ascent=True)
+
+
 def test_a_compiled_model_trains_alike(tmp_path, monkeypatch):
     compiled = []
 

@@ -254,3 +254,11 @@ def test_concurrent_samples_need_the_model():
     optimizer = tiltsam.TSAM(torch.optim.SGD([weight], lr=0.1))
     with pytest.raises(ValueError, match="model="):
         tiltsam.capture(optimizer, lambda x: (weight * x).sum(), (torch.ones(3),), concurrent=True)
+
+
+@pytest.mark.parametrize("method", ["pgn", "tsam"])
+def test_samples_that_share_an_ascent_are_not_concurrent(method):
+    model, options = nn.Linear(3, 1), {"share_ascent": True} if method == "tsam" else {}
+    optimizer = tiltsam.METHODS[method](torch.optim.SGD(model.parameters(), lr=0.1), model=model, **options)
+    with pytest.raises(ValueError, match=f"the samples of this {method.upper()} share an ascent"):
+        tiltsam.capture(optimizer, lambda x: model(x).sum(), (torch.ones(2, 3),), concurrent=True)

@@ -136,6 +136,11 @@ class CapturedStep:
             raise ValueError(
                 "concurrent samples need model= and buffers_once: BatchNorm's statistics may move in one of them alone"
             )
+        if concurrent and (not optimizer.sampler.independent or getattr(optimizer.sampler, "shared", False)):
+            raise ValueError(
+                f"the samples of this {type(optimizer).__name__} share an ascent and cannot run beside each other: "
+                "leave out concurrent"
+            )
         if warm_up < 1:
             raise ValueError(f"warm_up must be at least 1, got {warm_up}")
         self.optimizer = optimizer

@@ -196,6 +196,8 @@ class TrainConfig:
             raise ConfigError(f"ascent_fraction must be in (0, 1], got {self.ascent_fraction}")
         if self.split and (self.share_ascent or self.ascent_fraction < 1 or self.every > 1):
             raise ConfigError("split goes with neither share_ascent nor ascent_fraction nor every")
+        if self.concurrent and self.share_ascent:
+            raise ConfigError("concurrent does not go with share_ascent: samples wait for an ascent that they share")
         if self.t_schedule != "constant" and self.delta is not None:
             raise ConfigError(f"delta goes with t, which the schedule {self.t_schedule!r} moves: leave it out")
         if self.ascent_steps > 1 and (self.sampler != "ascent" or self.share_ascent):

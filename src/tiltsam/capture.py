@@ -86,7 +86,9 @@ def capture(
         split: Each sample of a step sees a part of the batch of its own, in ascent and descent: s samples at the price
             of one. The tilt then weighs parts against each other as well.
         concurrent: Samples of a captured step run beside each other, each on weights of its own: s more copies of them
-            in memory, and of activations. Pays where a pass does not fill the GPU: small parts, batches or models.
+            in memory, and of gradients and activations. Pays where a pass does not fill the GPU: small parts, batches
+            or models. Needs ``model=`` and samples that share no ascent; where a pass moves buffers other than
+            BatchNorm's they run one by one, with a warning. ``loss_fn`` must write to no other memory that outlives it.
         warm_up: Eager steps before the capture.
 
     Example:

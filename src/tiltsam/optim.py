@@ -82,7 +82,7 @@ class TSAM(SharpnessAware):
 
     Cost: 2s forward+backward passes a step; s with ``rho=0`` or naive sampling; 2 where the samples share the batch out
     among them (a closure each, see :meth:`SharpnessAware.step`). Memory: one copy of the weights and one gradient,
-    whatever s.
+    whatever s, unless samples are captured to run beside each other (``concurrent`` of :func:`tiltsam.capture`).
 
     Note:
         The paper prints ρ = 20, α = 0.995 for a parameter α that its algorithm lacks. We read a ball of radius 20 split

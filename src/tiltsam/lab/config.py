@@ -160,7 +160,7 @@ class TrainConfig:
     compile: bool = False
     """torch.compile the model: a minute or so at the start, shorter passes after it."""
     concurrent: bool = False
-    """On a GPU, let tsam's samples run beside each other: s copies of the weights and of activations in memory."""
+    """On a GPU, let tsam's samples run beside each other: s copies of weights, gradients and activations in memory."""
     evaluate_every: int = 1
     """Epochs from one look at validation and test to the next; after the last epoch there is always one."""
     device: str = "auto"

@@ -149,7 +149,7 @@ def test_a_layer_frozen_for_a_while():
     pair = Pair(METHODS[6])
     pair.run(28, between)
     assert pair.step.reason is None
-    assert len(pair.step._graphs) >= 2
+    assert len(pair.step._graphs) == 1  # those of before are gone
     assert pair.distance() < TOLERANCE
 
 
@@ -393,6 +393,31 @@ def test_after_a_replay_the_generator_stands_where_the_last_pass_ended():
     assert random._device.offset == 112
 
 
+def test_what_was_seen_and_captured_of_other_parameters_is_forgotten():
+    """Their space is gone: nothing would be replayed again, and the new one has to be warmed up."""
+    model, batch = nn.Linear(4, 1), (torch.ones(8, 4),)
+    optimizer = tiltsam.TSAM(sgd(model.parameters()), model=model)
+    step = capture(optimizer, lambda x: model(x).square().mean(), batch, concurrent=True)
+
+    def pass_by():
+        space = optimizer.current_space()
+        step._drop_if_stale(step._key(batch), space)
+        return space
+
+    space, key = pass_by(), step._key(batch)
+    step._seen[key], step._graphs["of another shape"], step._rooms = _Seen(3, 6), object(), []
+    assert pass_by() is space
+    assert step._seen
+    assert step._graphs
+    for frozen in (True, False):
+        model.bias.requires_grad_(not frozen)
+        assert pass_by() is not space
+    assert step._key(batch) == key
+    assert not step._seen
+    assert not step._graphs
+    assert step._rooms is None
+
+
 class Counting(nn.Linear):
     """Counts its passes in a buffer."""
 
@@ -411,7 +436,7 @@ def test_a_capture_that_fails_holds_no_memory_and_warns_where_the_step_is_called
     optimizer = tiltsam.TSAM(sgd(model.parameters()), model=model)
     step = capture(optimizer, lambda x: model(x).square().mean(), batch, concurrent=True)
     step(*batch)
-    step.reason, step._seen[step._key(batch)] = None, _Seen(3, 6)
+    step.reason, step._space, step._seen[step._key(batch)] = None, optimizer.current_space(), _Seen(3, 6)
 
     def fail(*_, **__):
         raise RuntimeError("no room")

@@ -56,7 +56,6 @@ class _Graph(NamedTuple):
     numbers: Tensor  # all of info's, in one row
     batch: tuple[Any, ...]
     random: CapturedRandom
-    space: ParameterSpace
     state: tuple[int, ...]  # where the base's state lies
 
 
@@ -150,7 +149,8 @@ class CapturedStep:
         self.reason: str | None = _obstacle(optimizer)
         """Why steps run eagerly, or ``None``."""
         self._ascent_fraction, self._split, self._concurrent = ascent_fraction, split, concurrent
-        self._rooms: tuple[ParameterSpace, list[Room]] | None = None  # of lanes
+        self._space: ParameterSpace | None = None  # whose steps were seen and captured
+        self._rooms: list[Room] | None = None  # of lanes
         self._warm_up = warm_up
         self._seen: dict[Any, _Seen] = {}
         self._graphs: dict[Any, _Graph] = {}
@@ -252,8 +252,7 @@ class CapturedStep:
             self._graphs[key] = self._capture(batch, seen)
         except Exception as error:  # whatever the model does that a graph cannot hold
             self.reason = f"capturing failed: {type(error).__name__}: {error}".splitlines()[0]
-            self._graphs.clear()  # there will be no replays: eager steps need the memory
-            self._rooms = self._pool = None
+            self._forget()
             warnings.warn(f"steps run eagerly, because {self.reason}", RuntimeWarning, stacklevel=4)
 
     def _capture(self, batch: tuple[Any, ...], seen: _Seen) -> _Graph:
@@ -270,7 +269,7 @@ class CapturedStep:
         ):
             rows: list[Tensor] = []
             info = optimizer.execute(space, watch=lambda info: rows.append(_row(info)))
-        return _Graph(graph, info, rows[0], mine, random, space, _places(optimizer.base))
+        return _Graph(graph, info, rows[0], mine, random, _places(optimizer.base))
 
     @contextmanager
     def _in_lanes(self, space: ParameterSpace, num_passes: int, random: CapturedRandom) -> Iterator[None]:
@@ -294,9 +293,9 @@ class CapturedStep:
                 stacklevel=8,
             )
             return None
-        if self._rooms is None or self._rooms[0] is not space or len(self._rooms[1]) != number:
-            self._rooms = space, rooms_for(space, number)
-        return Lanes(space, self._rooms[1])
+        if self._rooms is None or len(self._rooms) != number:
+            self._rooms = rooms_for(space, number)
+        return Lanes(space, self._rooms)
 
     def _living_pool(self) -> Any:
         """The memory that graphs share; it goes with the last of them."""
@@ -306,14 +305,18 @@ class CapturedStep:
 
     def _drop_if_stale(self, key: Any, space: ParameterSpace) -> None:
         """A graph knows tensors by their addresses: layers that were frozen for a while, or a loaded state, end it."""
+        if self._space is not space:  # all of it has to be warmed up anew
+            self._forget()
+            self._seen.clear()
+            self._space = space
         graph = self._graphs.get(key)
-        if graph is None:
-            return
-        here = graph.space is space
-        if not here:
-            del self._seen[key]  # another space: all of it has to be warmed up anew
-        if not here or graph.state != _places(self.optimizer.base):
+        if graph is not None and graph.state != _places(self.optimizer.base):
             del self._graphs[key]
+
+    def _forget(self) -> None:
+        """There will be no more replays of what was captured: others can use the memory."""
+        self._graphs.clear()
+        self._rooms = self._pool = None
 
     @contextmanager
     def _device_rates(self) -> Iterator[None]:

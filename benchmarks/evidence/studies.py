@@ -292,6 +292,7 @@ NOISY_CHEAPER = replace(
     trials={
         "sam": NOISY.trials["sam"],
         "sam (ascent on 1/4)": _with_pairs("sam", _PAIRS, ascent_fraction=0.25),
+        "tsam s=3 (concurrent)": _tsam(_PAIRS, 3, _RADII, concurrent=True),
         "m-sam (2 parts)": _with_pairs("tsam", _SHORTER, **_in_parts(2), concurrent=True),
         "m-sam (4 parts)": _with_pairs("tsam", _SHORTER, **_in_parts(4), concurrent=True),
     },

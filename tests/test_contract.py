@@ -424,6 +424,18 @@ def test_a_schedule_leaves_a_groups_own_rho_alone():
     assert [steps(resumed), steps(resumed)] == [[0.0, 0.0], [0.0, 1.0]]
 
 
+def test_a_base_that_is_wrapped_again_takes_the_new_settings():
+    theta = [nn.Parameter(torch.ones(2)) for _ in range(2)]
+    base = sgd([{"params": theta[:1], "rho": 0.3}, {"params": theta[1:]}])
+    tiltsam.TSAM(base, t=20.0, rho=0.1, seed=5).step(lambda: _backward(sum(p.square().sum() for p in theta)))
+    optimizer = tiltsam.TSAM(base, t=3.0, rho=0.2)
+    assert [(group["t"], group["rho"], group["seed"]) for group in base.param_groups] == [(3.0, 0.3, 0), (3.0, 0.2, 0)]
+    assert optimizer.param_groups[0]["steps_taken"] == 1  # the noise goes on, it does not begin again
+    tiltsam.ERM(base)
+    tiltsam.SAM(base, rho=0.4)
+    assert [group["rho"] for group in base.param_groups] == [0.3, 0.4]
+
+
 def _rising(k):
     return float(k)
 

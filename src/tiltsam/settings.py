@@ -34,6 +34,7 @@ class GroupSettings:
         self._schedules: dict[str, Schedule] = {name: value for name, value in initial.items() if callable(value)}
         self._initial = {name: value(0) if callable(value) else value for name, value in initial.items()}
         self._keys = {name: f"tilt_{name}" if name in base.defaults else name for name in initial}
+        self._forget_last_method()
         self.fill()
 
     def __contains__(self, name: str) -> bool:
@@ -58,6 +59,15 @@ class GroupSettings:
     def entries(self) -> frozenset[str]:
         """What they are called in the groups."""
         return frozenset(self._keys.values())
+
+    def _forget_last_method(self) -> None:
+        """Of a method that wrapped the base before, keep how many steps were taken and the groups' own rho."""
+        for group in self._base.param_groups:
+            if self._keys["steps_taken"] not in group:
+                continue
+            for name, key in self._keys.items():
+                if name not in ("own_rho", "steps_taken") and (name != "rho" or group.get("own_rho") is False):
+                    group.pop(key, None)
 
     def fill(self, before: Sequence[Mapping[str, Any]] | None = None) -> None:
         """Give groups that lack a setting its initial value; global ones follow group 0, which may have moved on.

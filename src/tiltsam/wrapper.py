@@ -45,7 +45,8 @@ class SharpnessAware(Optimizer):
     on either. Its own settings (``settings`` of each method) are entries of the parameter groups, under the names of
     the constructor's arguments; where the base already uses a name (Adadelta's ``rho``, RMSprop's ``alpha``) ours is
     ``tilt_<name>``. ``rho`` may differ between groups, and schedules leave alone those that brought their own (an entry
-    ``own_rho`` says which); the others are one number for the whole step.
+    ``own_rho`` says which); the others are one number for the whole step. A base that is wrapped once more takes the
+    new method's settings, and goes on counting steps.
 
     A step never leaves a weight perturbed: whatever the closure raises, θ is back bit for bit.
 

@@ -250,6 +250,13 @@ def test_worst_case_where_a_gradient_is_one_number_spread_out(adaptive: bool) ->
     assert found.value == pytest.approx(0.3 * 2)  # rho times the length of (1, 1, 1, 1)
 
 
+def test_worst_case_where_a_gradient_is_sparse() -> None:
+    table = nn.Embedding(5, 2, sparse=True, dtype=torch.float64)
+    rows = torch.tensor([1, 3, 3])
+    found = m_sharpness(table, lambda model, batch: model(batch).sum(), [rows], rho=0.3, num_steps=1)
+    assert found.value == pytest.approx(0.3 * math.sqrt(10))  # the gradient is 1 in two places, 2 in two
+
+
 @pytest.mark.parametrize("random_start", [False, True])
 def test_weights_of_zero_stay_put_in_a_ball_relative_to_the_weights(random_start: bool) -> None:
     """With ``eta = 0`` they cannot move, and the rest is the ball of the others."""

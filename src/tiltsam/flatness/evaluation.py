@@ -275,8 +275,9 @@ class LossSurface:
         if not loss.requires_grad:
             return loss.detach(), [torch.zeros_like(p) for p in self.params]
         grads = torch.autograd.grad(loss, self.params, allow_unused=True)
+        whole = (None if g is None else g.to_dense() for g in grads)  # that of an embedding may be sparse
         # That of a sum is one number, spread out over all elements.
-        own = apart(g if g is None or dense(g) else g.clone() for g in grads)
+        own = apart(g if g is None or dense(g) else g.clone() for g in whole)
         pairs = zip(own, self.params, strict=True)
         return loss.detach(), [torch.zeros_like(p) if g is None else g for g, p in pairs]
 

@@ -163,6 +163,12 @@ def test_a_damaged_file_is_named(tmp_path, name, damage, message):
         ({"x": np.zeros((9, 2)), "y": np.arange(9) * 10**9}, "holds 8000000000; .* numbered from 0"),
         ({"x": np.zeros((9, 2)), "y": np.arange(9, dtype=np.uint64) + 2**63}, "holds 9223372036854775808;"),
         ({"x": np.zeros((9, 2)), "y": np.zeros(9, int)}, "one class"),
+        ({"x": np.zeros((9, 2)), "y": np.ones(9, int)}, "one class"),
+        ({"x": np.zeros((9, 2)), "y": np.full(9, 0.5)}, "one value"),
+        (
+            {"x_train": np.zeros((9, 2)), "y_train": np.zeros(9, int), "x_test": np.zeros((2, 2)), "y_test": [0, 1]},
+            "y_train holds one class",
+        ),
         ({"x": np.zeros((9, 2)), "y": np.array(["a"] * 9)}, "must be numbers"),
         ({"x": np.zeros((3, 2)), "y": np.arange(3)}, "too few"),
         (
@@ -197,6 +203,7 @@ def test_classes_saved_as_floats_are_told(tmp_path):
         ("text,label\na,b\nc,b\n", "nothing to learn"),
         ('text,label\na,"b\n', "damaged"),
         ("text,score\na,1\nb,high\n", "line 3: 'high'"),
+        ("text,score\n" + "a,1\nb,1.0\n" * 5, "one score"),
         ("text,score\na,1\nb,1e39\n", "line 3: '1e39' is no finite"),
         ("text,label\na,b\nc,d\ne,\n", "row 4 has no label"),
         ("text,label\na,b\nc, b\n", "nothing to learn"),

@@ -89,6 +89,8 @@ def sentences(request: Request) -> Data:
     if scores:
         classes: list[str] = []
         targets = [torch.tensor(part.values(), dtype=torch.float32) for part in parts]
+        if len(targets[0].unique()) < 2:
+            raise DataError(f"{parts[0].path} has one score, {targets[0][0]:g}: there is nothing to learn")
     else:
         classes = _class_names(parts[0])
         targets = [torch.tensor(part.classes(classes)) for part in parts]
@@ -114,8 +116,9 @@ def arrays(request: Request) -> Data:
     if shapes[0] != shapes[-1] or kinds[0] != kinds[-1]:
         raise DataError(f"{request.path}: train and test differ in the shape or type of x or y")
     classes = 1 if kinds[0] else 1 + max(int(split.targets.max()) for split in splits)
-    if not kinds[0] and classes < 2:
-        raise DataError(f"{request.path}: {names[0][1]} holds one class; there is nothing to learn")
+    if len(splits[0].targets.unique()) < 2:
+        what = "value" if kinds[0] else "class"
+        raise DataError(f"{request.path}: {names[0][1]} holds one {what}; there is nothing to learn")
     if kinds[0] and _look_like_classes(splits[0].targets):
         what = f"{request.path}: {names[0][1]} is float: a regression; save integers for classes"
         warnings.warn(what, UserWarning, stacklevel=2)

@@ -508,6 +508,9 @@ def test_bad_bases_and_models():
 def test_bad_closures():
     problem = Problem()
     optimizer = tiltsam.SAM(sgd(problem.model.parameters()))
+    for loss in (problem.closure(), [problem.closure()], 0.5):
+        with pytest.raises(TypeError, match=r"SAM.step\(\) needs a closure"):
+            optimizer.step(loss)
     with pytest.raises(RuntimeError, match="left no gradient on any trainable parameter"):
         optimizer.step(problem.loss)
     with pytest.raises(TypeError, match=r"must return the loss, .*got NoneType"):

@@ -240,10 +240,11 @@ class SharpnessAware(Optimizer):
             The loss that was descended: the tilted loss of the samples for TSAM, the loss at the perturbed point for
             SAM. Detached, on the device of the parameters; NaN if no sample was finite.
         """
-        if closure is None:
+        closures = [closure] if callable(closure) else closure
+        if not isinstance(closures, Sequence) or not all(callable(one) for one in closures):  # a loss, say
             raise TypeError(NEEDS_CLOSURE.format(name=type(self).__name__))
         with torch.no_grad():
-            space = self.prepare(closure, ascent_closure)
+            space = self.prepare(closures, ascent_closure)
             space.scaler = scaler if scaler is not None and scaler.is_enabled() else None
             try:
                 with space.on_device(), space.world.explaining(self._setting("steps_taken")):

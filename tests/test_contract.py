@@ -4,6 +4,7 @@ import copy
 import io
 import pickle
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -350,6 +351,20 @@ def test_settings_live_in_the_groups():
     group["t"] = -1.0
     with pytest.raises(ValueError, match=r"t must be .*>= 0, got -1.0"):
         optimizer.step(problem.closure)
+
+
+def test_settings_from_numpy_are_plain_numbers_that_any_checkpoint_may_hold():
+    problem = Problem()
+    rho, num_samples = np.linspace(0.1, 0.2, 2, dtype=np.float32), np.arange(1, 3)
+    optimizer = tiltsam.TSAM(
+        sgd(problem.model.parameters()), t=lambda k: np.exp(-k), rho=rho[0], num_samples=num_samples[1]
+    )
+    optimizer.step(problem.closure)
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    group = torch.load(file, weights_only=True)["param_groups"][0]
+    assert (group["t"], group["rho"], group["num_samples"]) == (1.0, float(rho[0]), 2)
 
 
 def _watched(theta):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Integral, Real
 from typing import Any, TypeAlias
 
 import torch
@@ -32,7 +33,7 @@ class GroupSettings:
             initial = {"own_rho": False, **initial}  # ahead of rho: who brought one is asked before all are given one
         self._base, self._per_group = base, per_group
         self._schedules: dict[str, Schedule] = {name: value for name, value in initial.items() if callable(value)}
-        self._initial = {name: value(0) if callable(value) else value for name, value in initial.items()}
+        self._initial = {name: _plain(value(0) if callable(value) else value) for name, value in initial.items()}
         self._keys = {name: f"tilt_{name}" if name in base.defaults else name for name in initial}
         self._forget_last_method()
         self.fill()
@@ -91,7 +92,7 @@ class GroupSettings:
         for name, schedule in self._schedules.items():
             for group in self._base.param_groups:
                 if name != "rho" or not group["own_rho"]:
-                    group[self._keys[name]] = schedule(step)
+                    group[self._keys[name]] = _plain(schedule(step))
 
     def count_step(self) -> None:
         """One more step was taken."""
@@ -107,6 +108,13 @@ class GroupSettings:
             if name != "steps_taken" and name not in self._per_group:
                 shown[name] = self._schedules.get(name, self[name])
         return ", ".join(f"{name}={value!r}" for name, value in shown.items())
+
+
+def _plain(value: Any) -> Any:
+    """A number as Python's own: ``torch.load`` would refuse one of numpy's in a checkpoint."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return value
+    return int(value) if isinstance(value, Integral) else float(value)
 
 
 class DeviceSettings:

@@ -466,3 +466,6 @@ def test_bad_arguments():
         capture(tiltsam.SAM(base), problem.loss, (problem.x,), warm_up=0)
     with pytest.raises(TypeError, match="at least one tensor"):
         capture(tiltsam.SAM(base), problem.loss, ({"x": problem.x},))
+    for bad, got in ((lambda x: (problem.loss(), x), "tuple"), (lambda x: 0.5, "float"), (problem.model, "Tensor")):
+        with pytest.raises(TypeError, match=f"loss_fn must return the loss, a tensor with one element; got {got}"):
+            capture(tiltsam.SAM(base), bad, (problem.x,))(problem.x)

@@ -194,6 +194,9 @@ class CapturedStep:
 
         def closure(batch: tuple[Any, ...] = batch) -> Tensor:
             loss = self.loss_fn(*batch)
+            if not isinstance(loss, Tensor) or loss.numel() != 1:
+                got = f"Tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+                raise TypeError(f"loss_fn must return the loss, a tensor with one element; got {got}")
             loss.backward()
             return loss
 

@@ -55,7 +55,8 @@ CORE = {
     "curvature": {"flatness"},
     "landscape": {"flatness"},
     "flatness": {
-        *("batches", "buffers", "curvature", "distributed", "landscape", "palette", "sharpness", "tilting", "vectors"),
+        *("batches", "buffers", "checks", "curvature", "distributed", "landscape", "palette", "sharpness", "tilting"),
+        "vectors",
     },
     "integrations": {"info", "parameters", "wrapper"},
     "toys": {"chains", "palette", "samplers", "tilting"},

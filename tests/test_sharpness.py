@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -319,6 +320,21 @@ def test_sam_objective_is_its_definition() -> None:
     found = cross_objectives({"m": model}, cross_entropy, [batch], {"SAM": SamLoss(rho)})
     assert found.entry("m", "SAM").loss == pytest.approx(expected, rel=1e-9)
     assert math.isnan(found.entry("m", "SAM").error)
+
+
+@pytest.mark.parametrize(
+    ("objective", "message"),
+    [
+        (lambda: SamLoss(rho=-1.0), "rho must be a finite number >= 0, got -1.0"),
+        (lambda: TsamLoss(rho=math.nan), "rho must be a finite number >= 0, got nan"),
+        (lambda: TsamLoss(t=-1.0), "t must be a finite number >= 0, got -1.0"),
+        (lambda: TsamLoss(radius=-1.0), "radius must be a finite number >= 0, got -1.0"),
+        (lambda: TsamLoss(num_samples=0), "num_samples must be an integer >= 1, got 0"),
+    ],
+)
+def test_objectives_reject(objective: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        objective()
 
 
 def test_tsam_objective_of_a_slope() -> None:

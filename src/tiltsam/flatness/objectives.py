@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from tiltsam.checks import check_count, check_nonnegative
 from tiltsam.flatness.evaluation import Batches, LossFn, LossSurface, Progress, check_finite, generator
 from tiltsam.flatness.sums import total_norm, weighted_mean, wide
 from tiltsam.tilting import StreamingTilt
@@ -54,6 +55,9 @@ class SamLoss:
 
     rho: float = 0.05
 
+    def __post_init__(self) -> None:
+        check_nonnegative("rho", self.rho)
+
     def __call__(self, surface: LossSurface, batch: Any, key: tuple[int, int], /) -> Tensor:
         """The loss of the batch at the end of the step."""
         _climb(surface, batch, self.rho)
@@ -79,6 +83,13 @@ class TsamLoss:
     rho: float = 0.05
     radius: float | None = None
     num_samples: int = 5
+
+    def __post_init__(self) -> None:
+        check_nonnegative("t", self.t)
+        check_nonnegative("rho", self.rho)
+        if self.radius is not None:
+            check_nonnegative("radius", self.radius)
+        check_count("num_samples", self.num_samples)
 
     def __call__(self, surface: LossSurface, batch: Any, key: tuple[int, int], /) -> Tensor:
         """The tilted loss of the batch."""

@@ -440,6 +440,14 @@ def test_mistakes_are_one_line_and_exit_2(arguments, says, tmp_path, capsys):
     assert not list(tmp_path.iterdir())
 
 
+def test_label_smoothing_of_numbers_is_refused(tmp_path, capsys):
+    np.savez(tmp_path / "a.npz", x=np.random.default_rng(0).normal(size=(40, 2)), y=np.arange(40) / 7)
+    arguments = ["train", f"npz:{tmp_path / 'a.npz'}", "--label-smoothing", "0.1", "--out", str(tmp_path / "runs")]
+    assert main(arguments) == 2
+    assert "predicts a number, not a class: label smoothing does not apply to it" in capsys.readouterr().err
+    assert not list((tmp_path / "runs").iterdir())
+
+
 @pytest.mark.skipif(torch.backends.mps.is_available(), reason="there is one")
 def test_a_device_that_is_not_there(tmp_path, capsys):
     assert main(["train", "digits", "--device", "mps", "--out", str(tmp_path)]) == 2

@@ -142,6 +142,8 @@ class Run:
         self.batches = Batches(self.data, config.batch_size)
         self.team.check(self.batches.size, config.passes)
         part = len(self.team.part((self.data.train.targets[: self.batches.size],))[0])
+        if config.label_smoothing and self.data.num_classes == 1:
+            raise ConfigError(f"{config.task} predicts a number, not a class: label smoothing does not apply to it")
         if config.splits() and part < config.num_samples:
             raise ConfigError(f"a batch of {part} cannot be split among {config.num_samples} samples")
         self.batches.check(self.model, math.ceil(config.smallest_share() * part))

@@ -25,7 +25,7 @@ from trainers import (
 lightning = pytest.importorskip("lightning")
 from lightning.pytorch.callbacks import Callback  # noqa: E402
 from lightning.pytorch.plugins.precision import MixedPrecision  # noqa: E402
-from torchmetrics import MeanMetric  # noqa: E402
+from torchmetrics import MeanMetric, RunningMean  # noqa: E402
 
 from tiltsam.integrations.lightning import SharpnessAwareMixin  # noqa: E402
 
@@ -143,6 +143,23 @@ def test_the_first_pass_alone_is_logged_and_counted(parts, tmp_path):
     torch.testing.assert_close(torch.tensor(notes.epochs), firsts.mean(1), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(torch.tensor(notes.metrics), firsts.mean(1), rtol=1e-5, atol=1e-6)
     assert len(notes.norms) == STEPS
+
+
+def test_what_a_metric_counts_beside_its_states_is_put_back(tmp_path):
+    """A running mean turns to its next place at each update: two passes a step would use the same one of two."""
+
+    class Running(Model):
+        def __init__(self):
+            super().__init__("sam")
+            self.seen, self.means = RunningMean(window=2), []
+
+        def on_train_batch_end(self, *_):
+            self.means.append(self.seen.compute().item())
+
+    model = Running()
+    trainer(tmp_path, max_steps=3).fit(model, loader())
+    a, b, c = plain("sam", steps=3)[1]
+    assert model.means == pytest.approx([a, (a + b) / 2, (b + c) / 2], rel=1e-6)
 
 
 def test_batches_of_a_window_are_logged_by_their_own_sizes(tmp_path):

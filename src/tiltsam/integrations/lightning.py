@@ -148,13 +148,14 @@ class _MetricState:
     """What a torchmetric has counted, to be put back."""
 
     def __init__(self, metric: Any) -> None:
-        self.metric, self.count = metric, metric._update_count
+        self.metric = metric
+        self.counts = {name: value for name, value in vars(metric).items() if isinstance(value, int | float)}
         self.state = {k: list(v) if isinstance(v, list) else v.clone() for k, v in metric.metric_state.items()}
 
     def restore(self) -> None:
         for name, value in self.state.items():
             setattr(self.metric, name, value)
-        self.metric._update_count, self.metric._computed = self.count, None
+        vars(self.metric).update(self.counts, _computed=None)
 
 
 def _putting_off(training_step: Callable[..., Any]) -> Callable[..., Any]:

@@ -23,7 +23,7 @@ from trainers import (
 )
 
 lightning = pytest.importorskip("lightning")
-from lightning.pytorch.callbacks import Callback  # noqa: E402
+from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging  # noqa: E402
 from lightning.pytorch.plugins.precision import MixedPrecision  # noqa: E402
 from torchmetrics import MeanMetric, RunningMean  # noqa: E402
 
@@ -278,6 +278,26 @@ def test_a_batch_of_a_window_that_returns_none_counts_nothing(tmp_path):
 
     optimizer.step(closure)
     assert_close(flat(model.net), flat(twin))
+
+
+def test_an_epoch_without_backward_moves_statistics_alone(tmp_path):
+    """StochasticWeightAveraging runs one for BatchNorm, at the averaged weights."""
+
+    class Normalised(Model):
+        def __init__(self):
+            super().__init__()
+            self.net.insert(1, nn.BatchNorm1d(11, dtype=torch.float64))
+
+        def configure_optimizers(self):
+            return optimizer_for(self.net, self.method)
+
+    averaging = StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=1)
+    model = Normalised()
+    trainer(tmp_path, max_steps=-1, max_epochs=2, callbacks=[averaging]).fit(model, loader())
+    assert torch.equal(flat(model.net), flat(averaging._average_model.net))
+    means = torch.stack([model.net[0](x).mean(0) for x, _ in loader()])
+    assert_close(model.net[1].running_mean, means.mean(0).detach())
+    assert model.passes == 5 * (2 * model.optimizers().last.num_forwards + 1)
 
 
 def test_other_optimizers_are_left_alone(tmp_path):

@@ -70,6 +70,9 @@ class SharpnessAwareMixin:
             super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)  # type: ignore[misc]
             return
         trainer = self.trainer  # type: ignore[attr-defined]
+        if trainer.fit_loop._skip_backward:
+            optimizer_closure()  # for the sake of BatchNorm's statistics: there is nothing to descend
+            return
         if type(trainer.strategy).__name__ in _UNFIT:
             raise ValueError(
                 f"{type(trainer.strategy).__name__} cannot take a step of several passes: use strategy='ddp', or "
@@ -188,4 +191,5 @@ def _waits(module: Any) -> bool:
         and module.automatic_optimization
         and any(isinstance(optimizer, SharpnessAware) for optimizer in trainer.optimizers)
         and bool(trainer.fit_loop._should_accumulate())
+        and not trainer.fit_loop._skip_backward  # nor will there be a step
     )

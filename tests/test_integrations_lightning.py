@@ -362,6 +362,35 @@ def test_strategies_that_cannot_be_right_are_refused(tmp_path):
         trainer(tmp_path, strategy=FSDPStrategy()).fit(Model(), loader())
 
 
+def test_a_step_that_goes_past_the_mixin_is_refused(tmp_path):
+    """It would see the last batch of each window alone."""
+
+    class Own(Model):
+        def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure=None):
+            optimizer.step(closure=optimizer_closure)
+
+    class Behind(lightning.LightningModule, SharpnessAwareMixin):
+        def __init__(self):
+            super().__init__()
+            self.net = net()
+
+        def training_step(self, batch, batch_idx):
+            return loss_of(self.net, *batch)
+
+        def configure_optimizers(self):
+            return optimizer_for(self.net)
+
+    class Through(Model):
+        def optimizer_step(self, *args):
+            super().optimizer_step(*args)
+
+    for kind in (Own, Behind):
+        for parts in (1, 2):
+            with pytest.raises(RuntimeError, match=r"super\(\)\.optimizer_step"):
+                trainer(tmp_path, accumulate_grad_batches=parts).fit(kind(), loader(parts))
+    trainer(tmp_path, max_steps=2).fit(Through(), loader())
+
+
 def test_the_module_pickles():
     import pickle
 

@@ -22,6 +22,11 @@ __all__ = ["SharpnessAwareMixin"]
 # Strategies that shard or step by means that several passes cannot go through.
 _UNFIT = ("FSDPStrategy", "DeepSpeedStrategy", "XLAFSDPStrategy")
 
+_GOES_PAST = (
+    "a step went past SharpnessAwareMixin: it has to come before the LightningModule, and an optimizer_step of your "
+    "own has to end in super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure), not in optimizer.step"
+)
+
 
 class SharpnessAwareMixin:
     """Put before the LightningModule; ``configure_optimizers`` then returns an optimizer of tiltsam.
@@ -43,6 +48,7 @@ class SharpnessAwareMixin:
 
     Raises:
         TypeError: If ``training_step`` takes a ``dataloader_iter``: its passes would see different batches.
+        RuntimeError: If an ``optimizer_step`` of the module's own steps by itself instead of calling this one.
     """
 
     _waiting: tuple[tuple[tuple[Any, ...], dict[str, Any]], ...] = ()  # arguments of training_step, of one window
@@ -171,9 +177,13 @@ def _putting_off(training_step: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(training_step)
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self._passing or not _waits(self):
+        if self._passing or not _descends(self):
             return training_step(self, *args, **kwargs)
         fit = self.trainer.fit_loop
+        if not fit._should_accumulate():
+            if self._current_fx_name == "training_step":  # called by the Trainer, not by hand
+                raise RuntimeError(_GOES_PAST)
+            return training_step(self, *args, **kwargs)
         first = fit.batch_idx % self.trainer.accumulate_grad_batches == 0  # what an interrupted fit left is stale
         self._waiting = (*(() if first else self._waiting), (args, kwargs))
         return torch.zeros((), device=self.device, requires_grad=True)
@@ -182,14 +192,13 @@ def _putting_off(training_step: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
-def _waits(module: Any) -> bool:
-    """Whether the current batch is one of a window, and not its last."""
+def _descends(module: Any) -> bool:
+    """Whether the Trainer is to step a method of tiltsam on the current batch, or on the window it belongs to."""
     trainer = getattr(module, "_trainer", None)
     return (
         trainer is not None
         and trainer.training
         and module.automatic_optimization
         and any(isinstance(optimizer, SharpnessAware) for optimizer in trainer.optimizers)
-        and bool(trainer.fit_loop._should_accumulate())
-        and not trainer.fit_loop._skip_backward  # nor will there be a step
+        and not trainer.fit_loop._skip_backward
     )

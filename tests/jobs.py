@@ -110,6 +110,18 @@ def local_ascent(rank, steps):
     return flat(model)
 
 
+def what_ddp_cannot(rank, options, joined, parallel):
+    """The error of a step under DDP with such options, or inside ``join``."""
+    model = DistributedDataParallel(mlp(), **options)
+    optimizer = tiltsam.SAM(sgd(model.parameters()), model=model, parallel=parallel)
+    try:
+        with model.join(enable=joined):
+            train(model, optimizer, range(2), rank, dist.get_world_size())
+    except ValueError as error:
+        return str(error)
+    return None
+
+
 def local_ascent_by_hand(steps, parts):
     """m-SAM: the mean of the gradients at each part's own ascent."""
     model = mlp()

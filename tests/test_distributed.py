@@ -72,6 +72,16 @@ def test_local_ascent_is_m_sam(ranks):
     torch.testing.assert_close(found[0], jobs.local_ascent_by_hand(10, ranks.size), **CLOSE)
 
 
+def test_what_ddp_cannot_do_in_a_step_is_refused(ranks):
+    """Inside ``join`` losses and gradients would be paired with each other; static graphs break in ``no_sync``."""
+    everywhere, local = tiltsam.Parallel(), tiltsam.Parallel(ascent="local")
+    assert ranks(jobs.what_ddp_cannot, {"static_graph": True}, False, everywhere) == [None] * ranks.size
+    for error in ranks(jobs.what_ddp_cannot, {}, True, everywhere):
+        assert "give every rank as many batches" in error
+    for error in ranks(jobs.what_ddp_cannot, {"static_graph": True}, False, local):
+        assert "without static_graph" in error
+
+
 # ---------------------------------------------------------------- sharded
 
 

@@ -82,8 +82,7 @@ class World:
             if sharding.groups:
                 raise ValueError("sharded parameters cannot be stepped by one process alone: leave parallel out")
             return
-        inside = model.modules() if model is not None else ()  # it may be compiled, or part of another
-        self._ddp = next((m for m in inside if isinstance(m, DistributedDataParallel)), None)
+        self._ddp = ddp_in(model)
         self._samples = _unless_alone(parallel.samples)
         self._data = [g for g in self._data_groups(parallel, sharding) if _unless_alone(g) is not None]
         if self._samples is not None:
@@ -102,6 +101,8 @@ class World:
         self.local_ascent = parallel.ascent == "local" and bool(self._data)
         if self.local_ascent and self._ddp is None:
             raise ValueError("ascent='local' needs model=DistributedDataParallel(...), whose no_sync() it uses")
+        if self.local_ascent and self._ddp is not None and self._ddp.static_graph:
+            raise ValueError("ascent='local' needs a DistributedDataParallel without static_graph, for no_sync()")
 
     local_ascent: bool = False
     """Whether gradients of ascents are this rank's own."""
@@ -178,6 +179,12 @@ class World:
         if self.alone:
             yield
             return
+        if self._ddp is not None and self._ddp._join_config.enable:
+            # A rank without batches answers gradients, and would take losses for such.
+            raise ValueError(
+                "a step inside join() would wait for the losses of ranks that have run out of batches: give every rank "
+                "as many batches (drop_last=True)"
+            )
         try:
             yield
         except RuntimeError as error:
@@ -252,6 +259,12 @@ class Sharding:
         """Whether slices of parameter ``i`` along its first dimension lie on one rank each."""
         spec = self._specs[i]
         return not self.split(i) or (spec.dim() > 1 and all(p.dim == 0 for p in spec.placements if p.is_shard()))
+
+
+def ddp_in(model: torch.nn.Module | None) -> DistributedDataParallel | None:
+    """The DDP module: the model itself, or inside it, for it may be compiled, or part of another."""
+    inside = model.modules() if model is not None else ()
+    return next((m for m in inside if isinstance(m, DistributedDataParallel)), None)
 
 
 def is_sharded(p: Tensor) -> bool:

@@ -13,8 +13,9 @@ import torch
 from safetensors.torch import load_file
 
 from lab_processes import files_named
+from tiltsam.cli import main
 from tiltsam.lab.config import ConfigError
-from tiltsam.lab.team import Team
+from tiltsam.lab.team import Team, team_of_this_process
 
 pytestmark = pytest.mark.xdist_group("ranks")
 METHOD = ("--method", "tsam", "--rho", "0.5", "--num-samples", "3")
@@ -110,6 +111,25 @@ def test_a_mistake_is_told_once(tmp_path):
     output, _ = process.communicate(timeout=120)
     assert process.returncode != 0
     assert output.count("a batch of 63 cannot be divided evenly among 2 processes") == 1
+
+
+@pytest.mark.parametrize("local", [0, 1])
+def test_processes_without_a_gpu_each_are_told_by_the_one_that_speaks(local, monkeypatch):
+    told = {"RANK": local, "LOCAL_RANK": local, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+    for name, value in told.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ConfigError, match="2 processes of this host need a GPU each, and it has 1"):
+        team_of_this_process("data", "auto").__enter__()
+
+
+def test_on_every_host_one_process_speaks(monkeypatch, capsys):
+    for rank, local in ((0, 0), (1, 1), (2, 0), (3, 1)):
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("LOCAL_RANK", str(local))
+        assert main(["train", "nothing"]) == 2
+        assert ("no task named" in capsys.readouterr().err) == (local == 0)
 
 
 def test_one_process_is_a_team_of_its_own():

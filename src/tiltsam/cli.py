@@ -81,7 +81,7 @@ def _plain_warnings(command: str) -> Iterator[None]:
 
 
 def _mistake(command: str, error: object) -> int:
-    if os.environ.get("RANK", "0") == "0":  # of several processes one speaks
+    if os.environ.get("LOCAL_RANK", "0") == "0":  # of the processes of a host one speaks
         print(f"tiltsam {command}: {error}", file=sys.stderr)
     return 2
 

@@ -113,10 +113,9 @@ def team_of_this_process(split: Split, device: str, *, timeout: float = 300.0) -
     local = int(os.environ.get("LOCAL_RANK", "0"))
     on_gpu = device != "cpu" and torch.cuda.is_available()
     if on_gpu:
-        if local >= torch.cuda.device_count():
-            raise ConfigError(
-                f"process {local} of this host has no GPU of its own: there are {torch.cuda.device_count()}"
-            )
+        here, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", local + 1)), torch.cuda.device_count()
+        if here > gpus:  # all of them find it, so that the one that speaks does
+            raise ConfigError(f"{here} processes of this host need a GPU each, and it has {gpus}")
         torch.cuda.set_device(local)
     _connect("nccl" if on_gpu else "gloo", timeout)
     try:

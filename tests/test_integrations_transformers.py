@@ -243,6 +243,13 @@ def test_a_trainer_without_a_method_is_refused(tmp_path):
     SharpnessAwareTrainer(Classifier(), arguments, method=tiltsam.TSAM)
 
 
+def test_two_methods_are_refused(tmp_path):
+    model = Classifier()
+    arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
+    with pytest.raises(ValueError, match="not both"):
+        InOrder(model, arguments, optimizers=(optimizer_for(model.net), None), method=tiltsam.SAM)
+
+
 # Without a GPU there is no memory to pin, and torch says so.
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true:UserWarning")
 def test_the_example(tmp_path, monkeypatch):

@@ -46,7 +46,10 @@ class SharpnessAwareMixin:
         super().__init__(*args, **kwargs)
         self._method = method
         self._window: list[Any] = []
-        if method is None and not isinstance(self.optimizer, SharpnessAware):
+        brought = isinstance(self.optimizer, SharpnessAware)
+        if method is not None and brought:
+            raise ValueError(f"say method= or optimizers=({type(self.optimizer).__name__}(...), None), not both")
+        if method is None and not brought:
             raise ValueError("say which method: method=tiltsam.TSAM, or optimizers=(tiltsam.TSAM(base, ...), None)")
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:

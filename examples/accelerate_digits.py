@@ -11,10 +11,11 @@ from tiltsam.integrations.accelerate import step
 
 accelerator = Accelerator(gradient_accumulation_steps=2)  # and mixed_precision="fp16", where there is a GPU
 net = nn.Sequential(nn.Linear(64, 128), nn.BatchNorm1d(128), nn.ReLU(), nn.Linear(128, 10))
-tsam = tiltsam.TSAM(torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9), rho=0.1, model=net)
+model = accelerator.prepare(net)
+tsam = tiltsam.TSAM(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), rho=0.1, model=model)
 x, y = (torch.from_numpy(a) for a in load_digits(return_X_y=True))
 loader = DataLoader(TensorDataset(x.float() / 16, y), batch_size=32, shuffle=True)
-model, optimizer, loader = accelerator.prepare(net, tsam, loader)
+optimizer, loader = accelerator.prepare(tsam, loader)
 
 
 def loss_fn(x: Tensor, y: Tensor) -> Tensor:

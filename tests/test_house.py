@@ -58,7 +58,7 @@ CORE = {
         *("batches", "buffers", "checks", "curvature", "distributed", "landscape", "palette", "sharpness", "tilting"),
         "vectors",
     },
-    "integrations": {"info", "parameters", "wrapper"},
+    "integrations": {"distributed", "info", "parameters", "wrapper"},
     "toys": {"chains", "palette", "samplers", "tilting"},
 }
 

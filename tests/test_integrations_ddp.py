@@ -1,9 +1,11 @@
 """The trainers on two ranks: the same weights on both, and those of one process on the joined batches."""
 
 import warnings
+from unittest import mock
 
 import pytest
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from ranks import Ranks
 from trainers import (
@@ -26,6 +28,18 @@ pytest.importorskip("lightning")
 pytest.importorskip("accelerate")
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.xdist_group("ranks")
+
+
+def with_exchanges(rank, job, *args):
+    """What a job gives, and after how many of its forward passes ranks averaged gradients."""
+    forward, exchanged = DistributedDataParallel.forward, []
+
+    def noted(self, *inputs, **named):
+        exchanged.append(self.require_backward_grad_sync)
+        return forward(self, *inputs, **named)
+
+    with mock.patch.object(DistributedDataParallel, "forward", noted):
+        return job(rank, *args), sum(exchanged)
 
 
 def in_lightning(rank, folder, parts):
@@ -70,7 +84,7 @@ def in_lightning(rank, folder, parts):
     return flat(model.net)
 
 
-def in_accelerate(rank, folder, parts):
+def in_accelerate(rank, folder, parts, together=False):
     as_rank(rank, 2)
     import accelerate
     from accelerate.state import AcceleratorState, GradientState, PartialState
@@ -83,7 +97,7 @@ def in_accelerate(rank, folder, parts):
         cpu=True, gradient_accumulation_steps=parts, step_scheduler_with_optimizer=False
     )
     assert accelerator.num_processes == 2
-    model = net()
+    model = net() if together else accelerator.prepare(net())
     optimizer = optimizer_for(model)
     scheduler = halving(optimizer)
     model, optimizer, batches = accelerator.prepare(model, optimizer, loader(2 * parts))
@@ -93,6 +107,10 @@ def in_accelerate(rank, folder, parts):
                 loss = step(accelerator, optimizer, lambda x, y: loss_of(model, x, y), x, y, max_grad_norm=CLIP)
             if loss is not None:
                 scheduler.step()
+    if together:
+        return flat(model)
+    with model.join(), pytest.raises(ValueError, match="give every rank as many batches"):
+        step(accelerator, optimizer, lambda x, y: loss_of(model, x, y), x, y)
     return flat(model)
 
 
@@ -118,11 +136,16 @@ def test_two_ranks(tmp_path):
     One test, for what takes time is to import all of it, once in each process.
     """
     expected, _ = plain(clip=CLIP)
+    passes = STEPS * 2 * optimizer_for(net()).num_samples
     ranks = Ranks(2)
     try:
         for job in (in_lightning, in_accelerate, in_transformers):
-            first, second = ranks(job, str(tmp_path / job.__name__), 3)
+            (first, exchanges), (second, _) = ranks(with_exchanges, job, str(tmp_path / job.__name__), 3)
+            assert exchanges == passes, job.__name__  # not after each of the parts
             assert torch.equal(first, second), job.__name__
             assert_close(first, expected)
+        first, second = ranks(in_accelerate, str(tmp_path), 3, True)  # the optimizer knows the bare model alone
+        assert torch.equal(first, second)
+        assert_close(first, expected)
     finally:
         ranks.close()

@@ -18,6 +18,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType
 from torch import Tensor
 
+from tiltsam.distributed import ddp_in
 from tiltsam.wrapper import SharpnessAware
 
 __all__ = ["step"]
@@ -37,7 +38,9 @@ def step(
 
     Use it in place of ``accelerator.backward``, ``accelerator.clip_grad_norm_`` and ``optimizer.step``; in a loop that
     accumulates, inside ``with accelerator.accumulate(model)`` as usual. A step then sees all batches of its window in
-    every pass, and equals a step on one large batch; they are held in memory until then.
+    every pass, and equals a step on one large batch; they are held in memory until then. With DDP, prepare the model
+    first, and give the optimizer what comes back as ``model=``: ranks then average gradients once a pass, and not after
+    each of its batches.
 
     Args:
         accelerator: The accelerator.
@@ -55,9 +58,9 @@ def step(
 
     Example:
         >>> from accelerate import Accelerator
-        >>> accelerator, model = Accelerator(cpu=True), torch.nn.Linear(3, 1)
-        >>> sam = tiltsam.SAM(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
-        >>> model, sam = accelerator.prepare(model, sam)
+        >>> accelerator = Accelerator(cpu=True)
+        >>> model = accelerator.prepare(torch.nn.Linear(3, 1))
+        >>> sam = accelerator.prepare(tiltsam.SAM(torch.optim.SGD(model.parameters(), lr=0.1), model=model))
         >>> loss = step(accelerator, sam, lambda x: model(x).square().mean(), torch.ones(4, 3), max_grad_norm=1.0)
     """
     prepared = optimizer if isinstance(optimizer, AcceleratedOptimizer) else None
@@ -74,7 +77,7 @@ def step(
     def closure() -> Tensor:
         total = torch.zeros((), device=accelerator.device)
         for i, micro_batch in enumerate(window):
-            with without_sync(accelerator, i + 1 < len(window)):
+            with without_sync(accelerator, method.model, i + 1 < len(window)):
                 loss = loss_fn(*micro_batch)
                 accelerator.backward(loss)
             total = total + loss.detach() / accelerator.gradient_accumulation_steps
@@ -103,11 +106,16 @@ def check_distribution(accelerator: Accelerator) -> None:
         raise ValueError("FSDP 1 flattens parameters, so that norms would be wrong: take DDP, or set fsdp_version=2")
 
 
-def without_sync(accelerator: Accelerator, wanted: bool) -> ExitStack:
-    """Around passes whose gradient waits for another before ranks average it."""
+def without_sync(accelerator: Accelerator, model: torch.nn.Module | None, wanted: bool) -> ExitStack:
+    """Around passes whose gradient waits for another before ranks average it.
+
+    An accelerator keeps models as they were before it wrapped them for DDP, so that ``model`` has to say which that is.
+    """
     stack = ExitStack()
-    for model in accelerator._models if wanted else ():
-        stack.enter_context(accelerator.no_sync(model))
+    if wanted:
+        ddp = ddp_in(model)
+        for module in accelerator._models if ddp is None else [ddp]:
+            stack.enter_context(accelerator.no_sync(module))
     return stack
 
 

@@ -84,7 +84,7 @@ class SharpnessAwareMixin:
         def closure() -> Tensor:
             total = torch.zeros((), device=accelerator.device)
             for i, micro_batch in enumerate(self._window):
-                with without_sync(accelerator, i + 1 < len(self._window)):
+                with without_sync(accelerator, model, i + 1 < len(self._window)):
                     total = total + one_batch(model, micro_batch, num_items_in_batch)
             return total
 

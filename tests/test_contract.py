@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+import warnings
 
 import numpy as np
 import pytest
@@ -518,6 +519,16 @@ def test_bad_bases_and_models():
         tiltsam.TSAM(sgd(params), sampler=tiltsam.samplers.HMC)
     with pytest.raises(RuntimeError, match="no step was taken yet"):
         _ = tiltsam.SAM(sgd(params)).info
+
+
+@every_method
+def test_another_copy_of_the_model_is_noticed(method):
+    one, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    with pytest.warns(RuntimeWarning, match="another copy"):
+        method(sgd(one.parameters()), model=other)
+    with warnings.catch_warnings(action="error"):
+        method(sgd(one.parameters()), model=nn.Sequential(one, other))
+        method(sgd(one.parameters()), model=other.requires_grad_(False))  # a frozen model, something before it trained
 
 
 def test_bad_closures():

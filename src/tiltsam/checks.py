@@ -85,10 +85,19 @@ def check_base(base: Any, name: str, engine: type[Optimizer]) -> None:
         raise TypeError(f"{name} cannot wrap LBFGS: it evaluates the closure itself, several times a step")
 
 
-def check_model(model: Any) -> None:
-    """Raise unless ``model`` is one, or ``None``."""
-    if model is not None and not isinstance(model, torch.nn.Module):
+def check_model(model: Any, base: Optimizer) -> None:
+    """Raise unless ``model`` is one, or ``None``; warn if all that ``base`` trains is outside what it could train."""
+    if model is None:
+        return
+    if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    inside = {id(p) for p in model.parameters() if p.requires_grad}
+    if inside and inside.isdisjoint(id(p) for group in base.param_groups for p in group["params"]):
+        warnings.warn(
+            "none of the optimizer's parameters is one of model=: is that another copy of the model?",
+            RuntimeWarning,
+            stacklevel=4,
+        )
 
 
 def check_parallel(parallel: Any) -> None:

@@ -86,7 +86,7 @@ class SharpnessAware(Optimizer):
         foreach: bool = True,
     ) -> None:
         check_base(base, type(self).__name__, SharpnessAware)
-        check_model(model)
+        check_model(model, base)
         check_seed(seed)
         check_parallel(parallel)
         self.base = base

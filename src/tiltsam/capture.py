@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 
 from tiltsam.batches import cut
 from tiltsam.info import StepInfo
-from tiltsam.lanes import Lanes, Room, rooms_for
+from tiltsam.lanes import Lanes, Room, fits, rooms_for
 from tiltsam.parameters import Closure, ParameterSpace
 from tiltsam.passes import CapturedRandom
 from tiltsam.wrapper import SharpnessAware
@@ -137,7 +137,7 @@ class CapturedStep:
             raise ValueError(
                 "concurrent samples need model= and buffers_once: BatchNorm's statistics may move in one of them alone"
             )
-        if concurrent and (not optimizer.sampler.independent or getattr(optimizer.sampler, "shared", False)):
+        if concurrent and not fits(optimizer.sampler):
             raise ValueError(
                 f"the samples of this {type(optimizer).__name__} share an ascent and cannot run beside each other: "
                 "leave out concurrent"

@@ -21,7 +21,7 @@ from tiltsam.parameters import ParameterSpace
 from tiltsam.passes import to_the_end
 from tiltsam.samplers import Draw, Sampler
 
-__all__ = ["Lane", "Lanes", "Room", "rooms_for"]
+__all__ = ["Lane", "Lanes", "Room", "fits", "rooms_for"]
 
 
 class Room(NamedTuple):
@@ -112,6 +112,11 @@ class Lanes:
         for name in ("num_forwards", "num_backwards", "num_ascents"):
             setattr(self._space, name, sum(getattr(lane, name) for lane in self._lanes))
         return found
+
+
+def fits(sampler: Sampler) -> bool:
+    """Whether its samples can be drawn beside each other: none needs another one, or an ascent that they share."""
+    return sampler.independent and not getattr(sampler, "shared", False)
 
 
 def rooms_for(space: ParameterSpace, number: int) -> list[Room]:

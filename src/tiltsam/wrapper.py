@@ -28,7 +28,7 @@ from tiltsam.checks import (
 )
 from tiltsam.distributed import Parallel
 from tiltsam.info import NonfiniteCount, StepInfo
-from tiltsam.lanes import Lanes
+from tiltsam.lanes import Lanes, fits
 from tiltsam.parameters import Closure, ParameterSpace
 from tiltsam.passes import Passes
 from tiltsam.samplers import Center, Draw, Sampler
@@ -204,7 +204,7 @@ class SharpnessAware(Optimizer):
     def num_lanes(self) -> int:
         """How many samples of the coming step can be drawn beside each other; 0 where that is none or one."""
         sampler, number = self._plan()
-        return number if number > 1 and sampler.independent and not getattr(sampler, "shared", False) else 0
+        return number if number > 1 and fits(sampler) else 0
 
     def _weighing(self, space: ParameterSpace) -> Weighing:
         return OneSample()

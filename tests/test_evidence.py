@@ -128,6 +128,21 @@ def test_of_equals_the_one_with_the_smaller_loss_is_chosen(tmp_path):
     assert [cell.config for cell in STUDY.left(tmp_path, RATES, ["sam"])] == [second, first]
 
 
+def test_a_trial_that_another_process_ends_meanwhile_leaves_work_to_do(tmp_path, monkeypatch):
+    *others, last = STUDY.configs("sam", RATES)
+    for config in others:
+        fake(tmp_path, config, 1.0, 0.5)
+
+    def look(out, config, share):
+        found = score_at(out, config, share)
+        if config == last and found is None:  # it was not there yet; once we have looked, it is
+            fake(out, config, 1.0, 0.3)
+        return found
+
+    monkeypatch.setattr("evidence.study.score_at", look)
+    assert STUDY.left(tmp_path, RATES, ["sam"])
+
+
 def test_a_run_without_a_result_is_not_done(tmp_path):
     config = STUDY.configs("erm", RATES)[2]
     study = Variants("one", {"erm": config}, [0])

@@ -93,10 +93,13 @@ class Study:
         return sorted(cells, key=lambda cell: (order.index(cell.config.seed), cell.until))
 
     def _left_of(self, label: str, out: Path, rates: Rates) -> Iterator[Cell]:
-        *_, (share, standing) = self.standings(label, out, rates)
-        missing = [c for c in standing if score_at(out, c, share) is None]
-        yield from (Cell(label, c, share) for c in missing)
-        if share == 1 and not missing and (chosen := _first(standing, out)):
+        standing: list[TrainConfig] = []
+        for share, standing in self.standings(label, out, rates):
+            # Looked at once: what another process ends meanwhile counts as missing, and work goes on.
+            if missing := [c for c in standing if score_at(out, c, share) is None]:
+                yield from (Cell(label, c, share) for c in missing)
+                return
+        if chosen := _first(standing, out):
             others = [replace(chosen, seed=seed) for seed in self.seeds[1:]]
             yield from (Cell(label, c, 1.0) for c in others if score_at(out, c, 1.0) is None)
 

@@ -26,7 +26,7 @@ from evidence.tables import (
 )
 from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.record import Record
-from tiltsam.lab.train import TrainError
+from tiltsam.lab.train import TrainError, train
 
 RATES = {"erm": 1.0, "sam": 2.0}
 STUDY = Study(
@@ -141,6 +141,21 @@ def test_a_trial_that_another_process_ends_meanwhile_leaves_work_to_do(tmp_path,
 
     monkeypatch.setattr("evidence.study.score_at", look)
     assert STUDY.left(tmp_path, RATES, ["sam"])
+
+
+def test_a_pause_adds_no_epoch_to_the_best_ones(tmp_path):
+    config = replace(STUDY.base, method="erm", epochs=10.0, evaluate_every=4)
+    study = Variants("one", {"lr 0.1": config}, [0])
+    for until in (0.5, 1.0):
+        train(config, Record.of(tmp_path, config), until=until)
+    record = Record.of(tmp_path, config)
+    rows, _ = record.metrics()
+    assert [row["epoch"] for row in rows] == [4, 5, 8, 10]
+    rows[1] |= {"validation_accuracy": 2.0, "test_accuracy": 0.0}  # where the pause looked, and nobody else would
+    (record.folder / "metrics.jsonl").unlink()
+    for row in rows:
+        record.log(**row)
+    assert float(variant_table(study, tmp_path)[1][2]) > 0
 
 
 def test_a_run_without_a_result_is_not_done(tmp_path):

@@ -61,15 +61,15 @@ def over_seeds(out: Path, config: TrainConfig, seeds: Sequence[int]) -> dict[str
         if diverged(out, mine):
             found["diverged"].append(seed)
             continue
-        if score_at(out, mine, 1.0) is None:
+        result = Record.of(out, mine).result()
+        if result is None or score_at(out, mine, 1.0) is None:
             continue
         rows = rows_of(out, mine)
-        metric = next(name for name in rows[-1] if name.startswith("test_"))
-        best = max(rows, key=lambda row: float(row[metric.replace("test_", "validation_")]))
+        metric = f"test_{result['metric']}"
         found |= {"metric": metric, "steps": rows[-1]["steps"]}
         found["seeds"].append(seed)
         found["final"].append(100 * rows[-1][metric])
-        found["best"].append(100 * best[metric])
+        found["best"].append(100 * result["score_at_best_validation"])  # where a pause looked does not count
         found["size"].append(statistics.fmean(row["effective_sample_size"] for row in rows))
     return found
 

@@ -158,6 +158,22 @@ def test_a_pause_adds_no_epoch_to_the_best_ones(tmp_path):
     assert float(variant_table(study, tmp_path)[1][2]) > 0
 
 
+def test_a_run_that_was_restored_in_part_is_not_done(done, tmp_path, monkeypatch):
+    collect(done, tmp_path / "runs.jsonl.gz")
+    log = Record.log
+
+    def killed(record, **row):
+        if row["epoch"] == 4:
+            raise KeyboardInterrupt
+        log(record, **row)
+
+    monkeypatch.setattr(Record, "log", killed)
+    with pytest.raises(KeyboardInterrupt):
+        restore(tmp_path / "runs.jsonl.gz", tmp_path / "runs")
+    (metrics,) = (tmp_path / "runs").rglob("metrics.jsonl")
+    assert Record(metrics.parent).result() is None  # or it would be neither done nor trained
+
+
 def test_a_run_without_a_result_is_not_done(tmp_path):
     config = STUDY.configs("erm", RATES)[2]
     study = Variants("one", {"erm": config}, [0])

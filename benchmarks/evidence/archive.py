@@ -12,7 +12,7 @@ from tiltsam.lab.record import Record, folders_of_runs
 
 __all__ = ["collect", "restore"]
 
-_FILES = ("config", "environment", "result", "flatness")
+_FILES = ("config", "environment", "flatness", "result")
 
 
 def collect(out: Path, path: Path) -> int:
@@ -48,11 +48,11 @@ def restore(path: Path, out: Path) -> int:
         if (record.folder / "metrics.jsonl").exists():
             continue
         record.folder.mkdir(parents=True, exist_ok=True)
-        for name in _FILES:
-            if name in entry:
-                (record.folder / f"{name}.json").write_text(json.dumps(entry[name], indent=1) + "\n")
         for row in entry["metrics"]:
             record.log(**row)
+        for name in _FILES:  # the result last, as in training: a run that has one is finished
+            if name in entry:
+                (record.folder / f"{name}.json").write_text(json.dumps(entry[name], indent=1) + "\n")
         if entry["diverged"]:
             (record.folder / "diverged").touch()
         count += 1

@@ -174,6 +174,12 @@ def test_a_run_that_was_restored_in_part_is_not_done(done, tmp_path, monkeypatch
     assert Record(metrics.parent).result() is None  # or it would be neither done nor trained
 
 
+def test_labels_of_another_study_are_passed_over(done, capsys):
+    weights(STUDY, done, RATES, None, ["other"])
+    flat(STUDY, done, RATES, None, ["other"], draws=2)
+    assert capsys.readouterr().out == ""
+
+
 def test_a_run_without_a_result_is_not_done(tmp_path):
     config = STUDY.configs("erm", RATES)[2]
     study = Variants("one", {"erm": config}, [0])

@@ -20,7 +20,7 @@ import torch
 from bench_lab import random_cifar
 from evidence.archive import collect, restore
 from evidence.studies import STUDIES
-from evidence.study import Cell, Rates, Study, Variants, diverged, score_at
+from evidence.study import Cell, Rates, Study, Variants, diverged, score_at, wanted
 from evidence.tables import (
     cross_table,
     draw_curves,
@@ -219,7 +219,7 @@ def weights(study: Study, out: Path, rates: Rates, root: Path | None, labels: li
 
     On a GPU, whose sums are not ordered, they are not the same weights to the bit.
     """
-    for label in labels or study.trials:
+    for label in wanted(labels, study.trials):
         config = study.winner(label, out, rates)
         if config is None or (kept := Record.of(out, config).folder / "model.safetensors").exists():
             continue
@@ -237,7 +237,7 @@ def flat(
     for seed in study.seeds:
         runs = {
             label: record
-            for label, record in _winners(study, out, rates, labels or list(study.trials), seed).items()
+            for label, record in _winners(study, out, rates, wanted(labels, study.trials), seed).items()
             if not (record.folder / "flatness.json").exists()
         }
         for found, about in measure_runs(runs, examples=1000, root=root, plan=plan):

@@ -20,7 +20,7 @@ from typing import Any, Literal
 from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.record import Record
 
-__all__ = ["Cell", "Rates", "Study", "Variants", "diverged", "rows_of", "score_at"]
+__all__ = ["Cell", "Rates", "Study", "Variants", "diverged", "rows_of", "score_at", "wanted"]
 
 Rates = Mapping[str, float]
 """What a step of every label costs: milliseconds, with nothing else running, or passes."""
@@ -67,7 +67,7 @@ class Study:
 
     def timed(self, labels: Sequence[str] | None = None) -> set[str]:
         """The labels whose rates are needed, for all of its labels or for some."""
-        mine = _wanted(labels, self.trials)
+        mine = wanted(labels, self.trials)
         return {self.reference, *(self.same_steps.get(label, label) for label in mine)}
 
     def rate(self, label: str, rates: Rates) -> float:
@@ -87,7 +87,7 @@ class Study:
 
     def left(self, out: Path, rates: Rates, labels: Sequence[str] | None = None) -> list[Cell]:
         """What can be worked on now, most urgent first: trials, in the order of labels, then the winners' seeds."""
-        mine = _wanted(labels, self.trials)
+        mine = wanted(labels, self.trials)
         cells = [cell for label in mine for cell in self._left_of(label, out, rates)]
         order = list(self.seeds)
         return sorted(cells, key=lambda cell: (order.index(cell.config.seed), cell.until))
@@ -141,12 +141,12 @@ class Variants:
     def left(self, out: Path, rates: Rates, labels: Sequence[str] | None = None) -> list[Cell]:
         """What is not finished, seed by seed, in the order of labels."""
         del rates
-        mine = _wanted(labels, self.configs)
+        mine = wanted(labels, self.configs)
         cells = [Cell(label, replace(self.configs[label], seed=seed), 1.0) for seed in self.seeds for label in mine]
         return [cell for cell in cells if score_at(out, cell.config, 1.0) is None]
 
 
-def _wanted(labels: Sequence[str] | None, known: Mapping[str, object]) -> list[str]:
+def wanted(labels: Sequence[str] | None, known: Mapping[str, object]) -> list[str]:
     """Those of a study's labels that are asked for, in that order; without labels all of them."""
     return [label for label in labels or known if label in known]
 

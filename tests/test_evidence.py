@@ -174,6 +174,27 @@ def test_a_run_that_was_restored_in_part_is_not_done(done, tmp_path, monkeypatch
     assert Record(metrics.parent).result() is None  # or it would be neither done nor trained
 
 
+def test_what_is_broken_off_in_writing_leaves_no_half(done, tmp_path, monkeypatch):
+    path, out = tmp_path / "runs.jsonl.gz", tmp_path / "runs"
+    collect(done, path)
+    restore(path, out)
+    before = path.read_bytes()
+    write = Path.write_bytes
+
+    def half(place, content):
+        write(place, content[:100])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "write_bytes", half)
+    monkeypatch.setattr("shutil.copy", lambda source, place: half(Path(place), Path(source).read_bytes()))
+    with pytest.raises(KeyboardInterrupt):
+        collect(done, path)
+    assert path.read_bytes() == before
+    with pytest.raises(KeyboardInterrupt):
+        weights(STUDY, out, RATES, None, ["erm"])
+    assert not (Record.of(out, STUDY.winner("erm", out, RATES)).folder / "model.safetensors").exists()
+
+
 def test_labels_of_another_study_are_passed_over(done, capsys):
     weights(STUDY, done, RATES, None, ["other"])
     flat(STUDY, done, RATES, None, ["other"], draws=2)

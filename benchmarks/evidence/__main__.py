@@ -36,6 +36,7 @@ from tiltsam.flatness.objectives import ErmLoss, Objective, SamLoss, TsamLoss
 from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.data import Data
 from tiltsam.lab.devices import suited_to
+from tiltsam.lab.files import drafted
 from tiltsam.lab.flat import cross_runs, measure_runs, save_flatness
 from tiltsam.lab.loading import data_key, load_data
 from tiltsam.lab.recipes.cost import passes_per_step
@@ -225,7 +226,8 @@ def weights(study: Study, out: Path, rates: Rates, root: Path | None, labels: li
             continue
         again = Record.of(out / "again", config)
         result = train(config, again, root=root)
-        shutil.copy(again.folder / "model.safetensors", kept)
+        with drafted(kept) as draft:
+            shutil.copy(again.folder / "model.safetensors", draft)
         print(f"{label} again: {result}", flush=True)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from tiltsam.lab.files import drafted
 from tiltsam.lab.record import Record, folders_of_runs
 
 __all__ = ["collect", "restore"]
@@ -36,7 +37,8 @@ def collect(out: Path, path: Path) -> int:
             lines[entry["place"]] = entry
     path.parent.mkdir(parents=True, exist_ok=True)
     text = "".join(json.dumps(lines[name]) + "\n" for name in sorted(lines))
-    path.write_bytes(gzip.compress(text.encode(), mtime=0))
+    with drafted(path) as draft:
+        draft.write_bytes(gzip.compress(text.encode(), mtime=0))
     return len(lines)
 
 

@@ -298,7 +298,7 @@ NOISY_CHEAPER = replace(
     },
 )
 
-# On CIFAR-100 a rho of 0.1 peaks at 30 epochs, one of 0.2 higher at 50, and one of 0.4 is on its way up at 60.
+# On CIFAR-100 a rho of 0.1 peaks at 30 epochs, one of 0.2 higher at 50, where one of 0.4 is still on its way up.
 _RISING = [(0.03, 0.3), (0.03, 0.4), (0.03, 0.6), (0.03, 0.8), (0.1, 0.4)]
 NOISY_RISING = replace(
     NOISY,

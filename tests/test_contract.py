@@ -522,6 +522,26 @@ def test_bad_bases_and_models():
 
 
 @every_method
+@pytest.mark.parametrize("more", [{}, {"lr": 0.1}, {"rho": 0.05, "adaptive": True, "lr": 0.1}])
+def test_a_call_as_other_packages_want_it_shows_what_to_write(method, more):
+    params, name = nn.Linear(2, 2).parameters(), method.cls.__name__
+    right = rf"got generator: write {name}\(torch.optim.SGD\(model.parameters\(\), lr=0.1\), ...\)"
+    with pytest.raises(TypeError, match=right):
+        method.cls(params, torch.optim.SGD, **more)
+
+
+def test_a_method_of_ones_own_may_be_called_as_one_likes():
+    class Mine(tiltsam.SAM):
+        def __init__(self, params, base, **kwargs):
+            super().__init__(base(params, **kwargs))
+
+    optimizer = Mine(nn.Linear(2, 2).parameters(), torch.optim.SGD, lr=0.5)
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    with pytest.raises(TypeError, match="got list"):
+        tiltsam.SAM(base=[], rho=0.1)
+
+
+@every_method
 def test_another_copy_of_the_model_is_noticed(method):
     one, other = nn.Linear(2, 2), nn.Linear(2, 2)
     with pytest.warns(RuntimeWarning, match="another copy"):

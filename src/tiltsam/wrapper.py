@@ -7,9 +7,10 @@ such compositions and little more.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -69,6 +70,13 @@ class SharpnessAware(Optimizer):
     """
 
     per_group: ClassVar[frozenset[str]] = frozenset({"own_rho", "rho"})
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Refuse ``SAM(params, SGD, lr=0.1)``, as other packages want it, before Python finds fault with ``lr``."""
+        first = list(inspect.signature(cls.__init__).parameters)[1:2]
+        if args and first == ["base"]:  # a method of one's own may begin with something else
+            check_base(args[0], cls.__name__, SharpnessAware)
+        return super().__new__(cls)
 
     def __init__(
         self,

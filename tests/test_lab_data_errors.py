@@ -221,8 +221,11 @@ def test_wrong_folders_are_refused(tmp_path):
             load(name)
     with pytest.raises(DataError, match=r"train.csv .* is missing"):
         load(f"text:{tmp_path}")
-    with pytest.raises(DataError, match="is missing: write it with numpy"):
+    with pytest.raises(DataError, match=r"is a folder: name the .npz file itself"):
         load(f"npz:{tmp_path}")
+    (tmp_path / "a.zip").write_text("")
+    with pytest.raises(DataError, match=r"a.zip is no folder: make it one with one folder of images per class"):
+        load(f"images:{tmp_path / 'a.zip'}")
     with pytest.raises(DataError, match="holds 0 classes"):
         load(f"images:{tmp_path}")
     (tmp_path / "empty").mkdir()

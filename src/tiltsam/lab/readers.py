@@ -137,8 +137,10 @@ def class_folders(folder: Path) -> dict[str, list[Path]]:
     Raises:
         DataError: There is no such folder, no class in it, or a class without an image.
     """
-    if not folder.is_dir():
+    if not folder.exists():
         raise DataError(f"{folder} is missing: make it a folder with one folder of images per class")
+    if not folder.is_dir():
+        raise DataError(f"{folder} is no folder: make it one with one folder of images per class")
     found = {}
     for entry in sorted(folder.iterdir()):
         if entry.is_dir() and not entry.name.startswith("."):
@@ -161,8 +163,10 @@ def read_npz(path: Path) -> Mapping[str, np.ndarray]:
         Arrays by name.
 
     Raises:
-        DataError: The file is missing, damaged, no ``.npz``, or holds objects.
+        DataError: The file is missing, a folder, damaged, no ``.npz``, or holds objects.
     """
+    if path.is_dir():
+        raise DataError(f"{path} is a folder: name the .npz file itself, as numpy.savez(path, x=…, y=…) writes it")
     if not path.is_file():
         raise DataError(f"{path} is missing: write it with numpy.savez(path, x=…, y=…)")
     if not zipfile.is_zipfile(path):

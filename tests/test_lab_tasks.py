@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from PIL.ExifTags import Base
 
 from lab_files import check, cifar, dtd, fashion, glue, picture, rows, tiny
 from tiltsam.lab import own, readers, text
@@ -194,6 +195,56 @@ def test_grey_levels_without_a_white_are_refused(level, dtype, tmp_path):
     Image.fromarray(np.full((8, 8), level, dtype)).save(tmp_path / "grey.tif")
     with pytest.raises(DataError, match=r"grey.tif .* save it with 8 or 16 bits"):
         readers.read_images([tmp_path / "grey.tif"], 8)
+
+
+QUARTERS = np.kron(np.array([[10, 80], [160, 240]], np.uint8), np.ones((8, 8), np.uint8))
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [("a.jpg", "RGB"), ("a.png", "RGB"), ("a.tif", "RGB"), ("a.webp", "RGB"), ("a.png", "I;16"), ("a.tif", "I;16")],
+)
+@pytest.mark.parametrize("orientation", range(10))
+def test_pictures_stand_upright(name, mode, orientation, tmp_path):
+    exif = Image.Exif()
+    exif[Base.Orientation] = orientation
+    levels = QUARTERS if mode == "RGB" else QUARTERS.astype(np.uint16) << 8
+    picture = Image.fromarray(levels).convert(mode)
+    picture.save(tmp_path / name, exif=exif, **({"lossless": True} if name == "a.webp" else {}))
+    (image,) = readers.read_images([tmp_path / name], 16)
+    # What EXIF says of each number: where the first row and the first column of the file are to be seen.
+    turn = {2: np.fliplr, 3: lambda x: np.rot90(x, 2), 4: np.flipud, 5: np.transpose, 6: lambda x: np.rot90(x, -1)}
+    turn |= {7: lambda x: np.rot90(x, 2).T, 8: np.rot90}
+    upright = torch.from_numpy(turn.get(orientation, np.asarray)(QUARTERS).astype(np.float32))
+    torch.testing.assert_close(image.float(), upright.expand(3, 16, 16), atol=3, rtol=0)
+
+
+def test_a_damaged_note_on_orientation_is_no_damaged_picture(tmp_path):
+    Image.fromarray(QUARTERS).save(tmp_path / "a.jpg", exif=b"Exif\x00\x00nothing of the kind")
+    (image,) = readers.read_images([tmp_path / "a.jpg"], 16)
+    torch.testing.assert_close(image[0].float(), torch.from_numpy(QUARTERS).float(), atol=3, rtol=0)
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "P", "L", "RGB"])
+def test_what_is_transparent_is_seen_on_white(mode, tmp_path):
+    levels = np.full((8, 8), 200, np.uint8)
+    levels[:, 4:] = 40  # what a transparent pixel hides is nobody's to see
+    picture, options = Image.fromarray(levels), {}
+    if mode in ("RGBA", "LA"):
+        alpha = np.where(levels == 40, 0, 255).astype(np.uint8)
+        alpha[0, 0] = 51  # a fifth: 200 / 5 + 255 * 4 / 5
+        picture.putalpha(Image.fromarray(alpha))
+        picture = picture.convert(mode)
+    else:
+        picture = picture.convert(mode)
+        options["transparency"] = (40, 40, 40) if mode == "RGB" else int(np.asarray(picture)[0, 7])
+    picture.save(tmp_path / "a.png", **options)
+    (image,) = readers.read_images([tmp_path / "a.png"], 8)
+    expected = torch.full((3, 8, 8), 200, dtype=torch.uint8)
+    expected[:, :, 4:] = 255
+    if mode in ("RGBA", "LA"):
+        expected[:, 0, 0] = 244
+    assert torch.equal(image, expected)
 
 
 def test_own_text(tmp_path):

@@ -33,6 +33,15 @@ __all__ = ["class_folders", "file_digest", "read_cifar", "read_idx", "read_image
 
 _IDX_BYTES = 0x08  # the type byte of an idx file: unsigned bytes
 _SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".ppm", ".pgm", ".tif", ".tiff"}
+_TURNS = {  # what EXIF's orientations ask for, in Pillow's words; 1 is upright
+    2: "FLIP_LEFT_RIGHT",
+    3: "ROTATE_180",
+    4: "FLIP_TOP_BOTTOM",
+    5: "TRANSPOSE",
+    6: "ROTATE_270",
+    7: "TRANSVERSE",
+    8: "ROTATE_90",
+}
 
 
 def read_cifar(paths: Sequence[Path], label_bytes: int, num_classes: int) -> tuple[Tensor, Tensor]:
@@ -98,7 +107,8 @@ def read_idx(path: Path, dimensions: int) -> Tensor:
 def read_images(paths: Sequence[Path], size: int, *, what: str = "images", progress: Progress | None = None) -> Tensor:
     """Decode image files to one tensor, several at a time.
 
-    Each is brought to RGB, resized so that its shorter side is ``size``, and cut to the square in its middle.
+    Each is turned as its EXIF data tell, put on white where it is transparent, brought to RGB, resized so that its
+    shorter side is ``size``, and cut to the square in its middle.
 
     Args:
         paths: The files.
@@ -236,7 +246,8 @@ def _decode(path: Path, size: int) -> np.ndarray:
     try:
         with _reading(path), Image.open(path) as opened:
             opened.draft("RGB", (size, size))  # lets a JPEG be decoded at a fraction of its size
-            image = _eight_bits(path, opened).convert("RGB")
+            opened.load()
+            image = _upright(opened, _on_white(_eight_bits(path, opened)))
     except (OSError, SyntaxError, ValueError, EOFError, struct.error, Image.DecompressionBombError) as error:
         raise DataError(f"{path} is damaged: it cannot be decoded as an image ({type(error).__name__})") from error
     if image.size != (size, size):
@@ -255,6 +266,27 @@ def _eight_bits(path: Path, image: PIL.Image.Image) -> PIL.Image.Image:
         raise DataError(f"{path} has grey levels of which none is known to be white: save it with 8 or 16 bits")
     levels = np.asarray(image)
     return Image.fromarray((levels >> 8).astype(np.uint8))
+
+
+def _on_white(image: PIL.Image.Image) -> PIL.Image.Image:
+    """The image in RGB; a transparent pixel may hide any colour, so that Pillow's own way to RGB would show it."""
+    if "transparency" not in image.info and not image.mode.endswith(("A", "a")):
+        return image.convert("RGB")
+    from PIL import Image
+
+    seen = image.convert("RGBA")
+    return Image.alpha_composite(Image.new("RGBA", seen.size, "white"), seen).convert("RGB")
+
+
+def _upright(opened: PIL.Image.Image, image: PIL.Image.Image) -> PIL.Image.Image:
+    """The image, turned as a camera noted it in the file; TIFF has been by then, and has no note left."""
+    from PIL import ExifTags, Image
+
+    try:
+        noted = opened.getexif().get(ExifTags.Base.Orientation)
+    except (SyntaxError, ValueError, TypeError, struct.error):  # the note is damaged, the picture is not
+        return image
+    return image.transpose(Image.Transpose[_TURNS[noted]]) if noted in _TURNS else image
 
 
 def _check_labels(path: Path, labels: np.ndarray, num_classes: int) -> None:

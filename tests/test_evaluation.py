@@ -300,6 +300,13 @@ def test_a_loss_per_example_is_a_clear_error(measure: Any) -> None:
 
 
 @every
+@pytest.mark.parametrize("criterion", [nn.CrossEntropyLoss(), nn.functional.cross_entropy, nn.functional.mse_loss])
+def test_a_bare_criterion_is_a_clear_error(measure: Any, criterion: Any) -> None:
+    with pytest.raises(TypeError, match=r"called as loss_fn\(model, batch\): write .*supervised\("):
+        measure(convnet(), criterion, unequal_batches())
+
+
+@every
 def test_dict_batches_and_functions_of_them(measure: Any) -> None:
     model = convnet()
     expected = measure(model, cross_entropy, unequal_batches())

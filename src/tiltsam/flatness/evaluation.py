@@ -89,6 +89,7 @@ class LossSurface:
     Raises:
         ValueError: If the model has no trainable parameter, ``parameters`` names one it does not have, a parameter
             is sharded or complex, or ``batches`` can be walked only once.
+        TypeError: If ``loss_fn`` is a criterion of torch, which takes outputs and targets.
 
     Example:
         >>> model = nn.Linear(2, 1)
@@ -111,6 +112,11 @@ class LossSurface:
             raise ValueError(
                 f"batches is a {type(batches).__name__}, which can be walked only once; "
                 "give a list, a DataLoader, or a function that starts a new walk"
+            )
+        if getattr(loss_fn, "__module__", None) in ("torch.nn.functional", "torch.nn.modules.loss"):
+            raise TypeError(
+                "loss_fn is called as loss_fn(model, batch): write tiltsam.flatness.evaluation.supervised(criterion) "
+                f"around a criterion of outputs and targets, got {loss_fn}"
             )
         known = trainable(model)
         names = [parameters] if isinstance(parameters, str) else parameters

@@ -556,6 +556,8 @@ def test_bad_closures():
     optimizer = tiltsam.SAM(sgd(problem.model.parameters()))
     for loss in (problem.closure(), [problem.closure()], 0.5):
         with pytest.raises(TypeError, match=r"SAM.step\(\) needs a closure"):
+    with pytest.raises(TypeError, match=r"rho is a model \(Net\): write model="):
+        tiltsam.SAM(sgd(params), Problem().model)
             optimizer.step(loss)
     with pytest.raises(RuntimeError, match="left no gradient on any trainable parameter"):
         optimizer.step(problem.loss)

@@ -31,6 +31,9 @@ class GroupSettings:
     def __init__(self, base: Optimizer, initial: Mapping[str, Any], per_group: frozenset[str]) -> None:
         if "rho" in initial:
             initial = {"own_rho": False, **initial}  # ahead of rho: who brought one is asked before all are given one
+        for name, value in initial.items():
+            if isinstance(value, torch.nn.Module):
+                raise TypeError(f"{name} is a model ({type(value).__name__}): write model=, by name")
         self._base, self._per_group = base, per_group
         self._schedules: dict[str, Schedule] = {name: value for name, value in initial.items() if callable(value)}
         self._initial = {name: _plain(value(0) if callable(value) else value) for name, value in initial.items()}

@@ -386,6 +386,21 @@ def test_rho_per_group():
     seen, closure = _watched(theta)
     optimizer.step(closure)
     # The direction is the global one: each coordinate of n(g) is 1/√2.
+def test_settings_from_numpy_may_be_written_into_the_groups():
+    problem = Problem()
+    optimizer = tiltsam.TSAM(sgd(problem.model.parameters()))
+    edited = {"rho": np.float32(0.5), "t": np.float64(3.0), "num_samples": np.int64(2)}
+    optimizer.param_groups[0].update(edited)
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    group = torch.load(file, weights_only=True)["param_groups"][0]
+    assert {name: group[name] for name in edited} == edited
+    optimizer.param_groups[0].update(edited)
+    optimizer.step(problem.closure)
+    assert optimizer.info.num_backwards == 4
+
+
     assert seen[1] == pytest.approx([3.0, 3.0 + 0.5 / 2**0.5])
 
 

@@ -80,14 +80,19 @@ class GroupSettings:
             before: The groups as they were before a state was loaded: their values then count as initial.
         """
         groups = self._base.param_groups
+        Numbers that were written into the groups become Python's own.
+
         for i, group in enumerate(groups):
             for name, key in self._keys.items():
-                known = group if name in self._per_group else groups[0]
-                if before is not None:
-                    value = before[i][key]
-                else:
-                    value = self._keys["rho"] in group if name == "own_rho" else self._initial[name]
-                group.setdefault(key, known.get(key, value))
+                if key not in group:
+                    known = group if name in self._per_group else groups[0]
+                    if before is not None:
+                        value = before[i][key]
+                    else:
+                        value = self._keys["rho"] in group if name == "own_rho" else self._initial[name]
+                    group[key] = known.get(key, value)
+                elif type(group[key]) not in _PLAIN:
+                    group[key] = _plain(group[key])
 
     def follow_schedules(self) -> None:
         """Give scheduled settings their values at the coming step, but no group a rho that brought its own."""
@@ -111,6 +116,9 @@ class GroupSettings:
             if name != "steps_taken" and name not in self._per_group:
                 shown[name] = self._schedules.get(name, self[name])
         return ", ".join(f"{name}={value!r}" for name, value in shown.items())
+
+
+_PLAIN = frozenset({bool, int, float, type(None)})  # looked up for each group at each step: no need to ask further
 
 
 def _plain(value: Any) -> Any:

@@ -497,6 +497,14 @@ def test_schedules_follow_the_step_and_survive_a_resume():
 def test_names_the_base_already_uses():
     """Adadelta has a rho and RMSprop an alpha of their own; ours must not overwrite them."""
     problem = Problem()
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_t_of_one_group_is_not_that_of_the_others(which):
+    groups = [{"params": nn.Linear(2, 2).parameters()} for _ in range(2)]
+    groups[which]["t"] = 1.0
+    with pytest.raises(ValueError, match=r"t is one number for the whole step, but .* have \d+.0 and \d+.0"):
+        tiltsam.TSAM(sgd(groups), t=20.0)
+
+
     base = torch.optim.Adadelta(problem.model.parameters(), rho=0.9)
     optimizer = tiltsam.SAM(base, rho=0.05)
     assert base.param_groups[0]["rho"] == 0.9

@@ -39,6 +39,10 @@ class GroupSettings:
         self._initial = {name: _plain(value(0) if callable(value) else value) for name, value in initial.items()}
         self._keys = {name: f"tilt_{name}" if name in base.defaults else name for name in initial}
         self._forget_last_method()
+        for group in base.param_groups:  # or the others would follow what group 0 brought
+            for name, key in self._keys.items():
+                if name not in per_group and name != "steps_taken":
+                    group.setdefault(key, self._initial[name])
         self.fill()
 
     def __contains__(self, name: str) -> bool:

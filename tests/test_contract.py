@@ -281,7 +281,9 @@ def test_a_layer_frozen_while_training_stays_where_it_is(method):
 @every_method
 def test_step_without_closure_shows_what_to_write(method):
     optimizer = method(sgd(Problem().model.parameters()))
-    with pytest.raises(TypeError, match=r"(?s)needs a closure.*def closure\(\):.*optimizer.step\(closure\)"):
+    with pytest.raises(
+        TypeError, match=r"(?s)needs a closure.*def closure\(\):.*optimizer.step\(closure\).*micro-batches"
+    ):
         optimizer.step()
 
 
@@ -600,6 +602,8 @@ def test_a_captured_step_cuts_what_has_a_row_for_each_example():
     """Numbers and class weights belong to all examples, and stay whole."""
     problem, seen = Problem(nn.Linear(6, 3)), []
     batch = problem.x, problem.y, torch.ones(3, dtype=torch.float64), torch.tensor(0.1, dtype=torch.float64)
+    with pytest.raises(RuntimeError, match="of the optimizer's own parameters, not of a copy"):
+        copy.deepcopy(optimizer).step(problem.closure)
 
     def loss_fn(x, y, weights, smoothing):
         seen.append((len(x), len(y), len(weights), smoothing.dim()))

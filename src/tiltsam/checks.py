@@ -33,7 +33,9 @@ NEEDS_CLOSURE = """{name}.step() needs a closure, because it evaluates the loss 
         loss.backward()
         return loss
 
-    loss = optimizer.step(closure)"""
+    loss = optimizer.step(closure)
+
+To accumulate gradients, loop over micro-batches inside the closure: a step clears those it finds."""
 
 NEEDS_SCALER = """scaler.step(optimizer, ...) cannot step {name}, which runs several passes a step. Write:
 

@@ -213,8 +213,8 @@ class ParameterSpace(BlockVectors, DeviceSettings):
             p.grad = None  # the list is the one owner
         if all(g is None for g in gradient):
             raise RuntimeError(
-                "the closure left no gradient on any trainable parameter: it has to call loss.backward(), and must "
-                "not clear the gradients afterwards"
+                "the closure left no gradient on any trainable parameter: it has to call loss.backward() on a loss of "
+                "the optimizer's own parameters, not of a copy, and must not clear the gradients afterwards"
             )
         self._gradient, self._table = gradient, None
         loss = self.world.average(loss)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tiltsam
@@ -191,6 +192,21 @@ def test_schedulers_hooks_and_isinstance(method):
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1)
 
 
+def test_global_hooks_are_told_whose_step_it_is():
+    problem, seen = Problem(), []
+    optimizer = tiltsam.SAM(sgd(problem.model.parameters()))
+    hooks = [
+        register(lambda whose, *_: seen.append(type(whose).__name__))
+        for register in (register_optimizer_step_pre_hook, register_optimizer_step_post_hook)
+    ]
+    try:
+        optimizer.step(problem.closure)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    assert seen == ["SAM", "SGD", "SGD", "SAM"]
+
+
 @every_method
 def test_one_cycle_and_clipping_through_a_hook(method):
     problem = Problem()
@@ -370,6 +386,21 @@ def test_settings_from_numpy_are_plain_numbers_that_any_checkpoint_may_hold():
     assert (group["t"], group["rho"], group["num_samples"]) == (1.0, float(rho[0]), 2)
 
 
+def test_settings_from_numpy_may_be_written_into_the_groups():
+    problem = Problem()
+    optimizer = tiltsam.TSAM(sgd(problem.model.parameters()))
+    edited = {"rho": np.float32(0.5), "t": np.float64(3.0), "num_samples": np.int64(2)}
+    optimizer.param_groups[0].update(edited)
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    group = torch.load(file, weights_only=True)["param_groups"][0]
+    assert {name: group[name] for name in edited} == edited
+    optimizer.param_groups[0].update(edited)
+    optimizer.step(problem.closure)
+    assert optimizer.info.num_backwards == 4
+
+
 def _watched(theta):
     """Where each pass finds the parameters, and the closure that notes it."""
     seen = []
@@ -388,21 +419,6 @@ def test_rho_per_group():
     seen, closure = _watched(theta)
     optimizer.step(closure)
     # The direction is the global one: each coordinate of n(g) is 1/√2.
-def test_settings_from_numpy_may_be_written_into_the_groups():
-    problem = Problem()
-    optimizer = tiltsam.TSAM(sgd(problem.model.parameters()))
-    edited = {"rho": np.float32(0.5), "t": np.float64(3.0), "num_samples": np.int64(2)}
-    optimizer.param_groups[0].update(edited)
-    file = io.BytesIO()
-    torch.save(optimizer.state_dict(), file)
-    file.seek(0)
-    group = torch.load(file, weights_only=True)["param_groups"][0]
-    assert {name: group[name] for name in edited} == edited
-    optimizer.param_groups[0].update(edited)
-    optimizer.step(problem.closure)
-    assert optimizer.info.num_backwards == 4
-
-
     assert seen[1] == pytest.approx([3.0, 3.0 + 0.5 / 2**0.5])
 
 
@@ -481,6 +497,14 @@ def test_one_t_for_the_whole_step():
         optimizer.step(lambda: _backward(b(a(torch.ones(1, 2))).sum()))
 
 
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_t_of_one_group_is_not_that_of_the_others(which):
+    groups = [{"params": nn.Linear(2, 2).parameters()} for _ in range(2)]
+    groups[which]["t"] = 1.0
+    with pytest.raises(ValueError, match=r"t is one number for the whole step, but .* have \d+.0 and \d+.0"):
+        tiltsam.TSAM(sgd(groups), t=20.0)
+
+
 def test_schedules_follow_the_step_and_survive_a_resume():
     problem = Problem()
     optimizer = tiltsam.TSAM(sgd(problem.model.parameters()), t=linear_up(10.0, 5), rho=lambda k: 0.01 * k)
@@ -499,14 +523,6 @@ def test_schedules_follow_the_step_and_survive_a_resume():
 def test_names_the_base_already_uses():
     """Adadelta has a rho and RMSprop an alpha of their own; ours must not overwrite them."""
     problem = Problem()
-@pytest.mark.parametrize("which", [0, 1])
-def test_a_t_of_one_group_is_not_that_of_the_others(which):
-    groups = [{"params": nn.Linear(2, 2).parameters()} for _ in range(2)]
-    groups[which]["t"] = 1.0
-    with pytest.raises(ValueError, match=r"t is one number for the whole step, but .* have \d+.0 and \d+.0"):
-        tiltsam.TSAM(sgd(groups), t=20.0)
-
-
     base = torch.optim.Adadelta(problem.model.parameters(), rho=0.9)
     optimizer = tiltsam.SAM(base, rho=0.05)
     assert base.param_groups[0]["rho"] == 0.9
@@ -540,6 +556,8 @@ def test_bad_bases_and_models():
         tiltsam.SAM(torch.optim.LBFGS(params))
     with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, got list"):
         tiltsam.SAM(sgd(params), model=params)
+    with pytest.raises(TypeError, match=r"rho is a model \(Net\): write model="):
+        tiltsam.SAM(sgd(params), Problem().model)
     with pytest.raises(TypeError, match="sampler must be a name or an instance"):
         tiltsam.TSAM(sgd(params), sampler=tiltsam.samplers.HMC)
     with pytest.raises(RuntimeError, match="no step was taken yet"):
@@ -581,11 +599,11 @@ def test_bad_closures():
     optimizer = tiltsam.SAM(sgd(problem.model.parameters()))
     for loss in (problem.closure(), [problem.closure()], 0.5):
         with pytest.raises(TypeError, match=r"SAM.step\(\) needs a closure"):
-    with pytest.raises(TypeError, match=r"rho is a model \(Net\): write model="):
-        tiltsam.SAM(sgd(params), Problem().model)
             optimizer.step(loss)
     with pytest.raises(RuntimeError, match="left no gradient on any trainable parameter"):
         optimizer.step(problem.loss)
+    with pytest.raises(RuntimeError, match="of the optimizer's own parameters, not of a copy"):
+        copy.deepcopy(optimizer).step(problem.closure)
     with pytest.raises(TypeError, match=r"must return the loss, .*got NoneType"):
         optimizer.step(lambda: problem.closure() and None)
     with pytest.raises(ValueError, match="must return one loss, got a tensor of shape"):
@@ -602,8 +620,6 @@ def test_a_captured_step_cuts_what_has_a_row_for_each_example():
     """Numbers and class weights belong to all examples, and stay whole."""
     problem, seen = Problem(nn.Linear(6, 3)), []
     batch = problem.x, problem.y, torch.ones(3, dtype=torch.float64), torch.tensor(0.1, dtype=torch.float64)
-    with pytest.raises(RuntimeError, match="of the optimizer's own parameters, not of a copy"):
-        copy.deepcopy(optimizer).step(problem.closure)
 
     def loss_fn(x, y, weights, smoothing):
         seen.append((len(x), len(y), len(weights), smoothing.dim()))

@@ -80,12 +80,12 @@ class GroupSettings:
     def fill(self, before: Sequence[Mapping[str, Any]] | None = None) -> None:
         """Give groups that lack a setting its initial value; global ones follow group 0, which may have moved on.
 
+        Numbers that were written into the groups become Python's own.
+
         Args:
             before: The groups as they were before a state was loaded: their values then count as initial.
         """
         groups = self._base.param_groups
-        Numbers that were written into the groups become Python's own.
-
         for i, group in enumerate(groups):
             for name, key in self._keys.items():
                 if key not in group:

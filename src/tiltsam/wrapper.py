@@ -49,6 +49,9 @@ class SharpnessAware(Optimizer):
     ``own_rho`` says which); the others are one number for the whole step. A base that is wrapped once more takes the
     new method's settings, and goes on counting steps.
 
+    A step is one of the wrapper's, and inside it one of the base's: torch's global step hooks run for both (for the
+    wrapper alone where :func:`tiltsam.capture` replays a graph), and are told by their first argument which it is.
+
     A step never leaves a weight perturbed: whatever the closure raises, θ is back bit for bit.
 
     Args:

@@ -247,12 +247,22 @@ def test_frozen_parameters_are_left_out(measure: Any) -> None:
 @every
 @pytest.mark.parametrize(
     ("batches", "message"),
-    [([], "empty"), (iter([(torch.ones(2, 1), torch.ones(2, 1))]), "only once"), ([(torch.ones(0, 1),) * 2], "size 0")],
-    ids=["no batch", "iterator", "empty batch"],
+    [
+        ([], "empty"),
+        (iter([(torch.ones(2, 1), torch.ones(2, 1))]), "only once"),
+        ([(torch.ones(0, 1),) * 2], "size 0"),
+        (TensorDataset(torch.ones(2, 1), torch.ones(2, 1)), r"TensorDataset, .* wrap it in a DataLoader"),
+    ],
+    ids=["no batch", "iterator", "empty batch", "examples"],
 )
 def test_bad_data_is_a_clear_error(measure: Any, batches: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         measure(nn.Linear(1, 1), mse, batches)
+
+
+def test_one_batch_is_not_taken_for_many() -> None:
+    with pytest.raises(ValueError, match=r"is one batch \(dict\): write \[batch\]"):
+        LossSurface(nn.Linear(1, 1), mse, {"x": torch.ones(2, 1)})
 
 
 @every

@@ -20,13 +20,14 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Dataset, IterableDataset
 
 from tiltsam.batches import leaves, to_device
 from tiltsam.buffers import KeptBuffers
@@ -88,7 +89,7 @@ class LossSurface:
 
     Raises:
         ValueError: If the model has no trainable parameter, ``parameters`` names one it does not have, a parameter
-            is sharded or complex, or ``batches`` can be walked only once.
+            is sharded or complex, or ``batches`` can be walked only once, is a batch or yields examples.
         TypeError: If ``loss_fn`` is a criterion of torch, which takes outputs and targets.
 
     Example:
@@ -113,6 +114,10 @@ class LossSurface:
                 f"batches is a {type(batches).__name__}, which can be walked only once; "
                 "give a list, a DataLoader, or a function that starts a new walk"
             )
+        if isinstance(batches, Mapping):
+            raise ValueError(f"batches is one batch ({type(batches).__name__}): write [batch]")
+        if isinstance(batches, Dataset) and not isinstance(batches, IterableDataset):
+            raise ValueError(f"batches is a {type(batches).__name__}, which yields examples: wrap it in a DataLoader")
         if getattr(loss_fn, "__module__", None) in ("torch.nn.functional", "torch.nn.modules.loss"):
             raise TypeError(
                 "loss_fn is called as loss_fn(model, batch): write tiltsam.flatness.evaluation.supervised(criterion) "

@@ -602,6 +602,10 @@ def test_bad_closures():
             optimizer.step(loss)
     with pytest.raises(RuntimeError, match="left no gradient on any trainable parameter"):
         optimizer.step(problem.loss)
+    with pytest.raises(TypeError, match=r"ascent_closure must be a closure, got GradScaler: write scaler=scaler"):
+        optimizer.step(problem.closure, torch.amp.GradScaler("cpu"))
+    with pytest.raises(TypeError, match=r"ascent_closure must be a closure, got Tensor"):
+        optimizer.step(problem.closure, problem.loss())
     with pytest.raises(RuntimeError, match="of the optimizer's own parameters, not of a copy"):
         copy.deepcopy(optimizer).step(problem.closure)
     with pytest.raises(TypeError, match=r"must return the loss, .*got NoneType"):

@@ -254,6 +254,9 @@ class SharpnessAware(Optimizer):
         closures = [closure] if callable(closure) else closure
         if not isinstance(closures, Sequence) or not all(callable(one) for one in closures):  # a loss, say
             raise TypeError(NEEDS_CLOSURE.format(name=type(self).__name__))
+        if ascent_closure is not None and not callable(ascent_closure):
+            hint = ": write scaler=scaler" if isinstance(ascent_closure, torch.amp.GradScaler) else ""
+            raise TypeError(f"ascent_closure must be a closure, got {type(ascent_closure).__name__}{hint}")
         with torch.no_grad():
             space = self.prepare(closures, ascent_closure)
             space.scaler = scaler if scaler is not None and scaler.is_enabled() else None

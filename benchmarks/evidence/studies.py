@@ -120,7 +120,7 @@ def _fine_tuning(task: str) -> Study:
 
 FINE_TUNING = [_fine_tuning(task) for task in _NAMES]
 
-# 64 tokens cut more than a third of RTE's examples, 128 a few.
+# 64 tokens cut more than a third of RTE's examples, 128 an eighth.
 _RTE = FINE_TUNING[0]
 _WHOLE = replace(_RTE.base, max_length=128)
 RTE_WHOLE = replace(_RTE, name="minilm-rte-whole", title="MiniLM on RTE, 128 tokens", base=_WHOLE)

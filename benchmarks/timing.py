@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 import tiltsam
+from tiltsam.provenance import code_digest
 
 
 def best_of(
@@ -63,6 +64,7 @@ def environment(device: torch.device) -> dict[str, object]:
     """What stands beside every figure."""
     found: dict[str, object] = {
         "tiltsam": tiltsam.__version__,
+        "code": code_digest(),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "threads": torch.get_num_threads(),

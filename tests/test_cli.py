@@ -7,6 +7,7 @@ import pytest
 
 import tiltsam
 from tiltsam.cli import main
+from tiltsam.provenance import code_digest
 
 
 def run(*arguments, **options):
@@ -14,7 +15,7 @@ def run(*arguments, **options):
 
 
 def test_version_help_and_methods(capsys):
-    assert run("--version").stdout.strip() == f"tiltsam {tiltsam.__version__}"
+    assert run("--version").stdout.strip() == f"tiltsam {tiltsam.__version__} (code {code_digest()})"
     assert "toys" in run("--help").stdout
     assert main(["methods"]) == 0
     lines = capsys.readouterr().out.splitlines()

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import tiltsam
+from tiltsam.provenance import code_digest
 
 __all__ = ["main"]
 
@@ -28,7 +29,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="tiltsam",
         description="Tilted sharpness-aware minimisation and its relatives: flat minima for any torch optimizer.",
     )
-    parser.add_argument("--version", action="version", version=f"tiltsam {tiltsam.__version__}")
+    version = f"tiltsam {tiltsam.__version__} (code {code_digest()})"
+    parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     toys = commands.add_parser(

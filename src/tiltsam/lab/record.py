@@ -1,7 +1,7 @@
 """A run's folder: what was asked, where it ran, how it went, and enough to go on after any interruption.
 
     RUN/config.json         the resolved config
-    RUN/environment.json    versions, device, a fingerprint of one's own data
+    RUN/environment.json    versions, device, fingerprints of the code and of one's own data
     RUN/metrics.jsonl       one JSON object a line, appended, never rewritten
     RUN/checkpoints/N/      enough to go on (:mod:`tiltsam.lab.checkpoints`); the last two are kept
     RUN/model.safetensors   the trained model, once finished
@@ -36,6 +36,7 @@ from tiltsam.lab.checkpoints import Checkpoint
 from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.errors import RecordError
 from tiltsam.lab.files import load_tensors, save_tensors, write_json
+from tiltsam.provenance import code_digest
 
 __all__ = ["Checkpoint", "Record", "RecordError", "folders_of_runs", "is_number", "read_metrics"]
 
@@ -281,6 +282,7 @@ def _ends_in_half_a_line(path: Path) -> bool:
 def _environment(device: torch.device) -> dict[str, Any]:
     found: dict[str, Any] = {
         "tiltsam": tiltsam.__version__,
+        "code": code_digest(),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "device": str(device),

@@ -155,7 +155,7 @@ def _milliseconds(configs: Mapping[str, TrainConfig], root: Path | None) -> dict
                 data = load_data(config, root) if root or config.model != "resnet18" else random_cifar(2048, 64)
             run = Run(config, Record(Path(folder)), data)
             run.model.train()
-            steps[label] = partial(run.step, *next(run.batches.epoch(0, 0)))
+            steps[label] = partial(run.take_step, next(run.batches.epoch(0, 0)))
         with suited_to(run.device, run.model):
             for step in steps.values():
                 for _ in range(4):  # the fourth is captured

@@ -317,6 +317,37 @@ NOISY_RISING = replace(
     },
 )
 
+# ---------------------------------------------------------------- averaged weights
+
+# At a constant learning rate the last weights are one draw from where they wander; their average is the middle of it.
+
+
+def _averaged(study: Study, labels: Sequence[str]) -> Study:
+    """The trials of some labels once more, with what is tested averaged."""
+    found = {f"{label} (averaged)": [{**trial, "average": True} for trial in study.trials[label]] for label in labels}
+    beside = {study.reference: study.trials[study.reference]}
+    return replace(study, name=f"{study.name}-averaged", trials=beside | found)
+
+
+NOISY_AVERAGED = _averaged(NOISY, ("sam", "tsam s=1", "erm"))
+FINE_TUNING_AVERAGED = [_averaged(study, ("sam", "tsam s=1", "erm")) for study in FINE_TUNING]
+DIGITS_AVERAGED = Variants(
+    "digits-averaged",
+    {
+        f"rho at radius {radius:g}: {rho:g}": replace(_DIGITS_CENTER, radius=radius, rho=rho, average=True)
+        for radius in (0.0, 4.0)
+        for rho in (0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
+    }
+    | {
+        f"lr of erm: {lr:g}": replace(DIGITS.base, method="erm", epochs=120.0, evaluate_every=6, lr=lr, average=True)
+        for lr in (0.003, 0.01, 0.03)
+    },
+    tuple(range(5)),
+    DIGITS.title,
+)
+
+# ---------------------------------------------------------------- batches in parts, for a transformer
+
 # Batches in parts won on digits; parts of eight examples do not fill a GPU and run beside each other.
 _QUARTERED = _with_pairs("tsam", _FINE_PAIRS, **_in_parts(4), concurrent=True)
 FINE_TUNING_PARTS = [
@@ -331,6 +362,8 @@ _ALL: list[Study | Variants] = [
     NOISY_ACTS,
     *FINE_TUNING,
     *FINE_TUNING_PARTS,
+    NOISY_AVERAGED,
+    *FINE_TUNING_AVERAGED,
     RTE_WHOLE,
     DIGITS,
     DIGITS_CHEAPER,
@@ -339,5 +372,6 @@ _ALL: list[Study | Variants] = [
     DIGITS_FINE,
     DIGITS_SPLIT,
     DIGITS_RISING,
+    DIGITS_AVERAGED,
 ]
 STUDIES: dict[str, Study | Variants] = {study.name: study for study in _ALL}

@@ -3,12 +3,14 @@
 - The methods: :class:`TSAM`, and :class:`ERM`, :class:`SAM`, :class:`ASAM`, :class:`LineSearchSAM`, :class:`PGN`,
   :class:`RSAM` that it is compared with; :data:`METHODS` maps the paper's names to them.
 - The fast step: :func:`capture` runs a whole step as one CUDA graph.
+- Averaged weights: :class:`WeightAverage`, beside any optimizer.
 - Several processes: :class:`Parallel`; DDP and FSDP2 are noticed by themselves.
 - Measuring flatness: :mod:`tiltsam.sharpness`, :mod:`tiltsam.curvature`, :mod:`tiltsam.landscape`.
 - The mathematics: :mod:`tiltsam.tilting`, :mod:`tiltsam.samplers`.
 """
 
 from tiltsam import curvature, landscape, samplers, sharpness, tilting
+from tiltsam.averaging import WeightAverage
 from tiltsam.capture import capture
 from tiltsam.distributed import Parallel
 from tiltsam.info import StepInfo
@@ -30,6 +32,7 @@ __all__ = [
     "Parallel",
     "SharpnessAware",
     "StepInfo",
+    "WeightAverage",
     "__version__",
     "capture",
     "curvature",

@@ -1,7 +1,7 @@
 """Checkpoints: all that a run needs to go on, in a folder each.
 
     N/model.safetensors       the weights and buffers after epoch N
-    N/optimizer.safetensors   the tensors of the optimizer's state, and the states of the random generators
+    N/optimizer.safetensors   the tensors of the optimizer's state, averaged weights, states of the random generators
     N/state.json              the rest
     N/manifest.json           the digests of these files
 
@@ -16,7 +16,7 @@ import json
 import os
 import shutil
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,8 @@ class Checkpoint:
     """Numbers: epoch, passes, seconds, best so far."""
     random: dict[str, Tensor]
     """States of the global generators."""
+    average: dict[str, Tensor] = field(default_factory=dict)
+    """The averaged weights, of a run that has some."""
 
 
 def seconds_between() -> float:
@@ -61,7 +63,8 @@ def save(folder: Path, checkpoint: Checkpoint) -> None:
     try:
         tensors, rest = _split_optimizer(checkpoint.optimizer)
         save_tensors(draft / "model.safetensors", checkpoint.model)
-        save_tensors(draft / "optimizer.safetensors", tensors | _prefixed("random.", checkpoint.random))
+        beside = _prefixed("random.", checkpoint.random) | _prefixed("average.", checkpoint.average)
+        save_tensors(draft / "optimizer.safetensors", tensors | beside)
         write_json(draft / "state.json", {"optimizer": rest, "state": checkpoint.state})
         write_json(draft / "manifest.json", {p.name: _digest(p) for p in sorted(draft.iterdir())})
         shutil.rmtree(place, ignore_errors=True)
@@ -83,12 +86,12 @@ def load(folder: Path) -> Checkpoint | None:
                     raise ValueError(f"{name} does not match its digest")
             body = json.loads((place / "state.json").read_text())
             tensors = load_tensors(place / "optimizer.safetensors")
-            random = {k.removeprefix("random."): v for k, v in tensors.items() if k.startswith("random.")}
             return Checkpoint(
                 load_tensors(place / "model.safetensors"),
                 _join_optimizer(tensors, body["optimizer"]),
                 body["state"],
-                random,
+                _with_prefix("random.", tensors),
+                _with_prefix("average.", tensors),
             )
         except (OSError, ValueError, KeyError) as error:
             warnings.warn(
@@ -129,6 +132,10 @@ def _join_optimizer(tensors: dict[str, Tensor], rest: dict[str, Any]) -> dict[st
 
 def _prefixed(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {f"{prefix}{name}": value for name, value in tensors.items()}
+
+
+def _with_prefix(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
 
 
 def _digest(path: Path) -> str:

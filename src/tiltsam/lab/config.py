@@ -62,6 +62,7 @@ _SAYS_NOTHING: dict[str, Any] = {
     "ascent_fraction": 1.0,
     "split": False,
     "concurrent": False,
+    "average": False,
 }
 
 
@@ -167,6 +168,9 @@ class TrainConfig:
     """cpu, cuda, cuda:1; auto takes a GPU if there is one."""
     reestimate_batchnorm: bool = True
     """Before each test, estimate BatchNorm's statistics anew at the weights themselves, on training examples."""
+    average: bool = False
+    """Test and keep an average of the weights, mostly over the last tenth of the steps so far, not the weights
+    themselves."""
     max_length: int = 64
     """Tokens of a text."""
     image_size: int | None = None

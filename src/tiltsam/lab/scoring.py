@@ -2,20 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
+from tiltsam.averaging import WeightAverage
+from tiltsam.buffers import KeptBuffers
 from tiltsam.lab.data import Data, Split
 from tiltsam.lab.metrics import METRICS
 
-__all__ = ["reestimate_batchnorm", "score"]
+__all__ = ["as_tested", "reestimate_batchnorm", "score"]
 
 EVAL_BATCH = 512
 BATCHNORM_BATCHES = 40  # enough for BatchNorm's statistics to settle, far less than an epoch of CIFAR
 
 Outputs = Callable[[Split], Tensor]
+
+
+@contextmanager
+def as_tested(model: nn.Module, average: WeightAverage | None) -> Iterator[None]:
+    """The model with its averaged weights, if it has some; whatever is done to its buffers is undone afterwards."""
+    if average is not None:
+        with average.applied():
+            yield
+        return
+    kept = KeptBuffers()
+    kept.keep(model.modules())
+    try:
+        yield
+    finally:
+        kept.put_back()
 
 
 @torch.no_grad()

@@ -24,7 +24,8 @@ from tiltsam.lab.data import Data, Split
 from tiltsam.lab.devices import Leash, resolve_device, suited_to
 from tiltsam.lab.loading import build_model, load_data
 from tiltsam.lab.record import Checkpoint, Record
-from tiltsam.lab.scoring import reestimate_batchnorm, score
+from tiltsam.lab.schedules import rate_factor
+from tiltsam.lab.scoring import as_tested, reestimate_batchnorm, score
 from tiltsam.lab.team import Team
 from tiltsam.lab.tensorboard import Board
 
@@ -136,6 +137,7 @@ class Run:
         self.trained = self.team.wrap(self.model)
         self._passing = torch.compile(self.trained) if config.compile else self.trained
         self.optimizer = self._optimizer()
+        self.average = tiltsam.WeightAverage(self.model) if config.average else None
         self._rho: float = self.optimizer.param_groups[0].get("rho", 0.0)
         self.progress = Progress()
         self.best: dict[str, Any] = {}
@@ -233,7 +235,7 @@ class Run:
                 ticked = now
             self._set_rates(progress.done)
             # kept, not added up: a sum would be one more kernel at every step
-            losses.append(self._take_step(self.team.part(batch)))
+            losses.append(self.take_step(self.team.part(batch)))
             last = self.optimizer.last
             sizes.append(last.effective_sample_size)
             progress.passes += last.cost(config.ascent_fraction)
@@ -251,9 +253,14 @@ class Run:
             run = f"{self.config.method}, seed {self.config.seed}"
             raise Diverged(f"the loss is not finite {where} of {run}: lower lr or rho")
 
-    def _take_step(self, batch: Sequence[Tensor]) -> Tensor:
-        if not self.config.compile:
-            return self.step(*batch)
+    def take_step(self, batch: Sequence[Tensor]) -> Tensor:
+        """One step on a batch, and what is done after each; returns its loss."""
+        loss = self.step(*batch) if not self.config.compile else self._compiled_step(batch)
+        if self.average is not None:
+            self.average.update()
+        return loss
+
+    def _compiled_step(self, batch: Sequence[Tensor]) -> Tensor:
         from torch._dynamo.exc import TorchDynamoException  # half a second
 
         try:
@@ -282,19 +289,11 @@ class Run:
     def _set_rates(self, done: float) -> None:
         """The learning rate, and rho and the tilt where they have schedules."""
         config = self.config
-        factor = 1.0
-        if config.warmup and done < config.warmup:
-            factor = (done + 1e-3) / (config.warmup + 1e-3)
-        elif config.schedule == "cosine":
-            factor = 0.5 * (1 + math.cos(math.pi * done))
-        elif config.schedule == "linear":
-            factor = 1 - done
-        elif config.schedule == "step":
-            factor = 0.1 ** ((done >= 0.5) + (done >= 0.75))
+        lr = config.lr * rate_factor(config, done)
         own = METHOD_SETTINGS[config.method]
         shares = {"up": done, "down": 1 - done}
         for group in self.optimizer.param_groups:
-            group["lr"] = config.lr * factor
+            group["lr"] = lr
             if "rho_schedule" in own and config.rho_schedule in shares:
                 group["rho"] = self._rho * shares[config.rho_schedule]
             if "t_schedule" in own and config.t_schedule in shares:
@@ -319,10 +318,7 @@ class Run:
     # ---------------------------------------------------------------- evaluation
 
     def _evaluate(self, loss: float, spread: float) -> dict[str, Any]:
-        """The epoch's line: losses and metrics on validation and test, at the weights themselves."""
-        kept = {name: b.detach().clone() for name, b in self.model.named_buffers()}
-        if self.config.reestimate_batchnorm:
-            reestimate_batchnorm(self.model, self._outputs, self.data.train)
+        """The epoch's line: losses and metrics on validation and test, at the weights themselves or their average."""
         row: dict[str, Any] = {
             "epoch": round(self.progress.epoch, 6),
             "steps": self.progress.steps,
@@ -332,14 +328,15 @@ class Run:
             "train_loss": loss,
             "effective_sample_size": spread,
         }
-        self.model.eval()
-        for name in ("validation", "test"):
-            for metric, value in score(self._outputs, self.data, getattr(self.data, name)).items():
-                row[f"{name}_{metric}"] = value
-            self._check_finite(row.get(f"{name}_loss", 0.0), f"after epoch {math.ceil(self.progress.epoch)}")
-        self.estimated = {name: b.detach().clone() for name, b in self.model.named_buffers()}
-        for name, b in self.model.named_buffers():
-            b.copy_(kept[name])
+        with as_tested(self.model, self.average):
+            if self.config.reestimate_batchnorm:
+                reestimate_batchnorm(self.model, self._outputs, self.data.train)
+            self.model.eval()
+            for name in ("validation", "test"):
+                for metric, value in score(self._outputs, self.data, getattr(self.data, name)).items():
+                    row[f"{name}_{metric}"] = value
+                self._check_finite(row.get(f"{name}_loss", 0.0), f"after epoch {math.ceil(self.progress.epoch)}")
+            self.estimated = {name: b.detach().clone() for name, b in self.model.named_buffers()}
         return row
 
     def _choose(self, row: dict[str, Any]) -> None:
@@ -356,7 +353,8 @@ class Run:
             random["cuda"] = torch.cuda.get_rng_state(self.device)
         progress = {k: getattr(self.progress, k) for k in ("epoch", "passes", "seconds", "steps", "done")}
         state = {**progress, "epoch": int(self.progress.epoch), "best": self.best}
-        return Checkpoint(copy.copy(self.model.state_dict()), self.optimizer.state_dict(), state, random)
+        average = {} if self.average is None else self.average.state_dict()["average"]
+        return Checkpoint(copy.copy(self.model.state_dict()), self.optimizer.state_dict(), state, random, average)
 
     def _resume(self) -> None:
         checkpoint = self.record.load()
@@ -367,6 +365,8 @@ class Run:
         self.optimizer.load_state_dict(checkpoint.optimizer)
         self.best = checkpoint.state.pop("best")
         self.progress = Progress(**checkpoint.state)
+        if self.average is not None:
+            self.average.load_state_dict({"count": self.progress.steps, "average": checkpoint.average})
         torch.set_rng_state(checkpoint.random["cpu"])
         if self.device.type == "cuda" and "cuda" in checkpoint.random:
             torch.cuda.set_rng_state(checkpoint.random["cuda"], self.device)
@@ -390,7 +390,8 @@ class Run:
         if self.best:
             numbers["score_at_best_validation"] = self.best[f"test_{self.data.metrics[0]}"]
             numbers["best_validation"] = self.best[f"validation_{self.data.metrics[0]}"]
-        self.record.finish({**self.model.state_dict(), **self.estimated}, **numbers)
+        with as_tested(self.model, self.average):
+            self.record.finish({**self.model.state_dict(), **self.estimated}, **numbers)
         return numbers
 
 

@@ -1,0 +1,114 @@
+"""An average of the weights along training: a second way to flat minima, beside any optimizer.
+
+    optimizer = tiltsam.SAM(torch.optim.SGD(model.parameters(), lr=0.1))
+    average = tiltsam.WeightAverage(model)
+    for batch in loader:
+        optimizer.step(closure)
+        average.update()
+    with average.applied():
+        torch.optim.swa_utils.update_bn(loader, model)  # where it has BatchNorm
+        test(model)
+
+Training does not notice it. It costs a copy of the weights, and one walk over them a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tiltsam.buffers import KeptBuffers
+from tiltsam.checks import check_nonnegative
+
+__all__ = ["WeightAverage"]
+
+
+class WeightAverage:
+    """The average of a model's weights over all updates so far, of which the last ones count most.
+
+    Update k moves it by ``(p + 1)/(k + p)`` of the way to the weights, p being the power (polynomial decay, Shamir and
+    Zhang 2013). Those of update i then count about as ``i**p``, and have a mean age of ``1/(p + 2)`` of all updates at
+    any time: nobody has to know beforehand when training ends.
+
+    Args:
+        model: Whose parameters are averaged, trainable or not; on the device where it is trained.
+        power: p >= 0; 0 is the plain average of all updates, 8 one of about the last tenth.
+
+    Attributes:
+        count: How many updates there were.
+
+    Example:
+        >>> model = nn.Linear(1, 1, bias=False)
+        >>> average = WeightAverage(model, power=0)
+        >>> for value in (1.0, 2.0, 6.0):
+        ...     _ = nn.init.constant_(model.weight, value)
+        ...     average.update()
+        >>> with average.applied():
+        ...     print(model.weight.item())
+        3.0
+        >>> model.weight.item()
+        6.0
+    """
+
+    def __init__(self, model: nn.Module, power: float = 8.0) -> None:
+        check_nonnegative("power", power)
+        self.model, self.power, self.count = model, float(power), 0
+        self._parameters = {name: p for name, p in model.named_parameters() if p.is_floating_point() or p.is_complex()}
+        # In half precision an average would stop moving: its steps become smaller than the spacing of the numbers.
+        self._average = {name: p.detach().clone().to(_wide(p.dtype)) for name, p in self._parameters.items()}
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Take in the weights as they are; call it after every step."""
+        self.count += 1
+        share = (self.power + 1) / (self.count + self.power)
+        average = list(self._average.values())
+        weights = [p.to(a.dtype) for p, a in zip(self._parameters.values(), average, strict=True)]
+        torch._foreach_lerp_(average, weights, share)
+
+    @contextmanager
+    def applied(self) -> Iterator[nn.Module]:
+        """The model with the averaged weights; afterwards it has its own, and its buffers as they were, bit for bit."""
+        buffers = KeptBuffers()
+        buffers.keep(self.model.modules())
+        own = {name: p.detach().clone() for name, p in self._parameters.items()}
+        try:
+            _write(self._parameters, self._average)
+            yield self.model
+        finally:
+            _write(self._parameters, own)
+            buffers.put_back()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint needs; the tensors are the average's own."""
+        return {"count": self.count, "average": dict(self._average)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a checkpoint.
+
+        Args:
+            state: What :meth:`state_dict` gave, of a model with parameters of the same names and shapes.
+
+        Raises:
+            ValueError: If they are others.
+        """
+        loaded = state["average"]
+        shapes = [{name: tuple(a.shape) for name, a in each.items()} for each in (loaded, self._average)]
+        if shapes[0] != shapes[1]:
+            raise ValueError("the state is that of another model: names or shapes of its parameters differ")
+        self.count = int(state["count"])
+        _write(self._average, loaded)
+
+
+@torch.no_grad()
+def _write(places: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+    for name, place in places.items():
+        place.copy_(values[name])
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype

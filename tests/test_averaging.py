@@ -1,0 +1,188 @@
+"""Averaged weights: the average is the one that is promised, and training does not notice it."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import tiltsam
+from tiltsam.lab.batches import Batches
+from tiltsam.lab.config import TrainConfig
+from tiltsam.lab.loading import load_data, load_model
+from tiltsam.lab.record import Record
+from tiltsam.lab.scoring import reestimate_batchnorm, score
+from tiltsam.lab.train import train
+
+
+def walk(model, steps, seed=0):
+    """Random weights after each of some steps."""
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        with torch.no_grad():
+            for p in model.parameters():
+                p.copy_(torch.randn(p.shape, generator=generator, dtype=p.dtype))
+        yield [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("power", [0, 1, 8, 2.5])
+def test_updates_count_as_their_number_to_the_power(power):
+    model = nn.Linear(3, 2, dtype=torch.float64)
+    average = tiltsam.WeightAverage(model, power)
+    seen = []
+    for weights in walk(model, 30):
+        average.update()
+        seen.append(weights)
+    # i to the power, with rising factorials: i (i + 1) ... (i + p - 1)
+    share = [math.exp(math.lgamma(i + power) - math.lgamma(i)) for i in range(1, 31)]
+    with average.applied():
+        for k, p in enumerate(model.parameters()):
+            wanted = sum(w * s[k] for w, s in zip(share, seen, strict=True)) / sum(share)
+            torch.testing.assert_close(p.detach(), wanted)
+
+
+def test_eight_is_about_the_last_tenth():
+    model = nn.Linear(1, 1, bias=False, dtype=torch.float64)
+    average = tiltsam.WeightAverage(model)
+    for step in range(1, 1001):
+        nn.init.constant_(model.weight, step)
+        average.update()
+    with average.applied():
+        assert model.weight.item() == pytest.approx(900, rel=1e-2)
+
+
+def test_weights_and_buffers_come_back_whatever_is_raised():
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    average = tiltsam.WeightAverage(model)
+    for _ in walk(model, 3):
+        average.update()
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+
+    def use():
+        with average.applied() as averaged:
+            assert averaged is model
+            assert not torch.equal(model[0].weight, before["0.weight"])
+            model(torch.randn(8, 3))
+            assert not torch.equal(model[1].running_mean, before["1.running_mean"])
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        use()
+    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+
+
+def test_half_precision_goes_on_moving():
+    model = nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
+    average = tiltsam.WeightAverage(model, power=0)
+    for step in range(4000):
+        nn.init.constant_(model.weight, 1.0 if step < 2000 else 3.0)
+        average.update()
+    with average.applied():
+        assert model.weight.item() == 2.0
+        assert model.weight.dtype is torch.bfloat16
+
+
+def test_tied_weights_stay_tied():
+    model = nn.ModuleDict({"one": nn.Linear(2, 2, bias=False), "two": nn.Linear(2, 2, bias=False)})
+    model["two"].weight = model["one"].weight
+    average = tiltsam.WeightAverage(model)
+    for _ in walk(model, 3):
+        average.update()
+    with average.applied():
+        assert torch.equal(model["one"].weight, model["two"].weight)
+
+
+def test_a_checkpoint_goes_on():
+    one, two = nn.Linear(3, 2), nn.Linear(3, 2)
+    unbroken, broken = tiltsam.WeightAverage(one), tiltsam.WeightAverage(one)
+    for k, _ in enumerate(walk(one, 6)):
+        if k == 3:
+            state = broken.state_dict()
+            broken = tiltsam.WeightAverage(two)
+            broken.load_state_dict(state)
+        with torch.no_grad():
+            for a, b in zip(two.parameters(), one.parameters(), strict=True):
+                a.copy_(b)
+        unbroken.update()
+        broken.update()
+    with unbroken.applied(), broken.applied():
+        assert torch.equal(one.weight, two.weight)
+    with pytest.raises(ValueError, match="another model"):
+        tiltsam.WeightAverage(nn.Linear(3, 3)).load_state_dict(broken.state_dict())
+
+
+def test_wrong_powers_are_refused():
+    for power in (-1, math.inf, "8"):
+        with pytest.raises(ValueError, match="power must be a finite number >= 0"):
+            tiltsam.WeightAverage(nn.Linear(1, 1), power)
+
+
+# ---------------------------------------------------------------- in the lab
+
+CONFIG = TrainConfig("digits", "sam", epochs=4, batch_size=128, average=True)
+
+
+def test_the_average_is_what_is_tested_and_kept_and_training_does_not_notice(tmp_path):
+    plain, averaged = Record(tmp_path / "plain"), Record(tmp_path / "averaged")
+    train(replace(CONFIG, average=False), plain)
+    result = train(CONFIG, averaged)
+    rows = [record.metrics()[0] for record in (plain, averaged)]
+    assert [row["train_loss"] for row in rows[0]] == [row["train_loss"] for row in rows[1]]
+    assert all(a["validation_loss"] != b["validation_loss"] for a, b in zip(*rows, strict=True))
+    data = load_data(CONFIG)
+    model, batches = load_model(averaged, data).eval(), Batches(data, CONFIG.batch_size)
+    assert any(not torch.equal(a, b) for a, b in zip(plain.model().values(), averaged.model().values(), strict=True))
+    found = score(lambda part: model(*batches.inputs(part)), data, data.test)
+    assert found["accuracy"] == pytest.approx(result["score"])
+
+
+def test_a_run_that_pauses_has_the_average_of_one_that_does_not(tmp_path):
+    unbroken, broken = Record(tmp_path / "unbroken"), Record(tmp_path / "broken")
+    train(CONFIG, unbroken)
+    train(CONFIG, broken, until=0.5)
+    train(CONFIG, broken)
+    one, two = unbroken.model(), broken.model()
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_runs_without_an_average_keep_the_names_they_had_before_there_was_one():
+    assert replace(CONFIG, average=False).key() == "sam-9e023f3afe" != CONFIG.key()
+
+
+def test_statistics_are_those_of_the_averaged_weights(tmp_path):
+    x = np.random.default_rng(0).integers(256, size=(64, 8, 8, 3), dtype=np.uint8)
+    np.savez(tmp_path / "a.npz", x=x, y=np.arange(64) % 2)
+    config = TrainConfig(f"npz:{tmp_path / 'a.npz'}", "erm", "resnet18", epochs=2, batch_size=16, average=True)
+    record = Record(tmp_path / "run")
+    train(config, record)
+    data = load_data(config)
+    model = load_model(record, data)
+    kept = {name: b.clone() for name, b in model.named_buffers() if "running" in name}
+    assert kept
+    batches = Batches(data, config.batch_size)
+    reestimate_batchnorm(model, lambda part: model(*batches.inputs(part)), data.train)
+    for name, b in model.named_buffers():
+        if name in kept:
+            torch.testing.assert_close(b, kept[name])
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_steps_of_a_graph_are_averaged_like_others():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3)).cuda()
+    x, y = torch.randn(32, 8, device="cuda"), torch.randint(3, (32,), device="cuda")
+    optimizer = tiltsam.SAM(torch.optim.SGD(model.parameters(), lr=0.1))
+    step = tiltsam.capture(optimizer, lambda x, y: nn.functional.cross_entropy(model(x), y), (x, y))
+    average, seen = tiltsam.WeightAverage(model, power=0), []
+    for _ in range(12):
+        step(x, y)
+        average.update()
+        seen.append(model[0].weight.detach().clone())
+    assert step.reason is None
+    with average.applied():
+        torch.testing.assert_close(model[0].weight.detach(), torch.stack(seen).mean(0))
+    assert torch.equal(model[0].weight, seen[-1])
+    step(x, y)  # the graph goes on from the weights themselves
+    average.update()

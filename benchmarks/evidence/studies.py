@@ -284,6 +284,19 @@ DIGITS_RISING = Variants(
     DIGITS.title,
 )
 
+# ---------------------------------------------------------------- a length for every weight
+
+# ASAM measures the ascent in units of the weights: large ones, and layers of large ones, move further.
+DIGITS_ADAPTIVE = Variants(
+    "digits-adaptive",
+    {
+        f"rho of asam: {rho:g}": replace(_DIGITS_CENTER, method="asam", rho=rho)
+        for rho in (1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0)
+    },
+    tuple(range(5)),
+    DIGITS.title,
+)
+
 # On digits four parts wanted little more than half of SAM's rho, which is 0.2 here.
 _SHORTER = [(0.03, 0.07), (0.03, 0.1), (0.03, 0.15), (0.03, 0.2), (0.1, 0.1)]
 NOISY_CHEAPER = replace(
@@ -339,6 +352,11 @@ DIGITS_AVERAGED = Variants(
         for rho in (0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
     }
     | {
+        f"rho at {number} parts: {rho:g}": replace(_DIGITS_CENTER, **_in_parts(number), rho=rho, average=True)
+        for number in (4, 8)
+        for rho in _LENGTHS[number]
+    }
+    | {
         f"lr of erm: {lr:g}": replace(DIGITS.base, method="erm", epochs=120.0, evaluate_every=6, lr=lr, average=True)
         for lr in (0.003, 0.01, 0.03)
     },
@@ -373,5 +391,6 @@ _ALL: list[Study | Variants] = [
     DIGITS_SPLIT,
     DIGITS_RISING,
     DIGITS_AVERAGED,
+    DIGITS_ADAPTIVE,
 ]
 STUDIES: dict[str, Study | Variants] = {study.name: study for study in _ALL}

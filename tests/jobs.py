@@ -276,6 +276,31 @@ def raise_after_a_forward(rank):
         return passes, loss().item()
 
 
+def averaged(rank, steps):
+    """Averaged weights of a model whose root FSDP leaves gathered after a forward pass alone: outputs, each step's."""
+    model = fully_shard(mlp(), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    return outputs_along(model, tiltsam.SAM(sgd(model.parameters()), model=model), steps)
+
+
+def outputs_along(model, optimizer, steps):
+    """At each step what a model says with its own weights, with averaged ones, and with its own again."""
+    x, _ = batch(0)
+    with torch.no_grad():
+        model(x)
+    average, found = tiltsam.WeightAverage(model, power=1), []
+    for step in range(steps):
+        train(model, optimizer, [step])
+        average.update()
+        again = tiltsam.WeightAverage(model, power=1)
+        again.load_state_dict(average.state_dict())
+        with torch.no_grad():
+            found.append(model(x))
+            with again.applied():
+                found.append(model(x))
+            found.append(model(x))
+    return torch.stack(found)
+
+
 def other_parameters_on_other_ranks(rank, steps):
     """Samples that take different ways through a model, as in a mixture of experts."""
     torch.manual_seed(1)

@@ -104,6 +104,13 @@ def test_an_error_leaves_no_gathered_copy_perturbed(ranks):
         assert after == pytest.approx(at_theta, abs=1e-12)
 
 
+def test_averaged_weights_leave_no_gathered_copy(ranks):
+    model = jobs.mlp()
+    wanted = jobs.outputs_along(model, tiltsam.SAM(jobs.sgd(model.parameters())), 4)
+    for found in ranks(jobs.averaged, 4):
+        torch.testing.assert_close(found, wanted, **CLOSE)
+
+
 # ---------------------------------------------------------------- sample-parallel
 
 

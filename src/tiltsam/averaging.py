@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from tiltsam.buffers import KeptBuffers
 from tiltsam.checks import check_nonnegative
+from tiltsam.distributed import reshard
 
 __all__ = ["WeightAverage"]
 
@@ -57,6 +58,7 @@ class WeightAverage:
     def __init__(self, model: nn.Module, power: float = 8.0) -> None:
         check_nonnegative("power", power)
         self.model, self.power, self.count = model, float(power), 0
+        reshard(model)  # or the copies that FSDP gathered would be taken for its parameters
         self._parameters = {name: p for name, p in model.named_parameters() if p.is_floating_point() or p.is_complex()}
         # In half precision an average would stop moving: its steps become smaller than the spacing of the numbers.
         self._average = {name: p.detach().clone().to(_wide(p.dtype)) for name, p in self._parameters.items()}
@@ -78,9 +80,11 @@ class WeightAverage:
         own = {name: p.detach().clone() for name, p in self._parameters.items()}
         try:
             _write(self._parameters, self._average)
+            reshard(self.model)  # or FSDP would go on with the copies it gathered of other weights
             yield self.model
         finally:
             _write(self._parameters, own)
+            reshard(self.model)
             buffers.put_back()
 
     def state_dict(self) -> dict[str, Any]:

@@ -113,6 +113,28 @@ def test_a_checkpoint_goes_on():
         tiltsam.WeightAverage(nn.Linear(3, 3)).load_state_dict(broken.state_dict())
 
 
+def assigned(model):
+    model.load_state_dict({name: torch.zeros_like(x) for name, x in model.state_dict().items()}, assign=True)
+
+
+def parametrized(model):
+    nn.utils.parametrizations.weight_norm(model[0])
+
+
+def grown(model):
+    model.append(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("change", [assigned, parametrized, grown])
+def test_a_model_that_has_got_other_parameters_is_not_tested_without_them(change):
+    model = nn.Sequential(nn.Linear(2, 2))
+    average = tiltsam.WeightAverage(model)
+    change(model)
+    average.update()
+    with pytest.raises(RuntimeError, match="other parameters"), average.applied():
+        pass
+
+
 def test_wrong_powers_are_refused():
     for power in (-1, math.inf, "8"):
         with pytest.raises(ValueError, match="power must be a finite number >= 0"):

@@ -59,7 +59,7 @@ class WeightAverage:
         check_nonnegative("power", power)
         self.model, self.power, self.count = model, float(power), 0
         reshard(model)  # or the copies that FSDP gathered would be taken for its parameters
-        self._parameters = {name: p for name, p in model.named_parameters() if p.is_floating_point() or p.is_complex()}
+        self._parameters = _parameters(model)
         # In half precision an average would stop moving: its steps become smaller than the spacing of the numbers.
         self._average = {name: p.detach().clone().to(_wide(p.dtype)) for name, p in self._parameters.items()}
 
@@ -74,13 +74,23 @@ class WeightAverage:
 
     @contextmanager
     def applied(self) -> Iterator[nn.Module]:
-        """The model with the averaged weights; afterwards it has its own, and its buffers as they were, bit for bit."""
+        """The model with the averaged weights; afterwards it has its own, and its buffers as they were, bit for bit.
+
+        Raises:
+            RuntimeError: If parameters of the model are not those it had at first.
+        """
+        reshard(self.model)  # or FSDP would go on with the copies it gathered of other weights
+        found = _parameters(self.model)
+        if found.keys() != self._parameters.keys() or any(found[name] is not p for name, p in self._parameters.items()):
+            raise RuntimeError(
+                "the model has other parameters than its WeightAverage: make one after the model is complete, sharded "
+                "or loaded with assign=True"
+            )
         buffers = KeptBuffers()
         buffers.keep(self.model.modules())
         own = {name: p.detach().clone() for name, p in self._parameters.items()}
         try:
             _write(self._parameters, self._average)
-            reshard(self.model)  # or FSDP would go on with the copies it gathered of other weights
             yield self.model
         finally:
             _write(self._parameters, own)
@@ -106,6 +116,11 @@ class WeightAverage:
             raise ValueError("the state is that of another model: names or shapes of its parameters differ")
         self.count = int(state["count"])
         _write(self._average, loaded)
+
+
+def _parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Those that can be averaged, by name."""
+    return {name: p for name, p in model.named_parameters() if p.is_floating_point() or p.is_complex()}
 
 
 @torch.no_grad()

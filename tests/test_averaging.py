@@ -135,6 +135,14 @@ def test_a_model_that_has_got_other_parameters_is_not_tested_without_them(change
         pass
 
 
+def test_before_any_update_the_weights_are_the_models_own():
+    model = nn.Linear(1, 1)
+    average = tiltsam.WeightAverage(model)
+    nn.init.constant_(model.weight, 5.0)  # pretrained ones, say
+    with average.applied():
+        assert model.weight.item() == 5.0
+
+
 def test_wrong_powers_are_refused():
     for power in (-1, math.inf, "8"):
         with pytest.raises(ValueError, match="power must be a finite number >= 0"):

@@ -76,6 +76,8 @@ class WeightAverage:
     def applied(self) -> Iterator[nn.Module]:
         """The model with the averaged weights; afterwards it has its own, and its buffers as they were, bit for bit.
 
+        Before the first update they are its own.
+
         Raises:
             RuntimeError: If parameters of the model are not those it had at first.
         """
@@ -90,7 +92,8 @@ class WeightAverage:
         buffers.keep(self.model.modules())
         own = {name: p.detach().clone() for name, p in self._parameters.items()}
         try:
-            _write(self._parameters, self._average)
+            if self.count:
+                _write(self._parameters, self._average)
             yield self.model
         finally:
             _write(self._parameters, own)

@@ -28,6 +28,13 @@ def test_a_copy_has_the_same_digest_and_any_change_another(tmp_path):
     assert len(seen) == 4
 
 
+def test_the_lock_of_an_editor_is_no_source(tmp_path):
+    (tmp_path / "a.py").write_text("a = 1\n")
+    alone = digest_of(tmp_path)
+    (tmp_path / ".#a.py").symlink_to("someone@somewhere.1234:5678")  # Emacs makes it while changes are not saved
+    assert digest_of(tmp_path) == alone
+
+
 def test_a_run_says_which_code_it_ran(tmp_path):
     config = TrainConfig("digits", "erm", epochs=1)
     train(config, Record(tmp_path))

@@ -21,7 +21,8 @@ def code_digest() -> str:
 def digest_of(package: Path) -> str:
     """The same for a package that lies elsewhere: of the names and contents of its Python files."""
     found = hashlib.sha256()
-    for name, path in sorted((path.relative_to(package).as_posix(), path) for path in package.rglob("*.py")):
+    sources = (path for path in package.rglob("*.py") if path.is_file())  # an editor's lock is a link to nothing
+    for name, path in sorted((path.relative_to(package).as_posix(), path) for path in sources):
         content = path.read_bytes()
         found.update(f"{name} {len(content)}\n".encode() + content)
     return found.hexdigest()[:12]

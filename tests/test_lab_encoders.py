@@ -16,10 +16,12 @@ from tiltsam.cli import main
 from tiltsam.lab import encoders, text
 from tiltsam.lab.config import ConfigError, TrainConfig
 from tiltsam.lab.errors import DataError
-from tiltsam.lab.loading import build_model, load_data
+from tiltsam.lab.files import save_tensors
+from tiltsam.lab.loading import build_model, load_data, load_model
 from tiltsam.lab.models import build
 from tiltsam.lab.record import Record
 from tiltsam.lab.tasks import load
+from tiltsam.lab.train import train
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install tiltsam[text]")
 
@@ -90,6 +92,22 @@ def test_fine_tuning_from_the_command_line(task, folder, tmp_path, capfd):
     before = transformers.BertModel.from_pretrained(folder).state_dict()["encoder.layer.0.output.dense.weight"]
     after = record.model()["model.bert.encoder.layer.0.output.dense.weight"]
     assert (after - before).abs().max() > 1e-4  # the body is trained, too
+
+
+def test_a_trained_encoder_is_loaded(folder, tmp_path):
+    glue(tmp_path, "cola")
+    config = TrainConfig("glue/cola", "erm", f"hf:{folder}", epochs=1, batch_size=6, max_length=24)
+    record = Record(tmp_path / "run")
+    train(config, record, root=tmp_path)
+    data = load_data(config, tmp_path)
+    model = load_model(record, data)
+    saved = record.model()
+    assert saved.keys() == model.state_dict().keys()
+    assert all(torch.equal(x, saved[name]) for name, x in model.state_dict().items())
+    extra = {name: b for name, b in model.named_buffers() if name not in saved}
+    assert extra
+    save_tensors(record.folder / "model.safetensors", saved | extra)
+    load_model(record, data)
 
 
 def test_images_go_through_a_pretrained_transformer(tmp_path):

@@ -61,7 +61,8 @@ def load_model(record: Record, data: Data) -> nn.Module:
     if config.task == data.name:
         record.check_data(data.fingerprint)
     model = build_model(config, data)
-    model.load_state_dict(record.model())
+    beside = dict(model.named_buffers()).keys() - model.state_dict().keys()  # which a file may hold all the same
+    model.load_state_dict({name: x for name, x in record.model().items() if name not in beside})
     return model
 
 

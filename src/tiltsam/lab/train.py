@@ -336,7 +336,8 @@ class Run:
                 for metric, value in score(self._outputs, self.data, getattr(self.data, name)).items():
                     row[f"{name}_{metric}"] = value
                 self._check_finite(row.get(f"{name}_loss", 0.0), f"after epoch {math.ceil(self.progress.epoch)}")
-            self.estimated = {name: b.detach().clone() for name, b in self.model.named_buffers()}
+            kept = self.model.state_dict().keys()  # some buffers are no part of it
+            self.estimated = {name: b.detach().clone() for name, b in self.model.named_buffers() if name in kept}
         return row
 
     def _choose(self, row: dict[str, Any]) -> None:

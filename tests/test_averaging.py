@@ -181,11 +181,24 @@ def test_runs_without_an_average_keep_the_names_they_had_before_there_was_one():
     assert replace(CONFIG, average=False).key() == "sam-9e023f3afe" != CONFIG.key()
 
 
-def test_statistics_are_those_of_the_averaged_weights(tmp_path):
+def with_batchnorm(folder):
     x = np.random.default_rng(0).integers(256, size=(64, 8, 8, 3), dtype=np.uint8)
-    np.savez(tmp_path / "a.npz", x=x, y=np.arange(64) % 2)
-    config = TrainConfig(f"npz:{tmp_path / 'a.npz'}", "erm", "resnet18", epochs=2, batch_size=16, average=True)
-    record = Record(tmp_path / "run")
+    np.savez(folder / "a.npz", x=x, y=np.arange(64) % 2)
+    return TrainConfig(f"npz:{folder / 'a.npz'}", "erm", "resnet18", epochs=2, batch_size=16, average=True)
+
+
+def test_the_model_of_a_run_that_pauses_is_the_one_that_was_tested(tmp_path):
+    config, record = with_batchnorm(tmp_path), Record(tmp_path / "run")
+    row = train(config, record, until=0.5)
+    data = load_data(config)
+    model, batches = load_model(record, data).eval(), Batches(data, config.batch_size)
+    found = score(lambda part: model(*batches.inputs(part)), data, data.test)
+    assert found["loss"] == pytest.approx(row["test_loss"], rel=1e-5)
+    train(config, record)
+
+
+def test_statistics_are_those_of_the_averaged_weights(tmp_path):
+    config, record = with_batchnorm(tmp_path), Record(tmp_path / "run")
     train(config, record)
     data = load_data(config)
     model = load_model(record, data)

@@ -41,7 +41,7 @@ class Checkpoint:
     random: dict[str, Tensor]
     """States of the global generators."""
     average: dict[str, Tensor] = field(default_factory=dict)
-    """The averaged weights, of a run that has some."""
+    """The averaged weights, of a run that has some, and the buffers that they were last tested with."""
 
 
 def seconds_between() -> float:

@@ -176,14 +176,14 @@ class Record:
             raise RecordError(f"{path} is damaged: {error}") from None
 
     def model(self) -> dict[str, Tensor]:
-        """The trained model, or the newest checkpoint's where training has not finished."""
+        """The trained model, or the newest checkpoint's, averaged if it is to be, where training has not finished."""
         path = self.folder / "model.safetensors"
         if path.exists():
             return load_tensors(path)
         checkpoint = self.load()
         if checkpoint is None:
             raise RecordError(f"{self.folder} holds no model yet")
-        return checkpoint.model
+        return {**checkpoint.model, **checkpoint.average}
 
     def save(self, checkpoint: Checkpoint) -> None:
         """Write a checkpoint."""

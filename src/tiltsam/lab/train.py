@@ -141,6 +141,7 @@ class Run:
         self._rho: float = self.optimizer.param_groups[0].get("rho", 0.0)
         self.progress = Progress()
         self.best: dict[str, Any] = {}
+        self.estimated: dict[str, Tensor] = {}
         self.batches = Batches(self.data, config.batch_size)
         self.team.check(self.batches.size, config.passes)
         part = len(self.team.part((self.data.train.targets[: self.batches.size],))[0])
@@ -354,7 +355,7 @@ class Run:
             random["cuda"] = torch.cuda.get_rng_state(self.device)
         progress = {k: getattr(self.progress, k) for k in ("epoch", "passes", "seconds", "steps", "done")}
         state = {**progress, "epoch": int(self.progress.epoch), "best": self.best}
-        average = {} if self.average is None else self.average.state_dict()["average"]
+        average = {} if self.average is None else {**self.average.state_dict()["average"], **self.estimated}
         return Checkpoint(copy.copy(self.model.state_dict()), self.optimizer.state_dict(), state, random, average)
 
     def _resume(self) -> None:
@@ -367,7 +368,8 @@ class Run:
         self.best = checkpoint.state.pop("best")
         self.progress = Progress(**checkpoint.state)
         if self.average is not None:
-            self.average.load_state_dict({"count": self.progress.steps, "average": checkpoint.average})
+            averaged = {name: checkpoint.average[name] for name in self.average.state_dict()["average"]}
+            self.average.load_state_dict({"count": self.progress.steps, "average": averaged})
         torch.set_rng_state(checkpoint.random["cpu"])
         if self.device.type == "cuda" and "cuda" in checkpoint.random:
             torch.cuda.set_rng_state(checkpoint.random["cuda"], self.device)

@@ -36,7 +36,7 @@ class WeightAverage:
     any time: nobody has to know beforehand when training ends.
 
     Args:
-        model: Whose parameters are averaged, trainable or not; on the device where it is trained.
+        model: Whose parameters are averaged, trainable or not; complete, and on the device where it is trained.
         power: p >= 0; 0 is the plain average of all updates, 8 one of about the last tenth.
 
     Attributes:
@@ -65,7 +65,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take in the weights as they are; call it after every step."""
+        """Take in the weights as they are; call it after every step, not in a closure, where they are perturbed."""
         self.count += 1
         share = (self.power + 1) / (self.count + self.power)
         average = list(self._average.values())
@@ -108,7 +108,8 @@ class WeightAverage:
         """Go on from a checkpoint.
 
         Args:
-            state: What :meth:`state_dict` gave, of a model with parameters of the same names and shapes.
+            state: What :meth:`state_dict` gave, of a model with parameters of the same names and shapes and of the
+                same power.
 
         Raises:
             ValueError: If they are others.

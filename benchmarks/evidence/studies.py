@@ -287,11 +287,13 @@ DIGITS_RISING = Variants(
 # ---------------------------------------------------------------- a length for every weight
 
 # ASAM measures the ascent in units of the weights: large ones, and layers of large ones, move further.
+_ADAPTIVE = (1.0, 2.0, 4.0, 6.0, 8.0, 10.0, 12.0, 16.0)
 DIGITS_ADAPTIVE = Variants(
     "digits-adaptive",
-    {
-        f"rho of asam: {rho:g}": replace(_DIGITS_CENTER, method="asam", rho=rho)
-        for rho in (1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0)
+    {f"rho of asam: {rho:g}": replace(_DIGITS_CENTER, method="asam", rho=rho) for rho in _ADAPTIVE}
+    | {
+        f"rho of asam, averaged: {rho:g}": replace(_DIGITS_CENTER, method="asam", rho=rho, average=True)
+        for rho in _ADAPTIVE[2:-1]
     },
     tuple(range(5)),
     DIGITS.title,
@@ -342,8 +344,16 @@ def _averaged(study: Study, labels: Sequence[str]) -> Study:
     return replace(study, name=f"{study.name}-averaged", trials=beside | found)
 
 
-NOISY_AVERAGED = _averaged(NOISY, ("sam", "tsam s=1", "erm"))
-FINE_TUNING_AVERAGED = [_averaged(study, ("sam", "tsam s=1", "erm")) for study in FINE_TUNING]
+def _adaptive(pairs: _Pairs) -> dict[str, list[dict[str, Any]]]:
+    """ASAM's trials: its rho is ten times SAM's, as where it was published (on digits fourteen times was best)."""
+    return {"asam": _with_pairs("asam", [(lr, round(10 * rho, 6)) for lr, rho in pairs])}
+
+
+_TO_AVERAGE = ("sam", "asam", "tsam s=1", "erm")
+NOISY_AVERAGED = _averaged(replace(NOISY, trials={**NOISY.trials, **_adaptive(_PAIRS)}), _TO_AVERAGE)
+FINE_TUNING_AVERAGED = [
+    _averaged(replace(study, trials={**study.trials, **_adaptive(_FINE_PAIRS)}), _TO_AVERAGE) for study in FINE_TUNING
+]
 DIGITS_AVERAGED = Variants(
     "digits-averaged",
     {

@@ -73,6 +73,17 @@ def test_weights_and_buffers_come_back_whatever_is_raised():
     assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
 
 
+def test_a_model_that_was_tested_in_inference_mode_can_be_trained():
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    average = tiltsam.WeightAverage(model)
+    for _ in walk(model, 2):
+        average.update()
+    with torch.inference_mode(), average.applied():  # as trainers do
+        torch.optim.swa_utils.update_bn([torch.randn(8, 3)], model)
+    model(torch.randn(8, 3)).square().sum().backward()
+    assert not any(x.is_inference() for x in (*model.parameters(), *model.buffers()))
+
+
 def test_half_precision_goes_on_moving():
     model = nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
     average = tiltsam.WeightAverage(model, power=0)

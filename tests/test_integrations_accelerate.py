@@ -3,12 +3,14 @@
 import pytest
 import torch
 
+import tiltsam
 from trainers import (
     BATCH,
     CLIP,
     STEPS,
     accuracy,
     assert_close,
+    averages,
     example,
     flat,
     halving,
@@ -50,6 +52,8 @@ class Training:
         self.model, self.optimizer, self.loader, self.scheduler = self.accelerator.prepare(
             model, optimizer, loader(parts, dtype=dtype), scheduler
         )
+        self.average = tiltsam.WeightAverage(self.model)
+        self.accelerator.register_for_checkpointing(self.average)
         self.losses, self.done, self.calls = [], 0, 0
         self.overflow_at = set()
 
@@ -65,7 +69,8 @@ class Training:
                 with self.accelerator.accumulate(self.model):
                     loss = step(self.accelerator, self.optimizer, self.loss, x, y, max_grad_norm=clip)
                     self.scheduler.step()
-                if loss is not None:
+                if self.accelerator.sync_gradients:
+                    self.average.update()
                     self.losses.append(loss)
                     self.done += 1
                 if self.done == steps:
@@ -177,6 +182,23 @@ def test_resumed_inside_an_epoch_it_is_bitwise_the_unbroken_run(parts, tmp_path)
     resumed.done = 8
     assert torch.equal(resumed.run(), whole)
     assert resumed.optimizer.param_groups[0]["steps_taken"] == STEPS
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_weights_are_averaged_after_each_step(parts, tmp_path):
+    half = Training(parts=parts)
+    half.run(8)
+    half.accelerator.save_state(tmp_path / "half")
+    forget()
+    resumed = Training(parts=parts)
+    resumed.accelerator.load_state(tmp_path / "half")
+    resumed.done = 8
+    expected = averages()
+    for training, steps in ((half, 8), (resumed, 8), (resumed, STEPS)):
+        training.run(steps)
+        with training.average.applied():
+            assert_close(flat(training.model), expected[steps])
+    assert resumed.average.count == STEPS
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -12,6 +12,7 @@ from trainers import (
     Rows,
     accuracy,
     assert_close,
+    averages,
     example,
     flat,
     halving,
@@ -23,7 +24,7 @@ from trainers import (
 )
 
 lightning = pytest.importorskip("lightning")
-from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging  # noqa: E402
+from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging, WeightAveraging  # noqa: E402
 from lightning.pytorch.plugins.precision import MixedPrecision  # noqa: E402
 from torchmetrics import MeanMetric, RunningMean  # noqa: E402
 
@@ -169,25 +170,26 @@ def test_batches_of_a_window_are_logged_by_their_own_sizes(tmp_path):
     assert notes.epochs == [pytest.approx(loss_of(net(), data.x, data.y).item(), rel=1e-6)]
 
 
+class Stateful(torch.utils.data.DataLoader):
+    """As Lightning wants it of a loader that can go on inside an epoch."""
+
+    at = start = 0
+
+    def __iter__(self):
+        start, self.start = self.start, 0
+        for i, batch in enumerate(super().__iter__()):
+            if i >= start:
+                self.at = i + 1
+                yield batch
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.start = state["at"]
+
+
 def test_resumed_inside_an_epoch_it_is_bitwise_the_unbroken_run(tmp_path):
-    class Stateful(torch.utils.data.DataLoader):
-        """As Lightning wants it of a loader that can go on inside an epoch."""
-
-        at = start = 0
-
-        def __iter__(self):
-            start, self.start = self.start, 0
-            for i, batch in enumerate(super().__iter__()):
-                if i >= start:
-                    self.at = i + 1
-                    yield batch
-
-        def state_dict(self):
-            return {"at": self.at}
-
-        def load_state_dict(self, state):
-            self.start = state["at"]
-
     def run(path=None, **options):
         model = Model()
         t = trainer(tmp_path, **options)
@@ -201,6 +203,81 @@ def test_resumed_inside_an_epoch_it_is_bitwise_the_unbroken_run(tmp_path):
     assert not torch.equal(flat(half.net), flat(whole.net))
     assert torch.equal(flat(resumed.net), flat(whole.net))
     assert resumed.optimizers().param_groups[0]["steps_taken"] == STEPS
+
+
+class Polynomial(WeightAveraging):
+    """Lightning's own callback, with the decay of tiltsam's average."""
+
+    def __init__(self):
+        super().__init__(avg_fn=lambda average, weights, n: average + (weights - average) * 9 / (n + 9))
+
+
+class Averaging(Callback):
+    """tiltsam's average in Lightning's hooks."""
+
+    average = state = None
+
+    def on_fit_start(self, trainer, module):
+        self.average = tiltsam.WeightAverage(module)
+        if self.state is not None:
+            self.average.load_state_dict(self.state)
+
+    def on_train_batch_end(self, trainer, *_):
+        if trainer.global_step > self.average.count:
+            self.average.update()
+
+    def on_validation_start(self, *_):
+        self.applied = self.average.applied()
+        self.applied.__enter__()
+
+    def on_validation_end(self, *_):
+        self.applied.__exit__(None, None, None)
+
+    def on_train_end(self, trainer, module):
+        self.on_validation_start()
+
+    def state_dict(self):
+        return self.average.state_dict()
+
+    def load_state_dict(self, state):
+        self.state = state
+
+
+class Validated(Model):
+    def __init__(self):
+        super().__init__()
+        self.tested = []
+
+    def validation_step(self, batch, batch_idx):
+        if batch_idx == 0:
+            self.tested.append(flat(self.net))
+
+
+class SaveAt8(Callback):
+    """Three batches into the second epoch, before another window begins."""
+
+    def on_train_batch_end(self, trainer, *_):
+        if trainer.global_step == 8 and not trainer.fit_loop._should_accumulate():
+            trainer.save_checkpoint(f"{trainer.default_root_dir}/half.ckpt", weights_only=False)
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("averaging", [Polynomial, Averaging])
+def test_weights_are_averaged_after_each_step(averaging, parts, tmp_path):
+    """Validated at the average, left with it, and resumed at step 8."""
+    expected, notes = averages(), Notes()
+
+    def fit(*callbacks, path=None):
+        model, data = Validated(), Stateful(Rows(), batch_size=BATCH // parts)
+        t = trainer(tmp_path, accumulate_grad_batches=parts, callbacks=[averaging(), *callbacks])
+        t.fit(model, data, loader(), ckpt_path=path, weights_only=False if path else None)
+        return model
+
+    for model, steps in ((fit(notes, SaveAt8()), (0, 5, 10, 15, 20)), (fit(path=tmp_path / "half.ckpt"), (10, 15, 20))):
+        for found, step in zip(model.tested[-len(steps) :], steps, strict=True):
+            assert_close(found, expected[step])
+        assert_close(flat(model.net), expected[-1])
+    assert len(notes.norms) == STEPS
 
 
 def test_bfloat16(tmp_path):

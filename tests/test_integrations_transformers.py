@@ -14,6 +14,7 @@ from trainers import (
     Rows,
     accuracy,
     assert_close,
+    averages,
     example,
     flat,
     halving,
@@ -67,7 +68,7 @@ class InOrder(SharpnessAwareTrainer):
         return SequentialSampler(train_dataset if train_dataset is not None else self.train_dataset)
 
 
-def trainer(tmp_path, parts=1, method="tsam", wrap=None, callbacks=(), dtype=torch.float64, **options):
+def trainer(tmp_path, parts=1, method="tsam", wrap=None, callbacks=(), dtype=torch.float64, cls=InOrder, **options):
     """The method comes as an optimizer of the user's, or wraps the Trainer's own."""
     model = Classifier(dtype)
     optimizers = (None, None)
@@ -91,7 +92,8 @@ def trainer(tmp_path, parts=1, method="tsam", wrap=None, callbacks=(), dtype=tor
         }
     )
     data = Rows(as_dict=True, dtype=dtype)
-    return InOrder(model, arguments, train_dataset=data, optimizers=optimizers, callbacks=list(callbacks), method=wrap)
+    sets = {"train_dataset": data, "eval_dataset": data}
+    return cls(model, arguments, optimizers=optimizers, callbacks=list(callbacks), method=wrap, **sets)
 
 
 @pytest.mark.parametrize("method", ["sam", "esam2", "pgn", "tsam"])
@@ -165,6 +167,48 @@ def test_resumed_inside_an_epoch_it_is_bitwise_the_unbroken_run(parts, tmp_path)
     assert torch.equal(flat(resumed.model), flat(whole.model))
     assert resumed.sharpness_aware.param_groups[0]["steps_taken"] == STEPS
     assert resumed.state.global_step == STEPS
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_weights_are_averaged_after_each_step(parts, tmp_path):
+    """As docs/trainers.md has it: updated and kept by a callback, evaluated by the Trainer, resumed at step 8."""
+
+    class Averaging(TrainerCallback):
+        def on_train_begin(self, args, state, control, model, **kwargs):
+            self.average = tiltsam.WeightAverage(model)
+            if state.global_step:
+                self.average.load_state_dict(torch.load(self.file(args, state)))
+
+        def on_step_end(self, args, state, control, **kwargs):
+            self.average.update()
+
+        def on_save(self, args, state, control, **kwargs):
+            if args.should_save:
+                torch.save(self.average.state_dict(), self.file(args, state))
+
+        def file(self, args, state):
+            return f"{args.output_dir}/checkpoint-{state.global_step}/average.pt"
+
+    class Averaged(InOrder):
+        def evaluate(self, *args, **kwargs):
+            with averaging.average.applied():
+                self.tested = [*getattr(self, "tested", []), flat(self.model)]
+                return super().evaluate(*args, **kwargs)
+
+    expected = averages()
+    often = {"save_strategy": "steps", "save_steps": 8, "eval_strategy": "steps", "eval_steps": 4}
+    for path, steps in ((None, range(4, 21, 4)), (str(tmp_path / "checkpoint-8"), range(12, 21, 4))):
+        averaging = Averaging()
+        t = trainer(tmp_path, parts=parts, cls=Averaged, callbacks=[averaging], **often)
+        t.train(resume_from_checkpoint=path)
+        assert_close(flat(t.model), plain()[0])
+        for found, step in zip(t.tested, steps, strict=True):
+            assert_close(found, expected[step])
+        losses = [row["eval_loss"] for row in t.state.log_history if "eval_loss" in row]
+        model, data = Classifier(), Rows()
+        nn.utils.vector_to_parameters(expected[-1], model.parameters())
+        assert losses[-1] == pytest.approx(loss_of(model.net, data.x, data.y).item(), rel=1e-6)
+        forget()
 
 
 def test_label_smoothing(tmp_path):

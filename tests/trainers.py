@@ -55,7 +55,16 @@ def loss_of(model, x, y):
     return nn.functional.cross_entropy(model(x), y)
 
 
-def plain(method="tsam", steps=STEPS, clip=None, model=None, scheduled=True, autocast=False, dtype=torch.float64):
+def plain(
+    method="tsam",
+    steps=STEPS,
+    clip=None,
+    model=None,
+    scheduled=True,
+    autocast=False,
+    dtype=torch.float64,
+    after=lambda model: None,
+):
     """The loop by hand, and the loss of each step's first pass."""
     model = net(dtype) if model is None else model
     optimizer = optimizer_for(model, method)
@@ -76,9 +85,19 @@ def plain(method="tsam", steps=STEPS, clip=None, model=None, scheduled=True, aut
 
         optimizer.step(closure)
         firsts.append(losses[0])
+        after(model)
         if scheduled:
             scheduler.step()
     return flat(model), firsts
+
+
+def averages(power=8):
+    """The averaged weights after each step of the loop by hand; before the first step they are its own."""
+    found, seen = [flat(net())], []
+    plain(after=lambda model: seen.append(flat(model)))
+    for k, weights in enumerate(seen, 1):
+        found.append(found[-1] + (power + 1) / (k + power) * (weights - found[-1]))
+    return found
 
 
 def clip_(model, norm):

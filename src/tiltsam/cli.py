@@ -23,14 +23,21 @@ class UserError(Exception):
     """A mistake of the user's: one line on the screen, exit code 2, no traceback."""
 
 
+class _Version(argparse.Action):
+    """Says which version it is; no other command reads all sources for their digest."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        print(f"tiltsam {tiltsam.__version__} (code {code_digest()})")
+        parser.exit()
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="tiltsam",
         description="Tilted sharpness-aware minimisation and its relatives: flat minima for any torch optimizer.",
     )
-    version = f"tiltsam {tiltsam.__version__} (code {code_digest()})"
-    parser.add_argument("--version", action="version", version=version)
+    parser.add_argument("--version", action=_Version, nargs=0, help="show program's version number and exit")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     toys = commands.add_parser(

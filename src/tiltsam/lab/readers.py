@@ -14,7 +14,7 @@ import zipfile
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,15 +33,6 @@ __all__ = ["class_folders", "file_digest", "read_cifar", "read_idx", "read_image
 
 _IDX_BYTES = 0x08  # the type byte of an idx file: unsigned bytes
 _SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".ppm", ".pgm", ".tif", ".tiff"}
-_TURNS = {  # what EXIF's orientations ask for, in Pillow's words; 1 is upright
-    2: "FLIP_LEFT_RIGHT",
-    3: "ROTATE_180",
-    4: "FLIP_TOP_BOTTOM",
-    5: "TRANSPOSE",
-    6: "ROTATE_270",
-    7: "TRANSVERSE",
-    8: "ROTATE_90",
-}
 
 
 def read_cifar(paths: Sequence[Path], label_bytes: int, num_classes: int) -> tuple[Tensor, Tensor]:
@@ -247,7 +238,9 @@ def _decode(path: Path, size: int) -> np.ndarray:
         with _reading(path), Image.open(path) as opened:
             opened.draft("RGB", (size, size))  # lets a JPEG be decoded at a fraction of its size
             opened.load()
-            image = _upright(opened, _on_white(_eight_bits(path, opened)))
+            with suppress(SyntaxError, ValueError, TypeError, struct.error):  # the note is damaged, the picture is not
+                ImageOps.exif_transpose(opened, in_place=True)
+            image = _on_white(_eight_bits(path, opened))
     except (OSError, SyntaxError, ValueError, EOFError, struct.error, Image.DecompressionBombError) as error:
         raise DataError(f"{path} is damaged: it cannot be decoded as an image ({type(error).__name__})") from error
     if image.size != (size, size):
@@ -276,17 +269,6 @@ def _on_white(image: PIL.Image.Image) -> PIL.Image.Image:
 
     seen = image.convert("RGBA")
     return Image.alpha_composite(Image.new("RGBA", seen.size, "white"), seen).convert("RGB")
-
-
-def _upright(opened: PIL.Image.Image, image: PIL.Image.Image) -> PIL.Image.Image:
-    """The image, turned as a camera noted it in the file; TIFF has been by then, and has no note left."""
-    from PIL import ExifTags, Image
-
-    try:
-        noted = opened.getexif().get(ExifTags.Base.Orientation)
-    except (SyntaxError, ValueError, TypeError, struct.error):  # the note is damaged, the picture is not
-        return image
-    return image.transpose(Image.Transpose[_TURNS[noted]]) if noted in _TURNS else image
 
 
 def _check_labels(path: Path, labels: np.ndarray, num_classes: int) -> None:

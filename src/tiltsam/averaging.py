@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tiltsam.buffers import KeptBuffers
+from tiltsam.buffers import kept_buffers
 from tiltsam.checks import check_nonnegative
 from tiltsam.distributed import reshard
 
@@ -88,17 +88,15 @@ class WeightAverage:
                 "the model has other parameters than its WeightAverage: make one after the model is complete, sharded "
                 "or loaded with assign=True"
             )
-        buffers = KeptBuffers()
-        buffers.keep(self.model.modules())
         own = {name: p.detach().clone() for name, p in self._parameters.items()}
-        try:
-            if self.count:
-                _write(self._parameters, self._average)
-            yield self.model
-        finally:
-            _write(self._parameters, own)
-            reshard(self.model)
-            buffers.put_back()
+        with kept_buffers(self.model):
+            try:
+                if self.count:
+                    _write(self._parameters, self._average)
+                yield self.model
+            finally:
+                _write(self._parameters, own)
+                reshard(self.model)
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint needs; the tensors are the average's own."""

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
 from tiltsam import vectors
 
-__all__ = ["KeptBuffers", "buffers_of"]
+__all__ = ["KeptBuffers", "buffers_of", "kept_buffers"]
 
 
 class KeptBuffers:
@@ -55,6 +56,17 @@ class KeptBuffers:
                 module._buffers[name] = b
         for there, kept in zip(self._tensors, self._values, strict=True):
             vectors.copy_(there, kept)
+
+
+@contextmanager
+def kept_buffers(model: nn.Module) -> Iterator[None]:
+    """Whatever is done to a model's buffers inside is undone, whatever is raised."""
+    kept = KeptBuffers()
+    kept.keep(model.modules())
+    try:
+        yield
+    finally:
+        kept.put_back()
 
 
 def buffers_of(model: nn.Module | None) -> list[Tensor]:

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
 from tiltsam.batches import leaves, to_device
-from tiltsam.buffers import KeptBuffers
+from tiltsam.buffers import kept_buffers
 from tiltsam.distributed import is_sharded
 from tiltsam.flatness.randomness import RandomSources
 from tiltsam.flatness.sums import weighted_mean
@@ -178,9 +178,7 @@ class LossSurface:
             stack.callback(self._random.restore, self._random.state())
             for module in self.model.modules():
                 stack.callback(setattr, module, "training", module.training)  # some may be in eval mode on purpose
-            buffers = KeptBuffers()
-            buffers.keep(self.model.modules())
-            stack.callback(buffers.put_back)
+            stack.enter_context(kept_buffers(self.model))
             stack.callback(self._forget)
             stack.callback(self._restore_others)
             stack.callback(self.restore)

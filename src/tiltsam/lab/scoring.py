@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor, nn
 
 from tiltsam.averaging import WeightAverage
-from tiltsam.buffers import KeptBuffers
+from tiltsam.buffers import kept_buffers
 from tiltsam.lab.data import Data, Split
 from tiltsam.lab.metrics import METRICS
 
@@ -21,19 +21,9 @@ BATCHNORM_BATCHES = 40  # enough for BatchNorm's statistics to settle, far less 
 Outputs = Callable[[Split], Tensor]
 
 
-@contextmanager
-def as_tested(model: nn.Module, average: WeightAverage | None) -> Iterator[None]:
+def as_tested(model: nn.Module, average: WeightAverage | None) -> AbstractContextManager[object]:
     """The model with its averaged weights, if it has some; whatever is done to its buffers is undone afterwards."""
-    if average is not None:
-        with average.applied():
-            yield
-        return
-    kept = KeptBuffers()
-    kept.keep(model.modules())
-    try:
-        yield
-    finally:
-        kept.put_back()
+    return kept_buffers(model) if average is None else average.applied()
 
 
 @torch.no_grad()

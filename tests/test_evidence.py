@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 from evidence.__main__ import cross, flat, measure_rates, show, weights, work
 from evidence.archive import collect, restore
-from evidence.studies import STUDIES, around
+from evidence.studies import STUDIES
 from evidence.study import Study, Variants, score_at
 from evidence.tables import (
     cross_table,
@@ -24,6 +24,7 @@ from evidence.tables import (
     trial_table,
     variant_table,
 )
+from evidence.trials import around
 from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.record import Record
 from tiltsam.lab.train import TrainError, train

@@ -1,0 +1,174 @@
+"""The studies on 8×8 digits: small enough for a CPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from evidence.study import Study, Variants
+from evidence.trials import around, in_parts, seven, tsam, with_pairs
+from tiltsam.lab.config import TrainConfig
+
+__all__ = ["DIGITS_STUDIES"]
+
+# Two of six trials end at a quarter of the cost, two more at half of it; two go to the end. On digits this turned out
+# to favour small rhos, which learn faster and overfit later: where a study can afford it, all trials go to the end.
+_RUNGS = ((0.25, 4), (0.5, 2))
+
+_PAIRS = [(0.03, 0.2), (0.03, 0.5), (0.03, 1.0), (0.1, 0.2), (0.1, 0.5), (0.1, 1.0)]
+_RADII = [2.0, 4.0, 2.0, 4.0, 2.0, 4.0]
+
+DIGITS = Study(
+    name="digits",
+    family="digits",
+    title="8×8 digits, 20% of labels wrong, a small network",
+    base=TrainConfig(
+        task="digits",
+        model="mlp",
+        epochs=60.0,
+        batch_size=64,
+        label_smoothing=0.1,
+        validation=0.3,  # a tenth would be 120 examples, a fifth of them with wrong labels
+        device="cpu",
+    ),
+    reference="sam",
+    trials=seven(
+        (0.003, 0.01, 0.03, 0.1, 0.2, 0.4),
+        _PAIRS,
+        _RADII,
+        alphas=[0.5, 0.8, 0.5, 0.8, 0.5, 0.8],
+        lams=[1.0, 2.0, 1.0, 2.0, 1.0, 2.0],
+    ),
+    rungs=_RUNGS,
+    seeds=tuple(range(10)),
+    unit="thousand passes",
+)
+
+# Around the settings that the trials of "digits" chose for a single sample.
+_CENTER = replace(DIGITS.base, method="tsam", lr=0.03, rho=0.5, radius=4.0, num_samples=1, t=20.0, evaluate_every=3)
+DIGITS_ACTS = Variants("digits-acts", around(_CENTER), tuple(range(5)), DIGITS.title)
+
+# Is a random start more than a longer ascent? Without one, TSAM with a single sample is SAM.
+DIGITS_MAP = Variants(
+    "digits-map",
+    {
+        f"rho at radius {radius:g}: {rho:g}": replace(_CENTER, radius=radius, rho=rho)
+        for radius in (0.0, 2.0, 4.0, 6.0)
+        for rho in (0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
+    },
+    tuple(range(5)),
+    DIGITS.title,
+)
+
+# ---------------------------------------------------------------- cheaper steps
+
+# The coarse grid of "digits" has nothing between a rho of 0.5 and one of 1, at which training collapses.
+_FINE = [(0.03, rho) for rho in (0.45, 0.5, 0.55, 0.6, 0.65, 0.7)]
+DIGITS_FINE = replace(
+    DIGITS,
+    name="digits-fine",
+    trials={
+        "sam": with_pairs("sam", _FINE),
+        "tsam s=1": tsam(_FINE, 1, [4.0] * 6),
+        "esam2": with_pairs("esam2", _FINE, num_points=3),
+        "tsam s=2 (shared ascent)": tsam(_FINE, 2, [4.0] * 6, share_ascent=True),
+    },
+)
+
+# Steps that cost less than SAM's, and a second sample at half as much again. An ascent on a quarter of the batch costs
+# a quarter of a pass, and is the perturbation of fewer examples at that.
+DIGITS_CHEAPER = replace(
+    DIGITS,
+    name="digits-cheaper",
+    trials={
+        "sam (ascent on 1/4)": with_pairs("sam", _PAIRS, ascent_fraction=0.25),
+        "tsam s=1 (ascent on 1/4)": tsam(_PAIRS, 1, _RADII, ascent_fraction=0.25),
+        "sam (every 2nd step)": with_pairs("sam", _PAIRS, every=2),
+        "tsam s=2 (shared ascent)": tsam(_PAIRS, 2, _RADII, share_ascent=True),
+    },
+)
+
+# ---------------------------------------------------------------- samples that share the batch out
+
+# The smaller the parts, the smaller the rho from which on training collapses.
+_LENGTHS = {
+    1: (0.6, 0.65, 0.7, 0.75),
+    2: (0.4, 0.45, 0.5, 0.55, 0.6),
+    4: (0.25, 0.3, 0.35, 0.4, 0.45),
+    8: (0.15, 0.2, 0.25, 0.3),
+}
+_QUARTERS = replace(_CENTER, **in_parts(4), rho=0.35)
+DIGITS_SPLIT = Variants(
+    "digits-split",
+    {
+        f"rho at {number} parts: {rho:g}": replace(_CENTER, **in_parts(number), rho=rho)
+        for number, lengths in _LENGTHS.items()
+        for rho in lengths
+    }
+    | {f"t at 4 parts: {t:g}": replace(_QUARTERS, t=t) for t in (0.0, 1.0, 5.0, 20.0)}
+    | {f"radius at 4 parts: {radius:g}": replace(_QUARTERS, radius=radius) for radius in (0.0, 2.0, 4.0)},
+    tuple(range(5)),
+    DIGITS.title,
+)
+
+# ---------------------------------------------------------------- a rho that rises
+
+# A small rho learns fast and overfits early, a large one learns slowly: does one that grows over the run do both?
+DIGITS_RISING = Variants(
+    "digits-rising",
+    {
+        f"last rho at radius {radius:g}: {rho:g}": replace(_CENTER, radius=radius, rho=rho, rho_schedule="up")
+        for radius in (0.0, 4.0)
+        for rho in (0.7, 0.9, 1.1, 1.3, 1.6, 2.0, 2.5)
+    },
+    tuple(range(5)),
+    DIGITS.title,
+)
+
+# ---------------------------------------------------------------- a length for every weight
+
+# ASAM measures the ascent in units of the weights: large ones, and layers of large ones, move further.
+_ADAPTIVE = (1.0, 2.0, 4.0, 6.0, 8.0, 10.0, 12.0, 16.0)
+DIGITS_ADAPTIVE = Variants(
+    "digits-adaptive",
+    {f"rho of asam: {rho:g}": replace(_CENTER, method="asam", rho=rho) for rho in _ADAPTIVE}
+    | {
+        f"rho of asam, averaged: {rho:g}": replace(_CENTER, method="asam", rho=rho, average=True)
+        for rho in _ADAPTIVE[2:-1]
+    },
+    tuple(range(5)),
+    DIGITS.title,
+)
+
+# ---------------------------------------------------------------- averaged weights
+
+DIGITS_AVERAGED = Variants(
+    "digits-averaged",
+    {
+        f"rho at radius {radius:g}: {rho:g}": replace(_CENTER, radius=radius, rho=rho, average=True)
+        for radius in (0.0, 4.0)
+        for rho in (0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
+    }
+    | {
+        f"rho at {number} parts: {rho:g}": replace(_CENTER, **in_parts(number), rho=rho, average=True)
+        for number in (4, 8)
+        for rho in _LENGTHS[number]
+    }
+    | {
+        f"lr of erm: {lr:g}": replace(DIGITS.base, method="erm", epochs=120.0, evaluate_every=6, lr=lr, average=True)
+        for lr in (0.003, 0.01, 0.03)
+    },
+    tuple(range(5)),
+    DIGITS.title,
+)
+
+DIGITS_STUDIES: list[Study | Variants] = [
+    DIGITS,
+    DIGITS_CHEAPER,
+    DIGITS_ACTS,
+    DIGITS_MAP,
+    DIGITS_FINE,
+    DIGITS_SPLIT,
+    DIGITS_RISING,
+    DIGITS_AVERAGED,
+    DIGITS_ADAPTIVE,
+]

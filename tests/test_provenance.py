@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 import tiltsam
@@ -39,3 +40,39 @@ def test_a_run_says_which_code_it_ran(tmp_path):
     config = TrainConfig("digits", "erm", epochs=1)
     train(config, Record(tmp_path))
     assert json.loads((tmp_path / "environment.json").read_text())["code"] == code_digest()
+
+
+def test_a_run_that_went_on_with_other_code_tells_both(tmp_path, monkeypatch):
+    config, record = TrainConfig("digits", "erm", epochs=4), Record(tmp_path)
+    train(config, record, until=1 / 4)
+    assert "before" not in record.environment()
+    train(config, record, until=2 / 4)
+    begun = record.environment()
+    assert begun["code"] == code_digest()
+    assert "before" not in begun  # the same went on
+    monkeypatch.setattr("tiltsam.lab.record.code_digest", lambda: "other")
+    train(config, record, until=3 / 4)
+    train(config, record)
+    assert record.environment() == {**begun, "code": "other", "since": 2, "before": [begun]}
+
+
+def test_code_whose_epochs_were_trained_again_did_not_make_the_run(tmp_path, monkeypatch):
+    config, record = TrainConfig("digits", "erm", epochs=4), Record(tmp_path)
+    mine = code_digest()
+
+    def killed(progress):
+        raise KeyboardInterrupt
+
+    def attempt(code, until=1.0, report=lambda progress: None):
+        monkeypatch.setattr("tiltsam.lab.record.code_digest", lambda: code)
+        with suppress(KeyboardInterrupt):
+            train(config, record, until=until, report=report)
+        found = record.environment()
+        return [(one["code"], one.get("since", 0)) for one in (*found.get("before", ()), found)]
+
+    assert attempt("lost", report=killed) == [("lost", 0)]
+    assert attempt(mine, until=2 / 4) == [(mine, 0)]
+    assert attempt("lost", report=killed) == [(mine, 0), ("lost", 2)]
+    assert attempt("other", until=3 / 4) == [(mine, 0), ("other", 2)]
+    assert attempt("lost", report=killed) == [(mine, 0), ("other", 2), ("lost", 3)]
+    assert attempt("other") == [(mine, 0), ("other", 2)]

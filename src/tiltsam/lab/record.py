@@ -1,7 +1,8 @@
 """A run's folder: what was asked, where it ran, how it went, and enough to go on after any interruption.
 
     RUN/config.json         the resolved config
-    RUN/environment.json    versions, device, fingerprints of the code and of one's own data
+    RUN/environment.json    versions, device, fingerprints of the code and of one's own data; where others of these
+                            had begun the run, theirs under "before", and "since" which epoch each worked on it
     RUN/metrics.jsonl       one JSON object a line, appended, never rewritten
     RUN/checkpoints/N/      enough to go on (:mod:`tiltsam.lab.checkpoints`); the last two are kept
     RUN/model.safetensors   the trained model, once finished
@@ -102,13 +103,33 @@ class Record:
             file.close()  # it was removed between our opening and our locking it
         raise RecordError(f"cannot write to {self.folder}: {os.strerror(errno.ENOENT)}")
 
-    def begin(self, config: TrainConfig, device: torch.device, data: str = "") -> None:
-        """Write what was asked, where it runs, and the fingerprint of its data if it has one."""
+    def begin(self, config: TrainConfig, device: torch.device, data: str = "", epoch: int = 0) -> None:
+        """Write what was asked, where it runs, and where it ran before.
+
+        Args:
+            config: What was asked.
+            device: Where it runs.
+            data: The fingerprint of its data, if they have one.
+            epoch: Where it goes on; what had begun there or later came to nothing.
+        """
         self.folder.mkdir(parents=True, exist_ok=True)
         for half in self.folder.glob(".model.safetensors.*"):  # of a process that was killed
             half.unlink(missing_ok=True)
         write_json(self.folder / "config.json", dataclasses.asdict(config))
-        write_json(self.folder / "environment.json", _environment(device) | ({"data": data} if data else {}))
+        here = _environment(device) | ({"data": data} if data else {})
+        last = self.environment()
+        before = [one for one in (*last.pop("before", ()), last) if one.get("since", 0) < epoch]
+        if before and here == {name: value for name, value in before[-1].items() if name != "since"}:
+            epoch = before.pop().get("since", 0)
+        write_json(self.folder / "environment.json", here | ({"since": epoch, "before": before} if before else {}))
+
+    def environment(self) -> dict[str, Any]:
+        """Where it runs, or ran last; empty if nothing is known of it."""
+        try:
+            found = json.loads((self.folder / "environment.json").read_text())
+        except (OSError, ValueError):
+            found = {}
+        return found if isinstance(found, dict) else {}
 
     def check_data(self, fingerprint: str) -> None:
         """Raise if the run began with other data.
@@ -119,10 +140,7 @@ class Record:
         Raises:
             RecordError: If they differ.
         """
-        try:
-            begun = json.loads((self.folder / "environment.json").read_text()).get("data")
-        except (OSError, ValueError, AttributeError):
-            return
+        begun = self.environment().get("data")
         if fingerprint and begun and begun != fingerprint:
             raise RecordError(f"the data of {self.folder} have changed since this run began: use another --out")
 

@@ -193,7 +193,7 @@ class Run:
     ) -> dict[str, Any]:
         self._resume()
         if self.team.first:
-            self.record.begin(self.config, self.device, self.data.fingerprint)
+            self.record.begin(self.config, self.device, self.data.fingerprint, int(self.progress.epoch))
         saved = time.perf_counter()
         while self.progress.done < until:
             loss, spread = self._epoch(tick)

@@ -571,6 +571,8 @@ def test_a_call_as_other_packages_want_it_shows_what_to_write(method, more):
     right = rf"got generator: write {name}\(torch.optim.SGD\(model.parameters\(\), lr=0.1\), ...\)"
     with pytest.raises(TypeError, match=right):
         method.cls(params, torch.optim.SGD, **more)
+    with pytest.raises(TypeError, match=right):
+        method.cls(base=params, **more)
 
 
 def test_a_method_of_ones_own_may_be_called_as_one_likes():
@@ -580,8 +582,8 @@ def test_a_method_of_ones_own_may_be_called_as_one_likes():
 
     optimizer = Mine(nn.Linear(2, 2).parameters(), torch.optim.SGD, lr=0.5)
     assert optimizer.param_groups[0]["lr"] == 0.5
-    with pytest.raises(TypeError, match="got list"):
-        tiltsam.SAM(base=[], rho=0.1)
+    with pytest.raises(TypeError, match="got list: write Mine"):
+        Mine([], list)
 
 
 @every_method

@@ -77,8 +77,9 @@ class SharpnessAware(Optimizer):
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Refuse ``SAM(params, SGD, lr=0.1)``, as other packages want it, before Python finds fault with ``lr``."""
         first = list(inspect.signature(cls.__init__).parameters)[1:2]
-        if args and first == ["base"]:  # a method of one's own may begin with something else
-            check_base(args[0], cls.__name__, SharpnessAware)
+        given = args or [kwargs[name] for name in first if name in kwargs]  # nothing where a copy is made
+        if given and first == ["base"]:  # a method of one's own may begin with something else
+            check_base(given[0], cls.__name__, SharpnessAware)
         return super().__new__(cls)
 
     def __init__(

@@ -103,6 +103,15 @@ def test_leaves_no_trace_of_a_buffer_that_cannot_be_written() -> None:
     assert_same(before, snapshot(model))
 
 
+@every
+def test_leaves_no_trace_of_a_forward_that_writes_its_weights(measure: Any) -> None:
+    """An embedding with ``max_norm`` shortens its rows in place, whoever calls it."""
+    model = nn.Sequential(nn.Embedding(9, 4, max_norm=0.5), nn.Linear(4, 3)).double()
+    before = snapshot(model)
+    measure(model, cross_entropy, [(torch.arange(6), torch.arange(6) % 3)])
+    assert_same(before, snapshot(model))
+
+
 def test_modes_and_random_state_are_put_back_even_if_the_weights_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
     def failing() -> None:
         raise MemoryError("no room")

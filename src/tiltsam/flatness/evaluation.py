@@ -183,6 +183,8 @@ class LossSurface:
             stack.callback(self._restore_others)
             stack.callback(self.restore)
             self.model.eval()
+            if any(getattr(module, "max_norm", None) is not None for module in self.model.modules()):
+                self.save_all()  # such an embedding shortens its rows in place, whoever calls it
             self._stack = stack.pop_all()
         return self
 

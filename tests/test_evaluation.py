@@ -112,6 +112,21 @@ def test_leaves_no_trace_of_a_forward_that_writes_its_weights(measure: Any) -> N
     assert_same(before, snapshot(model))
 
 
+@every
+def test_leaves_no_trace_of_a_loss_that_calls_backward(measure: Any) -> None:
+    def backward_inside(model: nn.Module, batch: Any) -> Tensor:
+        loss = cross_entropy(model, batch)
+        loss.backward(retain_graph=True)
+        return loss
+
+    model = unusual_model()
+    own = model[5].weight.grad
+    before = snapshot(model)
+    measure(model, backward_inside, unequal_batches()[:1])
+    assert_same(before, snapshot(model))
+    assert model[5].weight.grad is own
+
+
 def test_modes_and_random_state_are_put_back_even_if_the_weights_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
     def failing() -> None:
         raise MemoryError("no room")

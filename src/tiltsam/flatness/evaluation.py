@@ -3,8 +3,9 @@
 Every measurement of flatness asks the same thing of a model, "what is the loss of this data set at these
 weights?", and must leave no trace of having asked. :class:`LossSurface` is the one place that knows how: it
 puts the model in eval mode, pins the random numbers, walks the data, and on leaving puts back, bit for bit,
-the weights, the buffers, the mode of every module and the state of the random generators, whatever was raised
-in between. A ``torch.autocast`` around a measurement holds for the loss function, not for what is made of it.
+the weights, the buffers, the gradients, the mode of every module and the state of the random generators,
+whatever was raised in between. A ``torch.autocast`` around a measurement holds for the loss function, not for
+what is made of it.
 
 The convention for data, here and in every function that measures:
 
@@ -178,6 +179,9 @@ class LossSurface:
             stack.callback(self._random.restore, self._random.state())
             for module in self.model.modules():
                 stack.callback(setattr, module, "training", module.training)  # some may be in eval mode on purpose
+            for param in self.model.parameters():
+                stack.callback(setattr, param, "grad", param.grad)
+                param.grad = None  # a loss that calls backward adds to one of its own
             stack.enter_context(kept_buffers(self.model))
             stack.callback(self._forget)
             stack.callback(self._restore_others)

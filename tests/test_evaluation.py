@@ -127,6 +127,38 @@ def test_leaves_no_trace_of_a_loss_that_calls_backward(measure: Any) -> None:
     assert model[5].weight.grad is own
 
 
+class Merging(nn.Module):
+    """Folds its second layer into the first one for evaluation, as some low-rank adapters do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 3).double(), nn.Linear(4, 3).double()
+        self.merged = False
+
+    def train(self, mode: bool = True) -> Merging:
+        if mode == self.merged:
+            with torch.no_grad():
+                for p, q in zip(self.first.parameters(), self.second.parameters(), strict=True):
+                    p.add_(q, alpha=-1 if mode else 1)
+            self.merged = not mode
+        return super().train(mode)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.first(x) if self.merged else self.first(x) + self.second(x)
+
+
+@every
+def test_a_model_that_changes_with_its_mode_is_changed_back(measure: Any) -> None:
+    model = nn.Sequential(Merging(), nn.Tanh(), nn.Linear(3, 4).double(), Merging())
+    model[3].eval()  # inside a model in training mode
+    modes, merged = [m.training for m in model.modules()], [getattr(m, "merged", None) for m in model]
+    before = copy.deepcopy(model.state_dict())
+    measure(model, cross_entropy, [(torch.randn(6, 4).double(), torch.arange(6) % 3)])
+    assert modes == [m.training for m in model.modules()]
+    assert merged == [getattr(m, "merged", None) for m in model]
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=1e-12)
+
+
 def test_modes_and_random_state_are_put_back_even_if_the_weights_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
     def failing() -> None:
         raise MemoryError("no room")

@@ -177,8 +177,10 @@ class LossSurface:
             for kind in self.autocast:
                 stack.enter_context(torch.autocast(kind, enabled=False))
             stack.callback(self._random.restore, self._random.state())
-            for module in self.model.modules():
-                stack.callback(setattr, module, "training", module.training)  # some may be in eval mode on purpose
+            modes = [(module, module.training) for module in self.model.modules()]  # some are in eval mode on purpose
+            for module, mode in modes:
+                stack.callback(setattr, module, "training", mode)
+            stack.callback(_train_again, modes)
             for param in self.model.parameters():
                 stack.callback(setattr, param, "grad", param.grad)
                 param.grad = None  # a loss that calls backward adds to one of its own
@@ -384,6 +386,13 @@ def check_finite(losses: Tensor, where: str = "") -> None:
     if len(bad):
         number = int(bad[0, 0])
         raise ValueError(f"the loss is not finite{where}: {losses[number].item()} on batch {number}")
+
+
+def _train_again(modes: list[tuple[nn.Module, bool]]) -> None:
+    """Tell modules their mode, the outer ones first: some do more than note it (adapters that merge their weights)."""
+    for module, mode in modes:
+        if module.training != mode:
+            module.train(mode)
 
 
 def _write(tensor: Tensor, saved: Tensor) -> None:

@@ -419,6 +419,15 @@ def test_an_exhausted_krylov_space_is_refilled() -> None:
     torch.testing.assert_close(found.values, torch.tensor([5.0, 5.0, 5.0, 2.0], dtype=torch.float64))
 
 
+@pytest.mark.parametrize("k", [1, 2])
+def test_an_outlier_is_not_taken_for_the_bulk(k: int) -> None:
+    """A random start is an eigenvector of the bulk to within the tolerance, and the outlier is not in it."""
+    values = torch.ones(10_000, dtype=torch.float64)
+    values[3] = 1.05
+    found = thick_restart(Diagonal(values), fill, k, basis_size=6, tol=1e-3, max_products=100)
+    assert found.values[0].item() == pytest.approx(1.05)
+
+
 def test_quadrature_integrates_polynomials_exactly() -> None:
     operator = Diagonal(torch.linspace(-1, 3, 50, dtype=torch.float64))
     start = torch.empty(50, dtype=torch.float64)

@@ -73,7 +73,7 @@ def thick_restart(
 
         residual <= tol * max(|theta|, sqrt(eps) * max |theta|),
 
-    and convergence is looked for after every product, not once per restart.
+    and convergence is looked for after every product from the ``k + 1``-th on, not once per restart.
 
     Args:
         operator: The operator.
@@ -117,7 +117,9 @@ def thick_restart(
         if progress is not None:
             progress(products, max_products)
         # The Krylov space of one start may lack an eigenvalue: once it is exhausted, look on until the basis is full.
-        done = filled >= k and bool(converged.all()) and not (exhausted and filled < limit)
+        # And of k vectors all may lie in the bulk of the spectrum, where a random start is nearly an eigenvector: the
+        # next one shows what sticks out.
+        done = filled > k and bool(converged.all()) and not (exhausted and filled < limit)
         if done or products >= max_products or filled == operator.size:
             break
         if filled == limit:

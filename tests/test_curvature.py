@@ -428,6 +428,16 @@ def test_an_outlier_is_not_taken_for_the_bulk(k: int) -> None:
     assert found.values[0].item() == pytest.approx(1.05)
 
 
+@pytest.mark.parametrize("which", ["largest", "smallest"])
+def test_a_residual_is_no_less_than_rounding(which: Any) -> None:
+    """Some eigenvalue lies within the residual of each value, in float32 too."""
+    random = torch.Generator().manual_seed(1)
+    values = torch.rand(30, generator=random)
+    found = thick_restart(Diagonal(values), fill, 30, basis_size=32, tol=1e-3, max_products=100, which=which)
+    distance = (found.values[:, None] - values.double()).abs().amin(1)
+    assert (distance <= found.residuals).all()
+
+
 def test_quadrature_integrates_polynomials_exactly() -> None:
     operator = Diagonal(torch.linspace(-1, 3, 50, dtype=torch.float64))
     start = torch.empty(50, dtype=torch.float64)

@@ -61,8 +61,9 @@ class Eigenpairs:
 
     Attributes:
         values: The eigenvalues (float64, on the host).
-        residuals: ``||H v - value v||``: some eigenvalue lies within this distance of the value, and the error of
-            the value itself is of the order of its square over the gap to the next.
+        residuals: ``||H v - value v||``, or the rounding of a product where that is more: some eigenvalue lies within
+            this distance of the value, and the error of the value itself is of the order of its square over the gap
+            to the next.
         converged: Where the residual is within the tolerance asked for.
         vectors: One flat unit vector per row, orthonormal, on the device of the model.
         shapes: The names and shapes of the parameters along a row.

@@ -49,7 +49,7 @@ class RitzPairs(NamedTuple):
     """What the iteration found, best first."""
 
     values: Tensor  # float64 on the host
-    residuals: Tensor  # ||A v - value v|| by the Lanczos relation, float64 on the host
+    residuals: Tensor  # ||A v - value v|| by the Lanczos relation, at least its rounding, float64 on the host
     converged: Tensor  # bool on the host
     vectors: Tensor  # one row each, orthonormal, on the device
 
@@ -132,7 +132,8 @@ def thick_restart(
             filled = kept
             exhausted = False
     basis.turn(filled, rotation[:, wanted])
-    return RitzPairs(values[wanted], residuals, converged, basis.blocks[0][: len(wanted)])
+    # The relation holds to within rounding, which no residual is below.
+    return RitzPairs(values[wanted], residuals.clamp_min(eps * scale), converged, basis.blocks[0][: len(wanted)])
 
 
 def quadrature(

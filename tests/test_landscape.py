@@ -111,6 +111,18 @@ def test_between_leaves_extra_state_alone(note: object) -> None:
     assert ends[0].note is note
 
 
+@pytest.mark.parametrize(
+    "end",
+    [{"model": nn.Linear(2, 1).state_dict()}, {**nn.Linear(2, 1).state_dict(), "epoch": 3}, nn.Linear(3, 1), {}],
+    ids=["checkpoint", "more", "shape", "empty"],
+)
+def test_ends_that_do_not_fit(end: Any) -> None:
+    model, data = nn.Linear(2, 1), [(torch.randn(4, 2), torch.randn(4, 1))]
+    for ends in ((model, end), (end, model)):
+        with pytest.raises(ValueError, match="names and shapes"):
+            between(model, mse, data, *ends)
+
+
 def test_between_moves_frozen_parameters_and_puts_them_back() -> None:
     model = convnet()
     model[0].weight.requires_grad_(False)

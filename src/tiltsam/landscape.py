@@ -205,12 +205,12 @@ def between(
         ValueError: If the data is empty, a loss is not finite, or the two do not fit the model.
     """
     own = _tensors(model.state_dict(keep_vars=True))
-    # The weights of the model itself move while we look: an end that is the model must be a copy.
-    states = [side.state_dict() if isinstance(side, nn.Module) else side for side in (start, end)]
-    ends = [_copy_if_own(_tensors(state), own) for state in states]
-    for side in ends:
-        if side.keys() != own.keys() or any(side[name].shape != own[name].shape for name in own):
+    states = [_tensors(side.state_dict() if isinstance(side, nn.Module) else side) for side in (start, end)]
+    for state in states:
+        if state.keys() != own.keys() or any(state[name].shape != own[name].shape for name in own):
             raise ValueError("the two ends must have the names and shapes of the model's state dict")
+    # The weights of the model itself move while we look: an end that is the model must be a copy.
+    ends = [_copy_if_own(state, own) for state in states]
     steps = _steps(span, num_points)
     with LossSurface(model, loss_fn, batches, size_of=size_of, seed=seed) as surface:
         losses = torch.empty(num_points, dtype=torch.float64)

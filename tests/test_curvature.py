@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -357,6 +358,20 @@ def test_a_second_derivative_that_is_not_finite_is_a_clear_error() -> None:
     for measure in (top_eigenvalues, trace, spectral_density):
         with pytest.raises(ValueError, match="no second derivative"):
             measure(Root(), call, ONE)
+
+
+def test_eigenpairs_of_other_shapes_do_not_deflate() -> None:
+    model, wider = nn.Linear(2, 1), nn.Linear(3, 1)
+    pairs = top_eigenvalues(wider, mse, [(torch.randn(8, 3), torch.randn(8, 1))], k=1)
+    with pytest.raises(ValueError, match="other parameters"):
+        trace(model, mse, [(torch.randn(8, 2), torch.randn(8, 1))], num_samples=2, deflate=pairs)
+
+
+def test_eigenpairs_of_another_precision_deflate() -> None:
+    model, data = nn.Linear(2, 1).double(), [(torch.randn(8, 2).double(), torch.randn(8, 1).double())]
+    pairs = top_eigenvalues(copy.deepcopy(model).float(), mse, [(x.float(), y.float()) for x, y in data], k=3)
+    found = trace(model, mse, data, num_samples=2, deflate=pairs)
+    assert found.value == pytest.approx(float(dense_hessian(model, mse, data[0]).trace()), rel=1e-6)
 
 
 @pytest.mark.parametrize(

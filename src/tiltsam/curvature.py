@@ -219,7 +219,7 @@ def top_eigenvalues(
         residuals,
         converged,
         found.vectors,
-        {name: p.shape for name, p in zip(surface.names, surface.params, strict=True)},
+        dict(_shapes(surface)),
         hessian.num_products,
         tuple(hessian.substitutes),
     )
@@ -276,9 +276,9 @@ def trace(
         raise ValueError(f"num_samples must be at least 2 to estimate an error, got {num_samples}")
     with LossSurface(model, loss_fn, batches, parameters=parameters, size_of=size_of, seed=seed) as surface:
         hessian = HessianOperator(surface, keep_graph=keep_graph)
-        if deflate is not None and list(deflate.shapes) != surface.names:
+        if deflate is not None and list(deflate.shapes.items()) != _shapes(surface):
             raise ValueError("deflate holds eigenpairs with respect to other parameters")
-        known = None if deflate is None else deflate.vectors
+        known = None if deflate is None else deflate.vectors.to(hessian.device, hessian.dtype)
         owners = [name.rpartition(".")[0] for name in surface.names]
         rows = []
         probe = torch.empty(hessian.size, device=hessian.device, dtype=hessian.dtype)
@@ -409,6 +409,10 @@ def by_layer(measure: Callable[..., T], model: nn.Module, *args: Any, **kwargs: 
         (['0', '2'], torch.Size([1]))
     """
     return {layer: measure(model, *args, parameters=names, **kwargs) for layer, names in layers(model).items()}
+
+
+def _shapes(surface: LossSurface) -> list[tuple[str, torch.Size]]:
+    return [(name, p.shape) for name, p in zip(surface.names, surface.params, strict=True)]
 
 
 def _signs(random: torch.Generator, vector: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from measuring import Bowl, call, convnet, cross_entropy, mse, unequal_batches
 from tiltsam.curvature import top_eigenvalues
 from tiltsam.flatness.comparison import Plan, compare, format_table, table_rows
 from tiltsam.landscape import Slice1D, between, random_direction, slice_1d, slice_2d
+from tiltsam.sharpness import neighborhood
 
 ONE = [torch.ones(1)]
 QUICK = Plan(std=(0.01, 0.1), num_samples=4, num_trace_samples=3, num_density_probes=2, num_points=5, plane=True)
@@ -184,6 +185,23 @@ def test_every_figure_is_drawn(tmp_path: Path) -> None:
         plot_neighborhood(around, "median")
     ax = plot_slices({"x": Slice1D(torch.arange(3.0), torch.ones(3))}, logarithmic=True)
     assert ax.get_yscale() == "log"
+
+
+def test_losses_below_zero_are_drawn() -> None:
+    """A logarithmic axis has no room for the mean of a log-likelihood of densities; one for the variance stays."""
+    pytest.importorskip("matplotlib")
+    from tiltsam.flatness.figures import plot_neighborhood
+
+    around = neighborhood(convnet(), lambda m, b: cross_entropy(m, b) - 5, unequal_batches(), [0.05, 0.1], 4)
+    ax = plot_neighborhood({"a": around}, "mean")
+    low, high = ax.get_ylim()
+    assert ax.get_yscale() == "linear"
+    assert low < float(around.mean.min())
+    assert float(around.mean.max()) < high
+    (band,) = ax.collections
+    heights = band.get_paths()[0].vertices[:, 1]
+    assert heights.min() == pytest.approx(float((around.mean - 2 * around.mean_error).min()))
+    assert plot_neighborhood({"a": around}, "variance").get_yscale() == "log"
 
 
 def test_long_names_stand_apart_in_a_table():

@@ -36,6 +36,8 @@ def plot_neighborhood(
 ) -> Axes:
     """A statistic of the neighbourhood against the noise level, with a band of two standard errors.
 
+    Its axis is logarithmic, unless a value is not positive (the mean of a loss that may be negative, say).
+
     Args:
         neighborhoods: By model name.
         statistic: ``mean``, ``variance``, ``tilted_mean`` or ``tilted_variance``.
@@ -50,6 +52,9 @@ def plot_neighborhood(
     if statistic not in labels:
         raise ValueError(f"statistic must be one of {', '.join(labels)}, got {statistic!r}")
     ax = _axes(ax)
+    ax.set_xscale("log")
+    if all(bool((getattr(around, statistic) > 0).all()) for around in neighborhoods.values()):
+        ax.set_yscale("log")
     styles = _styles(neighborhoods)
     for name, around in neighborhoods.items():
         order = around.std.argsort()
@@ -58,8 +63,6 @@ def plot_neighborhood(
         style = styles[name]
         ax.plot(around.std[order].numpy(), y.numpy(), label=name, marker="o", markersize=3.5, **style)
         _band(ax, around.std[order], y, error, style["color"])
-    ax.set_xscale("log")
-    ax.set_yscale("log")
     tilts = {around.t for around in neighborhoods.values()}
     suffix = f", t = {tilts.pop():g}" if "tilted" in statistic and len(tilts) == 1 else ""
     ax.set_xlabel("standard deviation of the noise on the weights")
@@ -86,6 +89,7 @@ def plot_density(
     grid = torch.linspace(low - 5 * width, high + 5 * width, 1024, dtype=torch.float64)
     curves = {name: density.smooth(grid, width) for name, density in densities.items()}
     floor = 1e-6 * max(float(values.max()) for values, _ in curves.values())
+    ax.set_yscale("log")
     styles = _styles(curves)
     for number, (name, (values, error)) in enumerate(curves.items()):
         style = styles[name]
@@ -97,7 +101,6 @@ def plot_density(
             for value in eigenpairs[name].values.tolist():
                 bottom = 0.012 + 0.035 * number
                 ax.axvline(value, bottom, bottom + 0.028, color=style["color"], linewidth=1.5)
-    ax.set_yscale("log")
     # Room for the rows of ticks below the curves.
     ax.set_ylim(bottom=floor * 0.1 ** (0.3 * len(densities)))
     ax.set_xlabel("eigenvalue of the Hessian")
@@ -182,9 +185,13 @@ def write_figures(flats: Sequence[Flatness], folder: str | Path, *, dpi: int = 1
 
 
 def _band(ax: Axes, x: Tensor, y: Tensor, error: Tensor, color: str) -> None:
-    """A band of two standard errors of the logarithm, ``error / y``: on a logarithmic axis as high as it is deep."""
-    factor = torch.exp(2 * error / y)
-    ax.fill_between(x.numpy(), (y / factor).numpy(), (y * factor).numpy(), color=color, alpha=0.2, linewidth=0)
+    """A band of two standard errors; on a logarithmic axis those of the logarithm, ``error / y``, as high as deep."""
+    if ax.get_yscale() == "log":
+        factor = torch.exp(2 * error / y)
+        low, high = y / factor, y * factor
+    else:
+        low, high = y - 2 * error, y + 2 * error
+    ax.fill_between(x.numpy(), low.numpy(), high.numpy(), color=color, alpha=0.2, linewidth=0)
 
 
 def _styles(names: Iterable[str]) -> dict[str, dict[str, Any]]:

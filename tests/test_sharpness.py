@@ -337,6 +337,13 @@ def test_objectives_reject(objective: Callable[[], object], message: str) -> Non
         objective()
 
 
+@pytest.mark.parametrize("given", [{"models": {}}, {"splits": {}}, {"objectives": {}}], ids=str)
+def test_an_empty_table_is_a_clear_error(given: dict[str, Any]) -> None:
+    whole = {"models": {"m": convnet()}, "splits": [images()], "objectives": {"ERM": ErmLoss()}}
+    with pytest.raises(ValueError, match=f"{next(iter(given))} is empty"):
+        cross_objectives(loss_fn=cross_entropy, **whole | given)
+
+
 def test_tsam_objective_of_a_slope() -> None:
     """One dimension, uniform noise: L + log(sinh z / z)/t with z = t R |a|; the ascent adds rho |a|."""
     a, radius, t = 2.0, 0.5, 3.0

@@ -171,7 +171,8 @@ def cross_objectives(
         progress: Called as ``progress(done, total)`` after each cell of the table.
 
     Raises:
-        ValueError: If a model has no trainable parameters, data is empty or a loss is not finite.
+        ValueError: If there is no model, split or objective, a model has no trainable parameters, data is empty or a
+            loss is not finite.
 
     Example:
         >>> from tiltsam.flatness.evaluation import supervised
@@ -180,12 +181,13 @@ def cross_objectives(
         >>> table.entry("a", "SAM").loss >= table.entry("a", "ERM").loss
         True
     """
-    if not models:
-        raise ValueError("no model to evaluate: models is empty")
     wanted: Mapping[str, Objective] = (
         {"ERM": ErmLoss(), "SAM": SamLoss(), "TSAM": TsamLoss()} if objectives is None else objectives
     )
     parts = splits if isinstance(splits, Mapping) else {"data": splits}
+    for name, given in (("models", models), ("splits", parts), ("objectives", wanted)):
+        if not given:
+            raise ValueError(f"nothing to evaluate: {name} is empty")
     total = len(models) * len(parts) * len(wanted)
     entries: list[CrossEntry] = []
     for name, model in models.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import math
 import os
 import sys
 import warnings
@@ -280,6 +281,8 @@ def _sharpness(args: argparse.Namespace) -> None:
         raise UserError(
             f"--examples must be at least 1 and --samples at least 2, got {args.examples} and {args.samples}"
         )
+    if not (math.isfinite(args.t) and args.t >= 0):
+        raise UserError(f"--t must be a finite number of at least 0, got {args.t:g}")
 
     def left_out(why: str) -> None:
         print(f"left out: {why}", flush=True)

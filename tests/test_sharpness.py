@@ -68,6 +68,27 @@ def test_error_bars_are_as_long_as_they_say() -> None:
         assert abs(scores.mean()) < 0.6, key
 
 
+@pytest.mark.parametrize(
+    ("t", "share", "mean", "variance"),
+    [(0.1, (0.9, 1.0), (0.9, 0.96), (0.71, 0.9)), (0.46, (0.3, 0.5), (0.56, 0.79), (0.23, 0.56))],
+    ids=["nearly all", "below half"],
+)
+def test_the_share_of_effective_samples_tells_what_tilted_errors_are_worth(
+    t: float, share: tuple[float, float], mean: tuple[float, float], variance: tuple[float, float]
+) -> None:
+    """How often two errors either way cover the truth, on a bowl under noise of std 1."""
+    lambdas = torch.linspace(0.05, 1, 20, dtype=torch.float64)
+    random = torch.Generator().manual_seed(0)
+    losses = 0.5 * torch.randn(200, 50, 20, generator=random, dtype=torch.float64).square() @ lambdas
+    found = Neighborhood.from_losses(torch.ones(200), losses, 0.0, t)
+    spread = lambdas / (1 - t * lambdas)  # the tilted Gaussian's variance, times lambda
+    close = (found.tilted_mean - spread.sum() / 2).abs() < 2 * found.tilted_mean_error
+    close_too = (found.tilted_variance - spread.square().sum() / 2).abs() < 2 * found.tilted_variance_error
+    assert share[0] < float(found.effective_samples.mean()) / 50 < share[1]
+    assert mean[0] < float(close.double().mean()) < mean[1]
+    assert variance[0] < float(close_too.double().mean()) < variance[1]
+
+
 def test_more_samples_smaller_error_bars() -> None:
     few, many = (neighborhood(Bowl(LAMBDAS, THETA), call, ONE, 0.2, n, t=1.0) for n in (100, 1600))
     for key in ("mean", "variance", "tilted_mean", "tilted_variance"):

@@ -52,9 +52,10 @@ _LEAVE_ONE_OUT_CELLS = 1 << 22  # cells of the (draws x draws) table worked on a
 class Neighborhood:
     """The loss around a point: the statistics of the draws at each ``std``, with their standard errors.
 
-    All tensors are float64 on the host with one entry per ``std``. Errors are by the jackknife, exact for the
-    mean; those of variances are NaN for two draws. Where ``effective_samples`` is below about ten, a few draws
-    decide the t-weighted numbers and their errors say too little: draw more, or lower ``t``.
+    All tensors are float64 on the host with one entry per ``std``. Errors are by the jackknife, exact for the mean;
+    those of variances are NaN for two draws. Where ``effective_samples`` is less than most of the draws, a few of them
+    decide the t-weighted numbers, which are then too low, and their errors say too little (docs/measure.md has
+    figures): draw more, or lower ``t``.
 
     Attributes:
         std: The standard deviations of the noise.

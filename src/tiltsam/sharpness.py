@@ -223,9 +223,8 @@ def t_sharper(
     Both are disturbed by the same draws where they have the same shape, and the error is that of the paired
     difference.
 
-    Cost: twice that of :func:`neighborhood`; none if two :class:`Neighborhood` are given, whose ``std`` must
-        agree
-    and whose own ``t`` is replaced by this one.
+    Cost: twice that of :func:`neighborhood`; none if two :class:`Neighborhood` are given, whose ``std`` must agree and
+    whose own ``t`` is replaced by this one.
 
     Args:
         a: A model, or its neighbourhood measured before.
@@ -276,8 +275,7 @@ def _disturb(surface: LossSurface, std: float, seed: int, sample: int) -> None:
     random = generator(surface.device, "neighborhood", seed, sample)
     with torch.no_grad():
         for param, saved in zip(surface.params, surface.origin, strict=True):
-            # Drawn in at least float32 and only the sum is rounded; one parameter of noise at a time in
-            # memory.
+            # Drawn in at least float32 and only the sum is rounded; one parameter of noise at a time in memory.
             noise = torch.randn(saved.shape, generator=random, device=surface.device, dtype=wide(saved))
             param.copy_(noise.mul_(std).to(saved.device).add_(saved))
 

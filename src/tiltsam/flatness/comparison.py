@@ -30,7 +30,7 @@ PAPER_STDS = (0.005, 0.0075, 0.01, 0.015, 0.02, 0.035, 0.05, 0.075, 0.1)
 
 @dataclass(frozen=True)
 class Plan:
-    """What to measure and how thoroughly; a count of 0 leaves that measurement out.
+    """What to measure and how thoroughly; a count of 0 leaves that measurement out, but for the neighbourhood.
 
     Attributes:
         std: Noise levels of the neighbourhood.

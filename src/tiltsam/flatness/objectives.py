@@ -5,8 +5,7 @@
     TSAM   (1/t) log mean_j exp(t L(theta + eps_j)),  eps_j = delta_j + rho n(grad L(theta + delta_j)),
            delta_j uniform in the ball of radius R  (Algorithm 2 of the paper)
 
-with ``n(v) = v / (||v|| + 1e-12)``, each for one batch, as in training. :func:`cross_objectives` fills the
-paper's
+with ``n(v) = v / (||v|| + 1e-12)``, each for one batch, as in training. :func:`cross_objectives` fills the paper's
 table: models trained by one, evaluated on all.
 """
 

@@ -70,9 +70,8 @@ def m_sharpness(
 
         eps += step_j T^2 g / (||T g|| + 1e-12),  step_j = rho (1 - j / num_steps),  then back into the ball
 
-    Cost: ``num_steps`` gradients and a forward pass over the data; memory: three copies of the weights.
-        Biased
-    low, as every ascent that may stop short of the maximum.
+    Cost: ``num_steps`` gradients and a forward pass over the data; memory: three copies of the weights. Biased low, as
+    every ascent that may stop short of the maximum.
 
     Args:
         model: The model. Measured in eval mode, left as it was.

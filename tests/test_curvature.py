@@ -360,6 +360,16 @@ def test_a_second_derivative_that_is_not_finite_is_a_clear_error() -> None:
             measure(Root(), call, ONE)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_rounding_is_not_taken_for_a_range_of_eigenvalues(dtype: torch.dtype) -> None:
+    """Inputs in orthonormal columns: the Hessian is a multiple of the identity, but for rounding."""
+    columns = torch.linalg.qr(torch.randn(64, 8, generator=torch.Generator().manual_seed(0), dtype=dtype)).Q
+    data = [(columns * 8, torch.zeros(64, 1, dtype=dtype))]
+    found = spectral_density(nn.Linear(8, 1, bias=False, dtype=dtype), mse, data)
+    assert found.width == pytest.approx(2 / 100, rel=1e-3)
+    assert float(torch.trapezoid(found.values, found.grid)) == pytest.approx(1, abs=1e-3)
+
+
 def test_eigenpairs_of_other_shapes_do_not_deflate() -> None:
     model, wider = nn.Linear(2, 1), nn.Linear(3, 1)
     pairs = top_eigenvalues(wider, mse, [(torch.randn(8, 3), torch.randn(8, 1))], k=1)

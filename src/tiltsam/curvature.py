@@ -382,8 +382,10 @@ def spectral_density(
         hessian.close()
     seen = nodes[weights > 0]
     low, high = float(seen.min()), float(seen.max())
-    # A Hessian that is a multiple of the identity has no range; its size sets the scale then, or 1 if it is zero.
-    spread = width or (high - low) / 100 or abs(high) / 100 or 0.01
+    size = max(abs(low), abs(high))
+    # A Hessian that is a multiple of the identity has no range but rounding, of a few eps; its size sets the scale
+    # then, or 1 if it is zero.
+    spread = width or ((high - low) / 100 if high - low > 100 * hessian.eps * size else size / 100) or 0.01
     # Five standard deviations beyond the ends: what is cut off is below 1e-6.
     grid = torch.linspace(low - 5 * spread, high + 5 * spread, num_points, dtype=torch.float64)
     empty = torch.empty_like(grid)

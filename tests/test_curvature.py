@@ -246,6 +246,23 @@ def test_bfloat16_is_measured_in_its_own_precision_and_says_how_well() -> None:
     assert estimate.value > 0
 
 
+def test_a_model_of_two_precisions_has_residuals_of_the_coarser() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1).double())
+
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        return F.mse_loss(model[2](model[1](model[0](batch[0])).double()), batch[1])
+
+    batch = (torch.randn(8, 3), torch.randn(8, 1, dtype=torch.float64))
+    found = top_eigenvalues(model, loss_fn, [batch], k=2, tol=1e-12, max_products=60)
+    hessian = dense_hessian(model.double(), loss_fn, (batch[0].double(), batch[1]))
+    exact = torch.linalg.eigvalsh(hessian)
+    distance = (found.values[:, None] - exact).abs().amin(1)
+    assert (distance > 1e-10).all()
+    assert (distance <= found.residuals).all()
+    assert not found.converged.any()
+
+
 def test_a_flat_bowl_of_many_halves_does_not_vanish() -> None:
     """A unit vector of 1e6 entries times a curvature of 1e-4 is 1e-7, next to the smallest float16."""
     bowl = Bowl([0.0], [0.0])

@@ -209,7 +209,7 @@ def top_eigenvalues(
             progress=progress,
         )
         residuals, converged = found.residuals, found.converged
-        if hessian.eps > torch.finfo(torch.float32).eps:
+        if hessian.eps > torch.finfo(hessian.dtype).eps:
             # Rounding breaks the relation that gives residuals for free: look at each pair itself.
             residuals = _residuals(hessian, found.values, found.vectors)
             converged = residuals <= tol * found.values.abs()

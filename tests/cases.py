@@ -31,15 +31,15 @@ class Method:
 
 
 TSAM_METHODS = [
-    Method("tsam", tiltsam.TSAM, {"t": 5.0, "rho": 0.05, "radius": 0.1}, 6, 6),
+    Method("tsam", tiltsam.TSAM, {"t": 5.0, "rho": 0.05, "radius": 0.1, "num_samples": 3}, 6, 6),
     Method("tsam-s1", tiltsam.TSAM, {"num_samples": 1, "rho": 0.05}, 2, 2),
-    Method("tsam-shared", tiltsam.TSAM, {"share_ascent": True, "rho": 0.05}, 4, 4),
-    Method("tsam-uniform", tiltsam.TSAM, {"sampler": "uniform", "radius": 0.1}, 3, 3),
-    Method("tsam-gaussian", tiltsam.TSAM, {"sampler": "gaussian", "radius": 0.1}, 3, 3),
+    Method("tsam-shared", tiltsam.TSAM, {"share_ascent": True, "rho": 0.05, "num_samples": 3}, 4, 4),
+    Method("tsam-uniform", tiltsam.TSAM, {"sampler": "uniform", "radius": 0.1, "num_samples": 3}, 3, 3),
+    Method("tsam-gaussian", tiltsam.TSAM, {"sampler": "gaussian", "radius": 0.1, "num_samples": 3}, 3, 3),
     Method(
         "tsam-gaussian-start",
         tiltsam.TSAM,
-        {"sampler": samplers.Ascent(samplers.Gaussian(clip=True)), "radius": 0.1},
+        {"sampler": samplers.Ascent(samplers.Gaussian(clip=True)), "radius": 0.1, "num_samples": 3},
         6,
         6,
     ),

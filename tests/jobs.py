@@ -324,7 +324,7 @@ def samples_without_a_word_about_the_data(rank):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "samples"))
     model = mlp()
     parallel = tiltsam.Parallel(samples=mesh["samples"].get_group())
-    optimizer = tiltsam.TSAM(sgd(model.parameters()), model=model, parallel=parallel)
+    optimizer = tiltsam.TSAM(sgd(model.parameters()), num_samples=3, model=model, parallel=parallel)
     try:
         train(model, optimizer, range(1))
     except ValueError as error:

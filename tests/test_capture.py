@@ -1,8 +1,9 @@
 """The captured step: the eager one, replayed. The GPU part is skipped where there is none."""
 
 import copy
+import threading
 import warnings
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import SimpleNamespace
 
@@ -159,7 +160,7 @@ def test_a_group_added_between_replays():
     first = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).cuda()
     first[2].requires_grad_(False)
     models = [first, copy.deepcopy(first)]
-    optimizers = [tiltsam.TSAM(sgd(m[0].parameters()), model=m, rho=0.1, radius=0.1) for m in models]
+    optimizers = [tiltsam.TSAM(sgd(m[0].parameters()), num_samples=3, model=m, rho=0.1, radius=0.1) for m in models]
     x, y = torch.randn(16, 6, device="cuda"), torch.randint(3, (16,), device="cuda")
 
     def loss(i, x, y):
@@ -325,6 +326,27 @@ def test_autocast_and_a_compiled_model():
 
 
 @cuda
+def test_another_thread_may_load_batches_meanwhile():
+    theta, done = nn.Parameter(torch.ones(4, device="cuda")), threading.Event()
+
+    def load():
+        with torch.cuda.stream(torch.cuda.Stream()):
+            while not done.is_set():
+                torch.ones(1 << 16).pin_memory().to("cuda", non_blocking=True)
+
+    loader = threading.Thread(target=load)
+    loader.start()
+    try:
+        step = capture(tiltsam.SAM(sgd([theta])), lambda x: (theta * x).square().sum(), (torch.ones(4, device="cuda"),))
+        for _ in range(6):
+            step(torch.ones(4, device="cuda"))
+    finally:
+        done.set()
+        loader.join()
+    assert step.reason is None
+
+
+@cuda
 def test_where_capture_is_impossible_it_says_why_and_goes_on():
     theta = nn.Parameter(torch.ones(4, device="cuda"))
     optimizer = tiltsam.SAM(sgd([theta]))
@@ -396,7 +418,7 @@ def test_after_a_replay_the_generator_stands_where_the_last_pass_ended():
 def test_what_was_seen_and_captured_of_other_parameters_is_forgotten():
     """Their space is gone: nothing would be replayed again, and the new one has to be warmed up."""
     model, batch = nn.Linear(4, 1), (torch.ones(8, 4),)
-    optimizer = tiltsam.TSAM(sgd(model.parameters()), model=model)
+    optimizer = tiltsam.TSAM(sgd(model.parameters()), num_samples=3, model=model)
     step = capture(optimizer, lambda x: model(x).square().mean(), batch, concurrent=True)
 
     def pass_by():
@@ -433,13 +455,17 @@ class Counting(nn.Linear):
 @pytest.mark.parametrize("layer", [nn.Linear, Counting])
 def test_a_capture_that_fails_holds_no_memory_and_warns_where_the_step_is_called(monkeypatch, layer):
     model, batch = layer(4, 1), (torch.ones(8, 4),)
-    optimizer = tiltsam.TSAM(sgd(model.parameters()), model=model)
+    optimizer = tiltsam.TSAM(sgd(model.parameters()), num_samples=3, model=model)
     step = capture(optimizer, lambda x: model(x).square().mean(), batch, concurrent=True)
     step(*batch)
     step.reason, step._space, step._seen[step._key(batch)] = None, optimizer.current_space(), _Seen(3, 6)
 
+    @contextmanager
     def fail(*_, **__):
-        raise RuntimeError("no room")
+        try:
+            raise ValueError("no room")
+        finally:
+            raise RuntimeError("the capture is invalid\nfor a reason that was told before")
 
     monkeypatch.setattr(ParameterSpace, "capturing", lambda *_, **__: nullcontext(SimpleNamespace(keep=[])))
     monkeypatch.setattr(CapturedStep, "_side_stream", lambda _: nullcontext())
@@ -450,7 +476,7 @@ def test_a_capture_that_fails_holds_no_memory_and_warns_where_the_step_is_called
     monkeypatch.setattr(torch.cuda, "graph", fail)
     with pytest.warns(RuntimeWarning) as caught:
         assert step(*batch).isfinite()
-    assert step.reason == "capturing failed: RuntimeError: no room"
+    assert step.reason == "capturing failed: RuntimeError: the capture is invalid, after ValueError: no room"
     ours = ["samples run one after the other"] * (layer is Counting) + ["steps run eagerly"]
     assert [str(w.message).split(", ")[0] for w in caught] == ours
     assert [w.filename for w in caught] == [__file__] * len(ours)

@@ -179,7 +179,7 @@ def test_a_captured_step_splits_the_batch_by_itself(method):
         (tiltsam.PGN, 2, "PGN takes one; got 2 closures"),
         (partial(tiltsam.TSAM, num_samples=2, every=2), 2, "the plain steps of every=2 need one closure, got 2"),
         (partial(tiltsam.TSAM, num_samples=2, share_ascent=True), 2, "one ascent for all samples needs ascent_closure"),
-        (tiltsam.TSAM, 0, "TSAM takes one, or one for each of its 3 samples; got 0 closures"),
+        (tiltsam.TSAM, 0, "TSAM takes one, or one for each of its 1 samples; got 0 closures"),
     ],
 )
 def test_closures_that_do_not_fit_the_samples(make, number, message):
@@ -192,7 +192,7 @@ def test_closures_that_do_not_fit_the_samples(make, number, message):
 
 def test_a_split_that_cannot_be():
     problem = Problem(nn.Linear(6, 3))
-    optimizer = tiltsam.TSAM(sgd(problem.model.parameters()))
+    optimizer = tiltsam.TSAM(sgd(problem.model.parameters()), num_samples=3)
 
     def loss_fn(x, y):
         return nn.functional.cross_entropy(problem.model(x), y)

@@ -48,7 +48,7 @@ def test_a_compiled_model_trains_as_the_model_does():
     for compile_it in (False, True):
         model = batch_norm_net()
         call = torch.compile(model, backend="aot_eager") if compile_it else model
-        optimizer = tiltsam.TSAM(torch.optim.SGD(model.parameters(), lr=0.1), model=model, radius=0.1)
+        optimizer = tiltsam.TSAM(torch.optim.SGD(model.parameters(), lr=0.1), num_samples=3, model=model, radius=0.1)
         torch.manual_seed(1)
         x = torch.randn(16, 5)
 

@@ -263,7 +263,7 @@ def test_a_group_added_to_the_base_is_filled_before_anyone_looks(method):
 @pytest.mark.parametrize("bad", [{"rho": -1.0}, {"t": 3.0}], ids=str)
 def test_a_group_with_a_bad_setting_is_not_added(bad):
     first, second = nn.Linear(2, 2), nn.Linear(2, 2)
-    optimizer = tiltsam.TSAM(sgd(first.parameters()), t=1.0)
+    optimizer = tiltsam.TSAM(sgd(first.parameters()), num_samples=3, t=1.0)
     with pytest.raises(ValueError, match=r"rho must be .*>= 0, got -1.0|t is one number for the whole step"):
         optimizer.add_param_group({"params": second.parameters(), **bad})
     assert len(optimizer.param_groups) == 1
@@ -388,7 +388,7 @@ def test_settings_from_numpy_are_plain_numbers_that_any_checkpoint_may_hold():
 
 def test_settings_from_numpy_may_be_written_into_the_groups():
     problem = Problem()
-    optimizer = tiltsam.TSAM(sgd(problem.model.parameters()))
+    optimizer = tiltsam.TSAM(sgd(problem.model.parameters()), num_samples=3)
     edited = {"rho": np.float32(0.5), "t": np.float64(3.0), "num_samples": np.int64(2)}
     optimizer.param_groups[0].update(edited)
     file = io.BytesIO()
@@ -476,8 +476,10 @@ def test_a_schedule_leaves_a_groups_own_rho_alone():
 def test_a_base_that_is_wrapped_again_takes_the_new_settings():
     theta = [nn.Parameter(torch.ones(2)) for _ in range(2)]
     base = sgd([{"params": theta[:1], "rho": 0.3}, {"params": theta[1:]}])
-    tiltsam.TSAM(base, t=20.0, rho=0.1, seed=5).step(lambda: _backward(sum(p.square().sum() for p in theta)))
-    optimizer = tiltsam.TSAM(base, t=3.0, rho=0.2)
+    tiltsam.TSAM(base, num_samples=3, t=20.0, rho=0.1, seed=5).step(
+        lambda: _backward(sum(p.square().sum() for p in theta))
+    )
+    optimizer = tiltsam.TSAM(base, num_samples=3, t=3.0, rho=0.2)
     assert [(group["t"], group["rho"], group["seed"]) for group in base.param_groups] == [(3.0, 0.3, 0), (3.0, 0.2, 0)]
     assert optimizer.param_groups[0]["steps_taken"] == 1  # the noise goes on, it does not begin again
     tiltsam.ERM(base)
@@ -491,7 +493,7 @@ def _rising(k):
 
 def test_one_t_for_the_whole_step():
     a, b = nn.Linear(2, 2), nn.Linear(2, 2)
-    optimizer = tiltsam.TSAM(sgd([{"params": a.parameters()}, {"params": b.parameters()}]), t=1.0)
+    optimizer = tiltsam.TSAM(sgd([{"params": a.parameters()}, {"params": b.parameters()}]), num_samples=3, t=1.0)
     optimizer.param_groups[1]["t"] = 2.0
     with pytest.raises(ValueError, match=r"t is one number for the whole step.*1.0 and 2.0"):
         optimizer.step(lambda: _backward(b(a(torch.ones(1, 2))).sum()))
@@ -502,19 +504,21 @@ def test_a_t_of_one_group_is_not_that_of_the_others(which):
     groups = [{"params": nn.Linear(2, 2).parameters()} for _ in range(2)]
     groups[which]["t"] = 1.0
     with pytest.raises(ValueError, match=r"t is one number for the whole step, but .* have \d+.0 and \d+.0"):
-        tiltsam.TSAM(sgd(groups), t=20.0)
+        tiltsam.TSAM(sgd(groups), num_samples=3, t=20.0)
 
 
 def test_schedules_follow_the_step_and_survive_a_resume():
     problem = Problem()
-    optimizer = tiltsam.TSAM(sgd(problem.model.parameters()), t=linear_up(10.0, 5), rho=lambda k: 0.01 * k)
+    optimizer = tiltsam.TSAM(
+        sgd(problem.model.parameters()), num_samples=3, t=linear_up(10.0, 5), rho=lambda k: 0.01 * k
+    )
     seen = []
     for _ in range(3):
         optimizer.step(problem.closure)
         seen.append((optimizer.param_groups[0]["t"], optimizer.param_groups[0]["rho"]))
     assert seen == [(0.0, 0.0), (2.0, 0.01), (4.0, 0.02)]
     other = Problem()
-    again = tiltsam.TSAM(sgd(other.model.parameters()), t=linear_up(10.0, 5), rho=lambda k: 0.01 * k)
+    again = tiltsam.TSAM(sgd(other.model.parameters()), num_samples=3, t=linear_up(10.0, 5), rho=lambda k: 0.01 * k)
     again.load_state_dict(optimizer.state_dict())
     again.step(other.closure)
     assert (again.param_groups[0]["t"], again.param_groups[0]["rho"]) == (6.0, 0.03)
@@ -638,6 +642,6 @@ def test_a_captured_step_cuts_what_has_a_row_for_each_example():
 
 def test_a_tilt_beyond_the_range_of_its_dtype_follows_the_worst_sample():
     problem = Problem(dtype=torch.float32)
-    optimizer = tiltsam.TSAM(sgd(problem.model.parameters()), t=1e39, radius=0.5, model=problem.model)
+    optimizer = tiltsam.TSAM(sgd(problem.model.parameters()), num_samples=3, t=1e39, radius=0.5, model=problem.model)
     optimizer.step(problem.closure)
     assert optimizer.info.weights[optimizer.info.losses.argmax()] == 1

@@ -146,7 +146,7 @@ def test_millions_of_float32_coordinates_cost_no_acceptance():
     optimizer.step(flat)
     assert optimizer.info.sampler["energy_error"].abs() < 1e-3
     assert optimizer.info.sampler["acceptance"] > 0.999
-    torch.testing.assert_close(optimizer.info.perturbation_norms, torch.tensor([0.006 * 2e6**0.5]), rtol=1e-5, atol=0)
+    torch.testing.assert_close(optimizer.info.perturbation_norms, torch.tensor([0.003 * 2e6**0.5]), rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("boundary", ["reflect", "reject"])

@@ -1,6 +1,7 @@
 """Schedules of the tilt and of rho, and several ascents to a sample of TSAM."""
 
 import dataclasses
+import inspect
 
 import pytest
 import torch
@@ -63,6 +64,18 @@ def test_later_fields_leave_the_names_of_runs_alone():
         TrainConfig(t_schedule="up", delta=1.0)
     with pytest.raises(ConfigError, match="ascent_steps"):
         TrainConfig(ascent_steps=2, sampler="uniform")
+
+
+def test_another_default_radius_makes_another_run():
+    config = TrainConfig("digits", "tsam", num_samples=3)
+    assert config.key() != "tsam-3cb7600238"  # the same when no radius meant 0.006 √d
+    assert dataclasses.replace(config, radius=2.0).key() == "tsam-707545efcd"
+
+
+def test_the_lab_has_the_defaults_of_the_library():
+    library = inspect.signature(tiltsam.TSAM).parameters
+    own = ("t", "radius", "num_samples", "delta", "sampler")
+    assert {name: getattr(TrainConfig(), name) for name in own} == {name: library[name].default for name in own}
 
 
 def test_several_ascents_to_a_sample():

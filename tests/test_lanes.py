@@ -238,7 +238,7 @@ def test_models_that_change_buffers_are_known(replaces):
     for layer, moves in ((nn.BatchNorm1d(4), False), (Counting(replaces), True)):
         model = nn.Sequential(nn.Linear(4, 4), layer)
         model.register_buffer("constant", torch.ones(3))
-        optimizer = tiltsam.TSAM(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
+        optimizer = tiltsam.TSAM(torch.optim.SGD(model.parameters(), lr=0.1), num_samples=3, model=model)
 
         def closure(model=model):
             loss = model(torch.ones(8, 4)).square().mean()
@@ -251,7 +251,7 @@ def test_models_that_change_buffers_are_known(replaces):
 
 def test_concurrent_samples_need_the_model():
     weight = nn.Parameter(torch.ones(3))
-    optimizer = tiltsam.TSAM(torch.optim.SGD([weight], lr=0.1))
+    optimizer = tiltsam.TSAM(torch.optim.SGD([weight], lr=0.1), num_samples=3)
     with pytest.raises(ValueError, match="model="):
         tiltsam.capture(optimizer, lambda x: (weight * x).sum(), (torch.ones(3),), concurrent=True)
 

@@ -50,7 +50,7 @@ def test_bad_samples_are_left_out_of_tsam(bad, value, where):
                 )
             return loss
 
-    optimizer = tiltsam.TSAM(sgd(problem.model.parameters()), t=4.0, radius=0.1)
+    optimizer = tiltsam.TSAM(sgd(problem.model.parameters()), num_samples=3, t=4.0, radius=0.1)
     loss = optimizer.step(Recording(problem, bad, value, where))
     good = [j for j in range(3) if not {2 * j, 2 * j + 1} & bad]
     with pytest.warns(RuntimeWarning, match=f"{3 - len(good)} samples had a loss or gradient that is not finite"):
@@ -125,7 +125,7 @@ def test_the_weights_seen_by_the_model_are_always_finite():
     problem.model.register_forward_pre_hook(
         lambda model, _: seen.append(all(p.isfinite().all() for p in model.parameters()))
     )
-    optimizer = tiltsam.TSAM(sgd(problem.model.parameters()))
+    optimizer = tiltsam.TSAM(sgd(problem.model.parameters()), num_samples=3)
     optimizer.step(Planted(problem, {0, 2, 4}, where="gradient"))
     assert len(seen) == 6
     assert all(seen)

@@ -41,7 +41,7 @@ def test_frozen_unused_and_empty_parameters(method):
 
 def test_thawing_and_freezing_between_steps():
     problem = Problem()
-    optimizer = tiltsam.TSAM(sgd(problem.model.parameters()), model=problem.model)
+    optimizer = tiltsam.TSAM(sgd(problem.model.parameters()), num_samples=3, model=problem.model)
     optimizer.step(problem.closure)
     problem.model.frozen.requires_grad_(True)
     problem.model.first.weight.requires_grad_(False)
@@ -272,7 +272,7 @@ def test_nothing_trainable():
 
 def test_moving_the_model_and_changing_its_layout_between_steps():
     model = nn.Conv2d(4, 8, 3)
-    optimizer = tiltsam.TSAM(sgd(model.parameters()))
+    optimizer = tiltsam.TSAM(sgd(model.parameters()), num_samples=3)
     x = torch.randn(2, 4, 8, 8)
     optimizer.step(lambda: backward(model(x).square().mean()))
     model.to(memory_format=torch.channels_last)

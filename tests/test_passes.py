@@ -93,7 +93,7 @@ def test_buffers_of_any_kind():
             return self.layer(x)
 
     problem = Problem(Counter(), dtype=torch.float32)
-    optimizer = tiltsam.TSAM(sgd(problem.model.parameters()), model=problem.model)
+    optimizer = tiltsam.TSAM(sgd(problem.model.parameters()), num_samples=3, model=problem.model)
     for k in range(3):
         optimizer.step(problem.closure)
         assert problem.model.calls == k + 1
@@ -103,7 +103,7 @@ def test_a_model_in_eval_mode_stays_as_it_is():
     problem = Problem()
     problem.model.eval()
     before = {k: v.clone() for k, v in problem.model.named_buffers()}
-    optimizer = tiltsam.TSAM(sgd(problem.model.parameters()), model=problem.model)
+    optimizer = tiltsam.TSAM(sgd(problem.model.parameters()), num_samples=3, model=problem.model)
     optimizer.step(problem.closure)
     assert not problem.model.training
     assert all(torch.equal(v, before[k]) for k, v in problem.model.named_buffers())
@@ -161,7 +161,7 @@ class Reassigning(nn.Module):
 @pytest.mark.filterwarnings("ignore:Sparse CSR")
 def test_buffers_that_are_replaced_move_once_and_come_back():
     problem = Problem(Reassigning(), dtype=torch.float32)
-    optimizer = tiltsam.TSAM(sgd(problem.model.parameters()), model=problem.model)
+    optimizer = tiltsam.TSAM(sgd(problem.model.parameters()), num_samples=3, model=problem.model)
     for k in range(3):
         optimizer.step(problem.closure)
         assert problem.model.calls == k + 1

@@ -67,7 +67,7 @@ def test_after_a_failed_step_the_next_is_what_it_would_have_been(method):
 
 def test_gradients_from_before_survive_a_failed_step():
     problem = Problem()
-    optimizer = tiltsam.TSAM(sgd(problem.model.parameters()), model=problem.model)
+    optimizer = tiltsam.TSAM(sgd(problem.model.parameters()), num_samples=3, model=problem.model)
     problem.closure()
     before = {name: p.grad.clone() for name, p in problem.model.named_parameters() if p.grad is not None}
 

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from tiltsam.checks import check_count, check_nonnegative
 from tiltsam.flatness.evaluation import Batches, LossFn, LossSurface, Progress, check_finite, generator
 from tiltsam.flatness.sums import total_norm, weighted_mean, wide
+from tiltsam.settings import default_radius
 from tiltsam.tilting import StreamingTilt
 
 __all__ = ["CrossEntry", "CrossTable", "ErmLoss", "Objective", "SamLoss", "TsamLoss", "cross_objectives"]
@@ -73,8 +74,8 @@ class TsamLoss:
     Args:
         t: The tilt.
         rho: Length of the ascent step from each random start.
-        radius: Radius of the ball of random starts; by default ``0.006 sqrt(d)`` for ``d`` parameters, 20 for
-            a ResNet-18.
+        radius: Radius of the ball of random starts; by default that of :class:`tiltsam.TSAM`, ``0.003 sqrt(d)``
+            for ``d`` parameters, 10 for a ResNet-18.
         num_samples: Draws per batch.
     """
 
@@ -93,7 +94,7 @@ class TsamLoss:
     def __call__(self, surface: LossSurface, batch: Any, key: tuple[int, int], /) -> Tensor:
         """The tilted loss of the batch."""
         size = sum(p.numel() for p in surface.params)
-        radius = 0.006 * size**0.5 if self.radius is None else self.radius
+        radius = default_radius(size) if self.radius is None else self.radius
         tilt = StreamingTilt(self.t)
         for sample in range(self.num_samples):
             _into_ball(surface, radius, size, generator(surface.device, "objective", *key, sample))

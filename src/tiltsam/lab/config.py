@@ -118,12 +118,12 @@ class TrainConfig:
     rho_schedule: Literal["constant", "up", "down"] = "constant"
     """Whether rho stays, rises from zero over the budget, or falls to zero."""
     t: float = 20.0
-    """Tilt of tsam."""
+    """Tilt of tsam; with a single sample there is nothing to weigh."""
     t_schedule: Literal["constant", "up", "down"] = "constant"
     """Whether the tilt stays, rises from zero to t over the budget, or falls from t to zero."""
     radius: float | None = None
-    """Radius of tsam's random start; by default 0.006 √d."""
-    num_samples: int = 3
+    """Radius of tsam's random start; by default 0.003 √d."""
+    num_samples: int = 1
     """Samples s of tsam, and of the budget of esam1."""
     delta: float | None = None
     """The sampler's part of the tilt; by default t/2."""
@@ -256,6 +256,8 @@ class TrainConfig:
         body = {k: float(v) if isinstance(v, int) else v for k, v in body.items()}
         if self.model in _BEGIN_ANEW or (self.model == "auto" and self.task.startswith(_IMAGES)):
             body["begins"] = "he"
+        if self.method == "tsam" and self.radius is None:
+            body["radius"] = "0.003 sqrt(d)"  # what None meant was another radius once
         digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()[:10]
         return f"{self.method}-{digest}"
 

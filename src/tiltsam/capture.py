@@ -254,7 +254,7 @@ class CapturedStep:
         try:
             self._graphs[key] = self._capture(batch, seen)
         except Exception as error:  # whatever the model does that a graph cannot hold
-            self.reason = f"capturing failed: {type(error).__name__}: {error}".splitlines()[0]
+            self.reason = f"capturing failed: {_told(error)}"
             self._forget()
             warnings.warn(f"steps run eagerly, because {self.reason}", RuntimeWarning, stacklevel=4)
 
@@ -268,7 +268,12 @@ class CapturedStep:
             space.capturing(graph, seen.passes, drawing=seen.drawing) as random,
             self._in_lanes(space, seen.passes, random),
             torch.no_grad(),
-            torch.cuda.graph(graph, pool=self._living_pool(), stream=self._own_stream()),
+            torch.cuda.graph(
+                graph,
+                pool=self._living_pool(),
+                stream=self._own_stream(),
+                capture_error_mode="thread_local",  # a loader's thread may pin memory meanwhile
+            ),
         ):
             rows: list[Tensor] = []
             info = optimizer.execute(space, watch=lambda info: rows.append(_row(info)))
@@ -388,6 +393,12 @@ def _arrange_state(base: Optimizer) -> None:
                 like = torch.empty_like(p, dtype=value.dtype, requires_grad=False)
                 if value.stride() != like.stride():
                     state[name] = like.copy_(value)
+
+
+def _told(error: BaseException) -> str:
+    """An error in a line, with the one it came from: a capture that broke off says no more than that it did."""
+    first = f"{type(error).__name__}: {error}".splitlines()[0]
+    return first if error.__context__ is None else f"{first}, after {_told(error.__context__)}"
 
 
 def _obstacle(optimizer: SharpnessAware) -> str | None:

@@ -195,7 +195,9 @@ def test_runs_without_an_average_keep_the_names_they_had_before_there_was_one():
 def with_batchnorm(folder):
     x = np.random.default_rng(0).integers(256, size=(64, 8, 8, 3), dtype=np.uint8)
     np.savez(folder / "a.npz", x=x, y=np.arange(64) % 2)
-    return TrainConfig(f"npz:{folder / 'a.npz'}", "erm", "resnet18", epochs=2, batch_size=16, average=True)
+    return TrainConfig(
+        f"npz:{folder / 'a.npz'}", "erm", "resnet18", epochs=2, batch_size=16, average=True, device="cpu"
+    )
 
 
 def test_the_model_of_a_run_that_pauses_is_the_one_that_was_tested(tmp_path):

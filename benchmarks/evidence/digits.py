@@ -161,6 +161,20 @@ DIGITS_AVERAGED = Variants(
     DIGITS.title,
 )
 
+# Does a learning rate that falls do the same? And does an average make a larger one usable?
+_SAM = replace(_CENTER, method="sam")
+DIGITS_RATES = Variants(
+    "digits-rates",
+    {
+        f"rho at lr {lr:g}, {name}: {rho:g}": replace(_SAM, lr=lr, rho=rho, **kind)
+        for name, kind in (("cosine", {"schedule": "cosine"}), ("averaged", {"average": True}), ("constant", {}))
+        for lr in (0.03, 0.1)
+        for rho in (0.3, 0.4, 0.5, 0.6, 0.7)
+    },
+    tuple(range(5)),
+    DIGITS.title,
+)
+
 DIGITS_STUDIES: list[Study | Variants] = [
     DIGITS,
     DIGITS_CHEAPER,
@@ -171,4 +185,5 @@ DIGITS_STUDIES: list[Study | Variants] = [
     DIGITS_RISING,
     DIGITS_AVERAGED,
     DIGITS_ADAPTIVE,
+    DIGITS_RATES,
 ]

@@ -176,10 +176,31 @@ def _adaptive(pairs: Pairs) -> dict[str, list[dict[str, Any]]]:
 
 
 _TO_AVERAGE = ("sam", "asam", "tsam s=1", "erm")
-NOISY_AVERAGED = _averaged(replace(NOISY, trials={**NOISY.trials, **_adaptive(_PAIRS)}), _TO_AVERAGE)
+NOISY_AVERAGED = replace(
+    _averaged(replace(NOISY, trials={**NOISY.trials, **_adaptive(_PAIRS)}), _TO_AVERAGE),
+    # Timed beside plain SAM, its step came out shorter than without an average, which cannot be.
+    same_steps={"tsam s=1 (averaged)": "tsam s=1"},
+)
 FINE_TUNING_AVERAGED = [
     _averaged(replace(study, trials={**study.trials, **_adaptive(_FINE_PAIRS)}), _TO_AVERAGE) for study in FINE_TUNING
 ]
+
+# ---------------------------------------------------------------- other learning rates
+
+# What an average gains, a rate that is small, or falls, might gain too. At half of its way one that falls says little.
+_SMALLER = [(0.01, 0.05), (0.01, 0.1), (0.01, 0.15), (0.02, 0.1), (0.02, 0.2)]
+_FALLING = [(0.03, 0.1), (0.03, 0.2), (0.1, 0.1), (0.1, 0.2), (0.1, 0.4)]
+NOISY_RATES = replace(
+    NOISY,
+    name="noisy-rates",
+    trials={
+        "sam": NOISY.trials["sam"],
+        "sam (smaller rates)": with_pairs("sam", _SMALLER),
+        "sam (cosine)": with_pairs("sam", _FALLING, schedule="cosine"),
+    },
+    rungs=((5 / 6, 1),),
+    same_steps={"sam (smaller rates)": "sam", "sam (cosine)": "sam"},
+)
 
 # ---------------------------------------------------------------- batches in parts, for a transformer
 
@@ -199,6 +220,7 @@ _ALL: list[Study | Variants] = [
     *FINE_TUNING_PARTS,
     *FINE_TUNING_RADII,
     NOISY_AVERAGED,
+    NOISY_RATES,
     *FINE_TUNING_AVERAGED,
     RTE_WHOLE,
     *DIGITS_STUDIES,

@@ -162,6 +162,20 @@ def test_complex_parameters_are_pairs_of_reals(method):
     assert one._space.dim == 12
 
 
+def test_a_complex_bias_is_one_filter():
+    bias = nn.Parameter(torch.tensor([3.0 + 0.0j, 0.0j, 0.0 + 4.0j]))
+    seen = []
+
+    def closure():
+        seen.append(bias.detach().clone())
+        return backward(bias.abs().square().sum())
+
+    tiltsam.RSAM(sgd([bias], lr=0.0), gamma=1e-3).step(closure)
+    noise = torch.view_as_real(seen[0] - bias.detach())
+    z = torch.randn(3, 2, generator=torch.Generator().manual_seed(stream_seed(0, 0, 0)))
+    torch.testing.assert_close(noise, 1e-3 * 5.0 * z, rtol=1e-3, atol=1e-6)  # sized by the norm of the whole: 5
+
+
 @pytest.mark.filterwarnings("ignore:weights in")
 def test_mixed_precision_parameters_share_one_norm():
     a = nn.Parameter(torch.full((3,), 2.0, dtype=torch.bfloat16))

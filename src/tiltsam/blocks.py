@@ -32,6 +32,7 @@ class BlockVectors:
     Args:
         like: The tensors of a vector, as this process holds them.
         groups: The parameter group of each.
+        dims: The dimensions of each parameter; a complex one has one more here, of real and imaginary parts.
         sharding: How they are split over processes.
         dtype: Of sums over all coordinates.
         foreach: Fused kernels, or the plain loop.
@@ -41,6 +42,7 @@ class BlockVectors:
         self,
         like: Sequence[Tensor],
         groups: Sequence[int],
+        dims: Sequence[int],
         *,
         sharding: Sharding,
         dtype: torch.dtype,
@@ -48,6 +50,7 @@ class BlockVectors:
     ) -> None:
         self.sharding, self.dtype, self.foreach = sharding, dtype, foreach
         self.device = like[0].device
+        self._dims = dims
         self.point = list(like)
         self._zero = torch.zeros((), dtype=dtype, device=self.device)
         self._blocks = _partition(like, [0] * len(like))
@@ -98,7 +101,7 @@ class BlockVectors:
 
     def filter_norms(self, x: Sequence[Tensor]) -> list[Tensor]:
         """See :class:`Space`."""
-        norms = [_filter_norms(a, self.dtype) for a in x]
+        norms = [_filter_norms(a, dim, self.dtype) for a, dim in zip(x, self._dims, strict=True)]
         if self.sharding.mesh is not None:  # every rank holds a part of each filter of these
             apart = [i for i in range(len(x)) if not self.sharding.rows_are_whole(i)]
             flat = self.sharding.sum(torch.cat([self._zero[None], *(norms[i].reshape(-1).square() for i in apart)]))
@@ -180,8 +183,8 @@ def _partition(tensors: Sequence[Tensor], groups: Sequence[int]) -> list[Block]:
     return [Block(device, tuple(at), group) for (device, _, group), at in found.items()]
 
 
-def _filter_norms(w: Tensor, dtype: torch.dtype) -> Tensor:
-    """The norm of each slice along the first dimension, shaped to be multiplied with ``w``; in one kernel."""
-    inner = tuple(range(1, w.dim())) or None
+def _filter_norms(w: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
+    """The norm of each filter of a parameter of ``dim`` dimensions, shaped to be multiplied with it; in one kernel."""
+    inner = tuple(range(1, w.dim())) if dim > 1 else None
     norms: Tensor = torch.linalg.vector_norm(w, dim=inner, keepdim=inner is not None, dtype=dtype)
     return norms

@@ -69,7 +69,8 @@ class ParameterSpace(BlockVectors, DeviceSettings):
         here = [_real(local_part(p)) for p in self.params]
         dtype = torch.promote_types(torch.float32, _widest(self.params))
         groups_of = [g for _, g in members]
-        BlockVectors.__init__(self, here, groups_of, sharding=self.sharding, dtype=dtype, foreach=foreach)
+        dims = [p.dim() for p in self.params]
+        BlockVectors.__init__(self, here, groups_of, dims, sharding=self.sharding, dtype=dtype, foreach=foreach)
         DeviceSettings.__init__(self, len(groups), dtype, here[0].device)
         self.dim = sum(p.numel() * (2 if p.is_complex() else 1) for p in self.params)
         self._center, _ = vectors.allocate(self.point)

@@ -13,7 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tiltsam
-from cases import BAD_ARGUMENTS, METHODS, Problem, assert_same, sgd
+from cases import BAD_ARGUMENTS, METHODS, Problem, assert_same, quadratic_problem, sgd
 from tiltsam.tilting import linear_up
 
 every_method = pytest.mark.parametrize("method", METHODS, ids=repr)
@@ -566,6 +566,20 @@ def test_bad_bases_and_models():
         tiltsam.TSAM(sgd(params), sampler=tiltsam.samplers.HMC)
     with pytest.raises(RuntimeError, match="no step was taken yet"):
         _ = tiltsam.SAM(sgd(params)).info
+
+
+def test_a_base_that_maximizes_is_refused_by_all_that_look_around():
+    """A worst neighbour is one of large loss: climbing that loss would seek the sharpest maximum there is."""
+    theta, closure = quadratic_problem()
+    with pytest.raises(ValueError, match=r"maximize=True.*negative of the objective"):
+        tiltsam.SAM(sgd([theta], maximize=True))
+    optimizer = tiltsam.TSAM(sgd([theta]))
+    with pytest.raises(ValueError, match="maximize=True"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))], "maximize": True})
+    optimizer.step(closure)
+    before = theta.detach().norm()
+    tiltsam.ERM(sgd([theta], maximize=True)).step(closure)  # as the base does
+    assert theta.detach().norm() > before
 
 
 @every_method

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ __all__ = [
     "NEEDS_SCALER",
     "check_base",
     "check_count",
+    "check_minimizes",
     "check_model",
     "check_nonnegative",
     "check_parallel",
@@ -88,6 +89,19 @@ def check_base(base: Any, name: str, engine: type[Optimizer]) -> None:
         )
     if isinstance(base, torch.optim.LBFGS):
         raise TypeError(f"{name} cannot wrap LBFGS: it evaluates the closure itself, several times a step")
+
+
+def check_minimizes(groups: Sequence[Mapping[str, Any]]) -> None:
+    """Raise if the base climbs the loss: the neighbours that a method looks for are the best ones then, not the worst.
+
+    Args:
+        groups: The base's parameter groups.
+    """
+    if any(group.get("maximize") for group in groups):
+        raise ValueError(
+            "maximize=True would seek the sharpest maximum: leave it out, and let the closure run backward on the "
+            "negative of the objective and return that"
+        )
 
 
 def check_model(model: Any, base: Optimizer) -> None:

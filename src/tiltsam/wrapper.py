@@ -21,6 +21,7 @@ from tiltsam.checks import (
     NEEDS_SCALER,
     check_base,
     check_count,
+    check_minimizes,
     check_model,
     check_nonnegative,
     check_parallel,
@@ -55,7 +56,8 @@ class SharpnessAware(Optimizer):
     A step never leaves a weight perturbed: whatever the closure raises, θ is back bit for bit.
 
     Args:
-        base: An *instance* of a torch optimizer, which does the update.
+        base: An *instance* of a torch optimizer, which does the update; without ``maximize=True`` unless the sampler
+            stays at θ.
         sampler: Where to look.
         settings: Own settings and their initial values; a callable is a schedule, evaluated at each step.
         model: With the model at hand, its buffers (BatchNorm's running statistics) move once a step, at its first pass,
@@ -202,6 +204,8 @@ class SharpnessAware(Optimizer):
             for rho in self._settings.in_groups("rho"):
                 check_nonnegative("rho", rho)
         check_count("every", self._setting("every"))
+        if not isinstance(self.sampler, Center):
+            check_minimizes(self.param_groups)
 
     def _write_settings(self, space: ParameterSpace) -> None:
         """Put this method's numbers where the kernels read them."""

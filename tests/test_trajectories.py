@@ -125,6 +125,23 @@ def test_one_sample_without_noise_is_sam_bit_for_bit():
     assert_same(a.weights(), b.weights())
 
 
+@pytest.mark.filterwarnings("ignore:weights in")
+def test_each_point_of_a_line_search_is_a_step_from_the_weights_themselves():
+    """Summed up from one to the next, steps below the spacing of the numbers would lead nowhere: 1 + 2⁻⁸ is 1."""
+    theta, seen = nn.Parameter(torch.ones(4, dtype=torch.bfloat16)), []
+    optimizer = tiltsam.LineSearchSAM(sgd([theta]), rho=2**-2, num_points=32)
+
+    def closure():
+        seen.append(theta[0].item())
+        loss = theta.float().sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    torch.testing.assert_close(torch.tensor(seen[1:-1]), 1 + 2**-8 * torch.arange(1.0, 33.0), rtol=0, atol=2**-8)
+    assert seen[-1] == 1 + 2**-3  # the worst
+
+
 def test_t_zero_averages_and_large_t_follows_the_worst():
     problem = Problem(mlp())
     grads = {}

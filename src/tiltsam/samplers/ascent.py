@@ -134,8 +134,9 @@ class LineSearch(Stateless):
         space.keep_(first.gradient, first.finite)
         space.scale_(first.gradient, space.rho / (self.num_points * (first.norm + EPS)))
         losses = []
-        for _ in range(self.num_points):
-            space.add_(space.point, first.gradient)
+        for k in range(1, self.num_points + 1):
+            space.go_home()
+            space.add_(space.point, first.gradient, alpha=k)  # at once: K small steps would add up their rounding
             losses.append(space.forward())
         found = torch.stack(losses)
         worst = found.masked_fill(~found.isfinite(), -torch.inf).argmax(0) + 1  # k

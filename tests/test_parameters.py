@@ -162,6 +162,15 @@ def test_complex_parameters_are_pairs_of_reals(method):
     assert one._space.dim == 12
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_products_of_half_precision_are_not_rounded_away(dtype):
+    """1e-4 squared is below all that float16 can hold: HMC would take a path along the sphere for one at its centre."""
+    x = [torch.full((1000,), 1e-4, dtype=dtype), torch.linspace(-1, 1, 64, dtype=dtype)]
+    exact = sum(a.double().square().sum() for a in x)
+    torch.testing.assert_close(vectors.dot(x[:1], x[:1], torch.float32), x[0][0].float().square() * 1000)
+    torch.testing.assert_close(vectors.dot(x, x, torch.float32).double(), exact, rtol=1e-6, atol=0)
+
+
 def test_a_complex_bias_is_one_filter():
     bias = nn.Parameter(torch.tensor([3.0 + 0.0j, 0.0j, 0.0 + 4.0j]))
     seen = []

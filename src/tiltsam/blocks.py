@@ -88,7 +88,7 @@ class BlockVectors:
         """See :class:`Space`. Missing tensors count as zero."""
         if self.sharding.mesh is not None:
             both = ((i, a, b) for i, (a, b) in enumerate(zip(x, y, strict=True)) if a is not None and b is not None)
-            return self._total({i: (a * b).sum(dtype=self.dtype) for i, a, b in both})
+            return self._total({i: (a.to(self.dtype) * b).sum() for i, a, b in both})
         parts = [vectors.dot(a, b, self.dtype).to(self.device) for _, a, b in self._pairs(x, y)]
         return torch.stack(parts).sum()
 

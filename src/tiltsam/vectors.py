@@ -183,5 +183,5 @@ def _cpu_norm(a: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def dot(x: list[Tensor], y: list[Tensor], dtype: torch.dtype) -> Tensor:
-    """The inner product, accumulated in ``dtype``."""
-    return torch.stack([(a * b).sum(dtype=dtype) for a, b in zip(x, y, strict=True)]).sum()
+    """The inner product, multiplied and accumulated in ``dtype``."""
+    return torch.stack([(a.to(dtype) * b).sum() for a, b in zip(x, y, strict=True)]).sum()

@@ -154,6 +154,17 @@ def test_before_any_update_the_weights_are_the_models_own():
         assert model.weight.item() == 5.0
 
 
+def test_the_first_update_leaves_nothing_of_what_was_there_before():
+    model = nn.utils.skip_init(nn.Linear, 1, 1)
+    nn.init.constant_(model.weight, math.nan)  # as memory that nobody has written may hold
+    average = tiltsam.WeightAverage(model)
+    for value in (5.0, 5.0):
+        nn.init.constant_(model.weight, value)
+        average.update()
+    with average.applied():
+        assert model.weight.item() == 5.0
+
+
 def test_wrong_powers_are_refused():
     for power in (-1, math.inf, "8"):
         with pytest.raises(ValueError, match="power must be a finite number >= 0"):

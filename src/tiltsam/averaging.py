@@ -67,6 +67,9 @@ class WeightAverage:
     def update(self) -> None:
         """Take in the weights as they are; call it after every step, not in a closure, where they are perturbed."""
         self.count += 1
+        if self.count == 1:  # all the way: a mean would keep the NaN that weights may have been before they were loaded
+            _write(self._average, self._parameters)
+            return
         share = (self.power + 1) / (self.count + self.power)
         average = list(self._average.values())
         weights = [p.to(a.dtype) for p, a in zip(self._parameters.values(), average, strict=True)]

@@ -124,6 +124,16 @@ def test_a_checkpoint_goes_on():
         tiltsam.WeightAverage(nn.Linear(3, 3)).load_state_dict(broken.state_dict())
 
 
+def test_a_checkpoint_of_another_power_is_refused():
+    """Its updates were weighed by another law than those to come."""
+    model = nn.Linear(3, 2)
+    state = tiltsam.WeightAverage(model, power=8).state_dict()
+    average = tiltsam.WeightAverage(model, power=0)
+    with pytest.raises(ValueError, match=r"power 8\.0, not 0\.0"):
+        average.load_state_dict(state)
+    assert average.count == 0
+
+
 def assigned(model):
     model.load_state_dict({name: torch.zeros_like(x) for name, x in model.state_dict().items()}, assign=True)
 

@@ -103,7 +103,7 @@ class WeightAverage:
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint needs; the tensors are the average's own."""
-        return {"count": self.count, "average": dict(self._average)}
+        return {"count": self.count, "power": self.power, "average": dict(self._average)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a checkpoint.
@@ -119,6 +119,8 @@ class WeightAverage:
         shapes = [{name: tuple(a.shape) for name, a in each.items()} for each in (loaded, self._average)]
         if shapes[0] != shapes[1]:
             raise ValueError("the state is that of another model: names or shapes of its parameters differ")
+        if state["power"] != self.power:
+            raise ValueError(f"the state is that of an average of power {state['power']}, not {self.power}")
         self.count = int(state["count"])
         _write(self._average, loaded)
 

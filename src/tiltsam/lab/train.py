@@ -368,8 +368,9 @@ class Run:
         self.best = checkpoint.state.pop("best")
         self.progress = Progress(**checkpoint.state)
         if self.average is not None:
-            averaged = {name: checkpoint.average[name] for name in self.average.state_dict()["average"]}
-            self.average.load_state_dict({"count": self.progress.steps, "average": averaged})
+            state = self.average.state_dict()
+            averaged = {name: checkpoint.average[name] for name in state["average"]}
+            self.average.load_state_dict({**state, "count": self.progress.steps, "average": averaged})
         torch.set_rng_state(checkpoint.random["cpu"])
         if self.device.type == "cuda" and "cuda" in checkpoint.random:
             torch.cuda.set_rng_state(checkpoint.random["cuda"], self.device)

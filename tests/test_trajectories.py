@@ -126,6 +126,22 @@ def test_one_sample_without_noise_is_sam_bit_for_bit():
 
 
 @pytest.mark.filterwarnings("ignore:weights in")
+def test_the_metric_of_asam_does_not_underflow():
+    """T² g is below all that float16 can hold where weights and gradients are small; ρ T² g/‖Tg‖ is not."""
+    theta, seen = nn.Parameter(torch.full((4,), 0.02, dtype=torch.float16)), []
+    optimizer = tiltsam.ASAM(sgd([theta]), rho=0.5)
+
+    def closure():
+        seen.append(theta[0].item())
+        loss = 1e-5 * theta.float().sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    assert seen[1] - seen[0] == pytest.approx(0.5 * 0.03 / 4**0.5, rel=0.02)  # T = 0.02 + 0.01
+
+
+@pytest.mark.filterwarnings("ignore:weights in")
 def test_each_point_of_a_line_search_is_a_step_from_the_weights_themselves():
     """Summed up from one to the next, steps below the spacing of the numbers would lead nowhere: 1 + 2⁻⁸ is 1."""
     theta, seen = nn.Parameter(torch.ones(4, dtype=torch.bfloat16)), []

@@ -100,9 +100,10 @@ class AdaptiveAscent(Stateless):
             return g * (w.abs() + eta.to(w.device))
 
         space.map_(first.gradient, stretch, space.center)
-        norm = space.norm(first.gradient)
+        # Tg gets its length before it is stretched again: in half precision T²g may be too small to hold.
+        space.scale_(first.gradient, space.rho / (space.norm(first.gradient) + EPS))
         space.map_(first.gradient, stretch, space.center)
-        space.add_scaled_(space.point, first.gradient, space.rho / (norm + EPS))
+        space.add_(space.point, first.gradient)
         return after_ascent(first, space.evaluate(after=first)), None
 
 

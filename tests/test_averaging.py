@@ -1,12 +1,14 @@
 """Averaged weights: the average is the one that is promised, and training does not notice it."""
 
 import math
+from contextlib import ExitStack
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 import tiltsam
 from tiltsam.lab.batches import Batches
@@ -71,6 +73,36 @@ def test_weights_and_buffers_come_back_whatever_is_raised():
     with pytest.raises(KeyboardInterrupt):
         use()
     assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+
+
+@pytest.mark.parametrize("name", ["0.bias", "1.running_var"])
+def test_a_second_ctrl_c_is_held_until_weights_and_buffers_are_back(name):
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    average = tiltsam.WeightAverage(model)
+    for _ in walk(model, 3):
+        average.update()
+    before = {key: x.clone() for key, x in model.state_dict().items()}
+    place, pressed = model.state_dict()[name].data_ptr(), []
+
+    class CtrlC(TorchFunctionMode):
+        """Pressed before anything is copied to that place."""
+
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            written = args[0] if func is torch._foreach_copy_ else args[:1]
+            if "copy_" in func.__name__ and not pressed and any(x.data_ptr() == place for x in written):
+                pressed.append(func)
+                raise KeyboardInterrupt
+            return func(*args, **(kwargs or {}))
+
+    def use():
+        with ExitStack() as stack, average.applied():
+            model(torch.randn(8, 3))
+            stack.enter_context(CtrlC())
+
+    with pytest.raises(KeyboardInterrupt):
+        use()
+    assert pressed
+    assert all(torch.equal(x, before[key]) for key, x in model.state_dict().items())
 
 
 def test_a_model_that_was_tested_in_inference_mode_can_be_trained():

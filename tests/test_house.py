@@ -40,10 +40,10 @@ CORE = {
     "fused": {"kernels", "samplers", "space", "vectors"},
     "passes": {"buffers"},
     "parameters": {
-        *("accumulator", "blocks", "branches", "checks", "distributed", "fused", "passes", "settings", "space"),
-        *("streams", "tilting", "vectors", "weighing"),
+        *("accumulator", "blocks", "branches", "buffers", "checks", "distributed", "fused", "passes", "settings"),
+        *("space", "streams", "tilting", "vectors", "weighing"),
     },
-    "lanes": {"branches", "fused", "parameters", "passes", "samplers", "vectors"},
+    "lanes": {"branches", "buffers", "fused", "parameters", "samplers", "vectors"},
     "samplers": {"space"},
     "chains": {"samplers", "space", "tilting"},
     "weighing": {"samplers", "tilting"},

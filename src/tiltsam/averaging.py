@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tiltsam.buffers import kept_buffers
+from tiltsam.buffers import kept_buffers, to_the_end
 from tiltsam.checks import check_nonnegative
 from tiltsam.distributed import reshard
 
@@ -98,7 +98,7 @@ class WeightAverage:
                     _write(self._parameters, self._average)
                 yield self.model
             finally:
-                _write(self._parameters, own)
+                to_the_end(lambda: _write(self._parameters, own))
                 reshard(self.model)
 
     def state_dict(self) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from tiltsam import vectors
 
-__all__ = ["KeptBuffers", "buffers_of", "kept_buffers"]
+__all__ = ["KeptBuffers", "buffers_of", "kept_buffers", "to_the_end"]
 
 
 class KeptBuffers:
@@ -66,12 +66,25 @@ def kept_buffers(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        kept.put_back()
+        to_the_end(kept.put_back)
 
 
 def buffers_of(model: nn.Module | None) -> list[Tensor]:
     """The model's buffers that can be written, those of one device and dtype together."""
     return [b for part in _in_lists(model.buffers() if model is not None else ()) for b in part]
+
+
+def to_the_end(action: Callable[[], None]) -> None:
+    """Do what must not be left half done: a Ctrl-C that falls into it is held until it is complete."""
+    interrupt: BaseException | None = None
+    while True:
+        try:
+            action()
+            break
+        except (KeyboardInterrupt, SystemExit) as signal:
+            interrupt = signal
+    if interrupt is not None:
+        raise interrupt
 
 
 def _in_lists(buffers: Iterable[Tensor | None]) -> list[list[Tensor]]:

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from tiltsam import vectors
 from tiltsam.branches import Branch
+from tiltsam.buffers import to_the_end
 from tiltsam.fused import FusedVectors
 from tiltsam.parameters import ParameterSpace
-from tiltsam.passes import to_the_end
 from tiltsam.samplers import Draw, Sampler
 
 __all__ = ["Lane", "Lanes", "Room", "fits", "rooms_for"]

@@ -18,9 +18,10 @@ from tiltsam import fused, vectors
 from tiltsam.accumulator import Accumulator
 from tiltsam.blocks import BlockVectors
 from tiltsam.branches import Branch
+from tiltsam.buffers import to_the_end
 from tiltsam.checks import check_storage
 from tiltsam.distributed import Parallel, Sharding, World, local_gradient, local_part, reshard
-from tiltsam.passes import CapturedRandom, Passes, WithoutBackward, to_the_end
+from tiltsam.passes import CapturedRandom, Passes, WithoutBackward
 from tiltsam.settings import DeviceSettings
 from tiltsam.space import EPS, Evaluation, Spread
 from tiltsam.streams import Streams

@@ -7,7 +7,7 @@ would differ by the mask and not by the perturbation alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
-from tiltsam.buffers import KeptBuffers, buffers_of
+from tiltsam.buffers import KeptBuffers, buffers_of, to_the_end
 
-__all__ = ["CapturedRandom", "Passes", "WithoutBackward", "to_the_end"]
+__all__ = ["CapturedRandom", "Passes", "WithoutBackward"]
 
 _HEEDING = (_BatchNorm.forward, torch.nn.SyncBatchNorm.forward)  # these ask track_running_stats; others may not
 
@@ -197,19 +197,6 @@ class WithoutBackward(TorchFunctionMode):
         if func is torch.Tensor.backward:
             return None
         return func(*args, **(kwargs or {}))
-
-
-def to_the_end(action: Callable[[], None]) -> None:
-    """Do what must not be left half done: a Ctrl-C that falls into it is held until it is complete."""
-    interrupt: BaseException | None = None
-    while True:
-        try:
-            action()
-            break
-        except (KeyboardInterrupt, SystemExit) as signal:
-            interrupt = signal
-    if interrupt is not None:
-        raise interrupt
 
 
 def _modules(model: torch.nn.Module | None) -> Iterator[torch.nn.Module]:

@@ -207,12 +207,24 @@ def test_classes_saved_as_floats_are_told(tmp_path):
         ("text,score\na,1\nb,1e39\n", "line 3: '1e39' is no finite"),
         ("text,label\na,b\nc,d\ne,\n", "row 4 has no label"),
         ("text,label\na,b\nc, b\n", "nothing to learn"),
+        ("text,label\na,b\nc, d,b\n", "row 3 has 3 cells, and the header 2: put a text that holds commas in quotes"),
     ],
 )
 def test_wrong_tables_are_refused(tmp_path, content, message):
     (tmp_path / "a.csv").write_text(content)
     with pytest.raises(DataError, match=message):
         load(f"text:{tmp_path / 'a.csv'}")
+
+
+def test_a_tab_inside_a_text_is_refused(tmp_path):
+    (tmp_path / "a.tsv").write_text("text\tlabel\n" + "a\tb\nc\td\n" * 3 + "e\tf\tb\n")
+    with pytest.raises(DataError, match="row 8 has 3 cells, and the header 2: a text cannot hold a tab"):
+        load(f"text:{tmp_path / 'a.tsv'}")
+
+
+def test_empty_cells_beyond_the_header_say_nothing(tmp_path):
+    (tmp_path / "a.csv").write_text("text,label\n" + "a,b,,\nc,d,\n" * 5)
+    assert load(f"text:{tmp_path / 'a.csv'}").num_classes == 2
 
 
 def test_wrong_folders_are_refused(tmp_path):

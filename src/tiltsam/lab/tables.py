@@ -156,12 +156,12 @@ def read_table(path: Path) -> tuple[Table, bool]:
         The sentences and labels, and whether the labels are scores.
 
     Raises:
-        DataError: The file is missing, has no such columns, or a row lacks some, or its label.
+        DataError: The file is missing, has no such columns, or a row lacks some, or its label, or has more than these.
     """
     if not path.exists():
         raise DataError(f"{path} is missing: make it a .csv or .tsv with a header, columns text[,text2],label")
-    lines = read_lines(path)
-    if path.suffix.lower() == ".csv":
+    lines, quoted = read_lines(path), path.suffix.lower() == ".csv"
+    if quoted:
         try:
             rows = list(csv.reader((line + "\n" for line in lines), strict=True))
         except csv.Error as error:
@@ -176,6 +176,9 @@ def read_table(path: Path) -> tuple[Table, bool]:
     for number, row in enumerate(rows[1:], 2):
         if len(row) <= max(columns):
             raise DataError(f"{path} is damaged: row {number} has fewer than {1 + max(columns)} columns")
+        if any(row[len(rows[0]) :]):  # which of its cells is the label cannot be told
+            hint = "put a text that holds commas in quotes" if quoted else "a text cannot hold a tab"
+            raise DataError(f"{path}: row {number} has {len(row)} cells, and the header {len(rows[0])}: {hint}")
         if not scores and not row[columns[-1]].strip():
             raise DataError(f"{path}: row {number} has no label; fill it in, or leave the row out")
     chosen = [[row[column] for column in columns] for row in rows[1:]]

@@ -1,5 +1,6 @@
 """Every task, from small files in its authors' layout; one's own data; noise and splits."""
 
+import csv
 import gzip
 import hashlib
 import warnings
@@ -271,6 +272,13 @@ def test_own_text(tmp_path):
     data = load(f"text:{folder}")
     check(data)
     assert (data.num_classes, data.metrics, data.test.targets.tolist()) == (1, ("pearson", "spearman"), [-1.0])
+
+
+def test_a_text_may_be_as_long_as_a_book(tmp_path):
+    path, before = tmp_path / "books.csv", csv.field_size_limit()
+    path.write_text("text,label\n" + f"{'word ' * 40_000},a\nshort,b\n" * 3)
+    assert rows(load(f"text:{path}")) == (4, 1, 1)
+    assert csv.field_size_limit() == before
 
 
 @pytest.mark.parametrize(

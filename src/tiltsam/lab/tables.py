@@ -162,10 +162,13 @@ def read_table(path: Path) -> tuple[Table, bool]:
         raise DataError(f"{path} is missing: make it a .csv or .tsv with a header, columns text[,text2],label")
     lines, quoted = read_lines(path), path.suffix.lower() == ".csv"
     if quoted:
+        limit = csv.field_size_limit(sum(len(line) + 1 for line in lines))  # a text may be all of it
         try:
             rows = list(csv.reader((line + "\n" for line in lines), strict=True))
         except csv.Error as error:
             raise DataError(f"{path} is damaged: {error}") from error
+        finally:
+            csv.field_size_limit(limit)
     else:
         rows = [line.split("\t") for line in lines]
     if len(rows) < 2:

@@ -216,6 +216,12 @@ def test_wrong_tables_are_refused(tmp_path, content, message):
         load(f"text:{tmp_path / 'a.csv'}")
 
 
+def test_another_encoding_is_told(tmp_path):
+    (tmp_path / "a.csv").write_text("text,label\ncafé,a\nthé,b\n", encoding="cp1252")
+    with pytest.raises(DataError, match=r"a.csv .* byte 14 is no UTF-8; .* save it as UTF-8"):
+        load(f"text:{tmp_path / 'a.csv'}")
+
+
 def test_a_tab_inside_a_text_is_refused(tmp_path):
     (tmp_path / "a.tsv").write_text("text\tlabel\n" + "a\tb\nc\td\n" * 3 + "e\tf\tb\n")
     with pytest.raises(DataError, match="row 8 has 3 cells, and the header 2: a text cannot hold a tab"):

@@ -198,7 +198,9 @@ def read_lines(path: Path) -> list[str]:
     try:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise DataError(f"{path} is damaged: byte {error.start} is no UTF-8") from error
+        raise DataError(
+            f"{path} is damaged: byte {error.start} is no UTF-8; if it has another encoding, save it as UTF-8"
+        ) from error
     lines = [line.removesuffix("\r") for line in text.split("\n")]
     while lines and not lines[-1].strip():
         lines.pop()

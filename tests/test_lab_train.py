@@ -78,6 +78,17 @@ def test_esam1_spends_no_more_than_tsam_would_have(passes, spent, tmp_path):
     assert train(config, Record(tmp_path))["passes"] == spent
 
 
+@pytest.mark.parametrize(
+    ("budget", "steps"),
+    [
+        ({"method": "esam2", "num_points": 4, "epochs": 50, "passes": 20.0}, 6),  # of 2 + 4/3 passes
+        ({"method": "erm", "batch_size": 43, "epochs": 1.36}, 34),  # 25 an epoch
+    ],
+)
+def test_no_step_is_taken_for_a_rounding_error_of_the_budget(budget, steps, tmp_path):
+    assert train(replace(SMALL, **budget), Record(tmp_path))["steps"] == steps
+
+
 @pytest.mark.parametrize("schedule", ["constant", "linear"])
 def test_a_budget_that_is_over_at_once_still_takes_a_step(schedule, tmp_path):
     result = train(replace(SMALL, method="erm", seconds=1e-6, schedule=schedule), Record(tmp_path))

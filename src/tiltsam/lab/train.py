@@ -32,6 +32,7 @@ from tiltsam.lab.tensorboard import Board
 __all__ = ["Diverged", "Progress", "Run", "TrainError", "train"]
 
 TICK_SECONDS = 0.5  # between signs of life within an epoch
+ROUNDING = 1e-9  # of a budget: thirds of passes add up to a whole number but for less than this
 
 
 class TrainError(Exception):
@@ -285,7 +286,8 @@ class Run:
             shares.append(self.team.agree(self.progress.passes) / passes)
         if config.seconds is not None:
             shares.append(self.team.agree(seconds) / config.seconds)
-        return max(shares)
+        done = max(shares)
+        return done if done < 1 - ROUNDING else max(done, 1.0)
 
     def _set_rates(self, done: float) -> None:
         """The learning rate, and rho and the tilt where they have schedules."""

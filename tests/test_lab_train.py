@@ -78,6 +78,15 @@ def test_esam1_spends_no_more_than_tsam_would_have(passes, spent, tmp_path):
     assert train(config, Record(tmp_path))["passes"] == spent
 
 
+@pytest.mark.parametrize("every", [2, 3])
+def test_esam1_has_the_budget_of_a_tsam_with_plain_steps_between(every, tmp_path):
+    spent = {}
+    for method in ("tsam", "esam1"):
+        config = replace(SMALL, method=method, every=every, num_samples=3)
+        spent[method] = train(config, Record(tmp_path / method))["passes"]
+    assert abs(spent["tsam"] - spent["esam1"]) < 6  # less than a step of TSAM
+
+
 @pytest.mark.parametrize(
     ("budget", "steps"),
     [

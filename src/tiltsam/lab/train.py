@@ -277,7 +277,7 @@ class Run:
         passes = config.passes
         epochs = config.epochs
         if config.method == "esam1":  # SAM until it has spent what TSAM would have
-            tsam = config.num_samples * (1 + config.ascent_fraction)
+            tsam = 1 + (config.num_samples * (1 + config.ascent_fraction) - 1) / config.every  # others cost one pass
             passes = min(passes or math.inf, config.epochs * self.batches.per_epoch * tsam)
             epochs = math.inf
         shares = [epoch / epochs]

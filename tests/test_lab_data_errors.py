@@ -183,6 +183,7 @@ def test_wrong_arrays_are_refused(tmp_path, arrays, message):
         load(f"npz:{tmp_path / 'a.npz'}")
 
 
+@pytest.mark.filterwarnings("ignore:.* y has a mean of")
 def test_classes_saved_as_floats_are_told(tmp_path):
     x, path = np.zeros((60, 2)), tmp_path / "a.npz"
     np.savez(path, x=x, y=np.arange(60) % 3 / 1)
@@ -191,6 +192,18 @@ def test_classes_saved_as_floats_are_told(tmp_path):
     for y in (np.arange(60) / 1, np.arange(60) % 3 / 2):  # numbers to predict
         np.savez(path, x=x, y=y)
         load(f"npz:{path}")
+
+
+def test_numbers_too_large_to_learn_at_the_usual_rate_are_told(tmp_path):
+    prices = 200_000 + 1000.5 * np.arange(60)
+    np.savez(tmp_path / "a.npz", x=np.zeros((60, 2)), y=prices)
+    with pytest.warns(UserWarning, match=r"a.npz: y has a mean of 2.3e\+05 and .* 1.7e\+04: .* about 0 and 1"):
+        load(f"npz:{tmp_path / 'a.npz'}")
+    (tmp_path / "a.csv").write_text("text,score\n" + "".join(f"a,{price}\n" for price in prices))
+    with pytest.warns(UserWarning, match="a.csv: score has a mean of"):
+        load(f"text:{tmp_path / 'a.csv'}")
+    (tmp_path / "a.csv").write_text("text,score\n" + "a,0\nb,2.5\nc,5\n" * 5)  # warnings are errors
+    load(f"text:{tmp_path / 'a.csv'}")
 
 
 @pytest.mark.parametrize(

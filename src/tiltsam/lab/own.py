@@ -24,6 +24,7 @@ __all__ = ["arrays", "fingerprint", "image_folder", "sentences"]
 TEST_SHARE = 0.2  # of data that comes in one piece
 FEW = 20  # whole numbers, no more of which are likely names of classes
 MANY = 1 << 16  # classes, more of which than examples are numbers of something else
+LARGE = 4.0  # root mean square of numbers to predict, above which the default learning rate is too high for them
 SPLITS = {"train", "test", "val", "valid", "validation", "dev"}  # folders that hold classes, and are none
 
 
@@ -91,6 +92,7 @@ def sentences(request: Request) -> Data:
         targets = [torch.tensor(part.values(), dtype=torch.float32) for part in parts]
         if len(targets[0].unique()) < 2:
             raise DataError(f"{parts[0].path} has one score, {targets[0][0]:g}: there is nothing to learn")
+        _tell_if_large(f"{parts[0].path}: score", targets[0])
     else:
         classes = _class_names(parts[0])
         targets = [torch.tensor(part.classes(classes)) for part in parts]
@@ -122,6 +124,8 @@ def arrays(request: Request) -> Data:
     if kinds[0] and _look_like_classes(splits[0].targets):
         what = f"{request.path}: {names[0][1]} is float: a regression; save integers for classes"
         warnings.warn(what, UserWarning, stacklevel=2)
+    elif kinds[0]:
+        _tell_if_large(f"{request.path}: {names[0][1]}", splits[0].targets)
     data = assemble(
         request,
         splits[0],
@@ -169,6 +173,18 @@ def _look_like_classes(targets: Tensor) -> bool:
     """Whether numbers are whole, and few that come again and again."""
     distinct = targets.unique()
     return len(distinct) <= min(FEW, len(targets) // 2) and bool((distinct == distinct.round()).all())
+
+
+def _tell_if_large(what: str, targets: Tensor) -> None:
+    """Warn of numbers to predict that SGD runs away from, or learns nothing but the mean of."""
+    values = targets.double()
+    if values.square().mean().sqrt() > LARGE:
+        warnings.warn(
+            f"{what} has a mean of {values.mean():.2g} and a standard deviation of {values.std():.2g}: bring it to "
+            "about 0 and 1, which changes no correlation, or choose a lower learning rate",
+            UserWarning,
+            stacklevel=3,
+        )
 
 
 def _image_parts(folder: Path) -> list[Path]:

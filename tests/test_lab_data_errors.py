@@ -175,12 +175,26 @@ def test_a_damaged_file_is_named(tmp_path, name, damage, message):
             {"x_train": np.zeros((3, 2)), "y_train": np.arange(3), "x_test": np.zeros((3, 4)), "y_test": np.arange(3)},
             "train and test differ",
         ),
+        ({"x": np.zeros((9, 2)), "y": np.arange(9) % 2, "x_test": np.zeros((9, 2))}, "has x_test and no x_train: name"),
     ],
 )
 def test_wrong_arrays_are_refused(tmp_path, arrays, message):
     np.savez(tmp_path / "a.npz", **arrays)
     with pytest.raises(DataError, match=message):
         load(f"npz:{tmp_path / 'a.npz'}")
+
+
+def test_a_split_that_is_not_read_is_told(tmp_path):
+    x, y = np.zeros((20, 2)), np.arange(20) % 2
+    np.savez(tmp_path / "a.npz", x_train=x, y_train=y, x_test=x, y_test=y, x_val=x, y_val=y, names=np.array(["a", "b"]))
+    with pytest.warns(UserWarning, match="a.npz: x_val is not read: what is held out is cut from train"):
+        load(f"npz:{tmp_path / 'a.npz'}")
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for name in ("train.csv", "test.csv", "dev.csv"):
+        (folder / name).write_text("text,label\n" + "a,b\nc,d\n" * 5)
+    with pytest.warns(UserWarning, match="dev.csv is not read: what is held out is cut from train"):
+        load(f"text:{folder}")
 
 
 @pytest.mark.filterwarnings("ignore:.* y has a mean of")

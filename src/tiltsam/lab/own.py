@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,7 +25,9 @@ TEST_SHARE = 0.2  # of data that comes in one piece
 FEW = 20  # whole numbers, no more of which are likely names of classes
 MANY = 1 << 16  # classes, more of which than examples are numbers of something else
 LARGE = 4.0  # root mean square of numbers to predict, above which the default learning rate is too high for them
-SPLITS = {"train", "test", "val", "valid", "validation", "dev"}  # folders that hold classes, and are none
+TABLES = (".csv", ".tsv")
+OTHER_SPLITS = {"val", "valid", "validation", "dev"}  # beside train and test
+SPLITS = {"train", "test", *OTHER_SPLITS}  # folders that hold classes, and are none
 
 
 def fingerprint(task: str) -> str:
@@ -61,8 +63,8 @@ def image_folder(request: Request) -> Data:
         raise DataError(
             f"{parts[0]} holds {' and '.join(found[0])}: name the folder to test on test, that to train on train"
         )
-    if len(parts) == 2 and (others := sorted(SPLITS & {p.name for p in request.path.iterdir()} - {"train", "test"})):
-        warnings.warn(f"{request.path / others[0]} is not read: what is held out is cut from train", stacklevel=2)
+    if len(parts) == 2:
+        _tell_of_others([str(p) for p in request.path.iterdir() if p.name in OTHER_SPLITS])
     number = {name: i for i, name in enumerate(found[0])}
     splits = []
     for part, classes in zip(parts, found, strict=True):
@@ -82,6 +84,9 @@ def image_folder(request: Request) -> Data:
 def sentences(request: Request) -> Data:
     """A table with columns text, perhaps text2, and label or score; or a folder with one named train and one test."""
     mark = fingerprint(request.name)
+    if request.path.is_dir():
+        tables = [p for p in request.path.iterdir() if p.suffix in TABLES]
+        _tell_of_others([str(p) for p in tables if p.stem in OTHER_SPLITS])
     read = [read_table(path) for path in _table_parts(request.path)]
     parts, scores = [table for table, _ in read], read[0][1]
     for table, is_score in read[1:]:
@@ -112,6 +117,10 @@ def arrays(request: Request) -> Data:
     """``x`` and ``y``, or ``x_train``, ``y_train``, ``x_test``, ``y_test``, of images (uint8) or features (numbers)."""
     mark, found = fingerprint(request.name), readers.read_npz(request.path)
     names = [("x_train", "y_train"), ("x_test", "y_test")] if "x_train" in found else [("x", "y")]
+    if len(names) == 1 and "x_test" in found:
+        raise DataError(f"{request.path} has x_test and no x_train: name the arrays x_train, y_train, x_test, y_test")
+    if len(names) == 2:
+        _tell_of_others([f"{request.path}: {x}" for x in found if x.removeprefix("x_") in OTHER_SPLITS])
     splits = [_arrays(request.path, found, x, y) for x, y in names]
     shapes = [{name: tuple(x.shape[1:]) for name, x in split.inputs.items()} for split in splits]
     kinds = [split.targets.is_floating_point() for split in splits]
@@ -175,6 +184,12 @@ def _look_like_classes(targets: Tensor) -> bool:
     return len(distinct) <= min(FEW, len(targets) // 2) and bool((distinct == distinct.round()).all())
 
 
+def _tell_of_others(places: Sequence[str]) -> None:
+    """Warn of splits that are there beside train and test."""
+    if places:
+        warnings.warn(f"{min(places)} is not read: what is held out is cut from train", stacklevel=3)
+
+
 def _tell_if_large(what: str, targets: Tensor) -> None:
     """Warn of numbers to predict that SGD runs away from, or learns nothing but the mean of."""
     values = targets.double()
@@ -199,7 +214,7 @@ def _table_parts(path: Path) -> list[Path]:
 
 
 def _table_in(folder: Path, name: str) -> Path:
-    for suffix in (".csv", ".tsv"):
+    for suffix in TABLES:
         if (folder / f"{name}{suffix}").exists():
             return folder / f"{name}{suffix}"
     raise DataError(f"{folder / name}.csv (or .tsv) is missing: a folder of text holds train and test tables")

@@ -572,6 +572,16 @@ def test_a_folder_that_cannot_be_made_is_told(capsys):
     assert "cannot write to /proc/tiltsam" in capsys.readouterr().err
 
 
+def test_data_may_lie_deeper_than_a_name_can_be_long(tmp_path):
+    deep = [replace(SMALL, task=f"npz:{'длинное имя/' * 20}{end}.npz") for end in "ab"]
+    folders = [Record.of(tmp_path, config).folder for config in deep]
+    for folder, end in zip(folders, "ab", strict=True):
+        folder.mkdir(parents=True)
+        assert f"{end}.npz" in folder.parent.parent.name
+    others = replace(deep[0], task=deep[0].task.replace("npz:", "npz:other/"))
+    assert len({*(f.parent.parent for f in folders), Record.of(tmp_path, others).folder.parent.parent}) == 3
+
+
 def test_where_nothing_was_trained_nothing_is_left(tmp_path, capsys):
     out = tmp_path / "runs"
     (out / "digits").mkdir(parents=True)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import fcntl
+import hashlib
 import json
 import math
 import os
@@ -39,8 +40,9 @@ from tiltsam.lab.errors import RecordError
 from tiltsam.lab.files import load_tensors, save_tensors, write_json
 from tiltsam.provenance import code_digest
 
-__all__ = ["Checkpoint", "Record", "RecordError", "folders_of_runs", "is_number", "read_metrics"]
+__all__ = ["Checkpoint", "Record", "RecordError", "folders_of_runs", "is_number", "read_metrics", "task_folder"]
 
+LONGEST_NAME = 200  # bytes of a folder's name; file systems take 255, and a sweep adds to it
 ATTEMPTS = 50  # to make and lock a folder that others remove meanwhile, 10 ms apart
 
 
@@ -57,8 +59,7 @@ class Record:
     @classmethod
     def of(cls, out: Path, config: TrainConfig) -> Record:
         """The place of a config among others: ``OUT/TASK/METHOD-DIGEST/seed-K``."""
-        task = config.task.replace("/", "-").replace(":", "-").strip("-.")
-        return cls(out / task / config.key() / f"seed-{config.seed}")
+        return cls(out / task_folder(config.task) / config.key() / f"seed-{config.seed}")
 
     # ---------------------------------------------------------------- one worker at a time
 
@@ -210,6 +211,16 @@ class Record:
     def load(self) -> Checkpoint | None:
         """The newest checkpoint that is whole, or ``None``."""
         return checkpoints.load(self.folder / "checkpoints")
+
+
+def task_folder(task: str) -> str:
+    """The name of a task as that of a folder: of a long path its end, and a digest that tells it from others."""
+    name = task.replace("/", "-").replace(":", "-").strip("-.")
+    raw = os.fsencode(name)
+    if len(raw) <= LONGEST_NAME:
+        return name
+    end = raw[-LONGEST_NAME // 2 :].decode("utf-8", "ignore").strip("-.")
+    return f"{end}-{hashlib.sha256(raw).hexdigest()[:10]}"
 
 
 def read_metrics(path: Path) -> tuple[list[dict[str, Any]], dict[int, str]]:

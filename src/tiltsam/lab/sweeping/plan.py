@@ -15,7 +15,7 @@ from typing import Any
 
 from tiltsam.lab import own
 from tiltsam.lab.config import TrainConfig
-from tiltsam.lab.record import Record
+from tiltsam.lab.record import Record, task_folder
 from tiltsam.lab.sweeping.board import Board, Job, Ticket
 from tiltsam.lab.sweeping.grids import Point, SweepError
 from tiltsam.lab.sweeping.standing import Standing, Trial, validation_numbers
@@ -55,7 +55,7 @@ class Plan:
         task = next(iter(self.points.values()))[0].config.task
         body = [job.key for job in self.search_jobs()] + ([self.data] if self.data else [])
         digest = hashlib.sha256(json.dumps(body).encode()).hexdigest()[:10]
-        return f"{task.replace('/', '-').replace(':', '-').strip('-.')}-{digest}"
+        return f"{task_folder(task)}-{digest}"
 
     @property
     def folder(self) -> Path:

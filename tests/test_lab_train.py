@@ -21,6 +21,7 @@ from tiltsam.lab.config import METHOD_SETTINGS, ConfigError, TrainConfig, field_
 from tiltsam.lab.loading import load_data, load_model
 from tiltsam.lab.record import Record, RecordError, _is_at
 from tiltsam.lab.report.runs import read_runs
+from tiltsam.lab.schedules import rate_factor
 from tiltsam.lab.tensorboard import Board
 from tiltsam.lab.train import Run, TrainError, train
 
@@ -113,6 +114,14 @@ def test_schedules(schedule, tmp_path):
     train(config, Record(tmp_path), report=lambda p: rates.append(p.row["lr"]))
     assert rates[0] < 0.1  # warming up
     assert {"constant": 0.1, "step": 0.001}.get(schedule, 0.0) == pytest.approx(rates[-1], abs=3e-3)
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear"])
+@pytest.mark.parametrize("warmup", [0.1, 0.5])
+def test_the_rate_falls_from_where_it_has_risen_to(schedule, warmup):
+    config = TrainConfig(schedule=schedule, warmup=warmup)
+    before, at, half, end = (rate_factor(config, x) for x in (warmup - 1e-9, warmup, (1 + warmup) / 2, 1.0))
+    assert (before, at, half, end) == pytest.approx((1, 1, 0.5, 0))
 
 
 class Stop(Exception):

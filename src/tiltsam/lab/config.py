@@ -99,7 +99,7 @@ class TrainConfig:
     schedule: Literal["constant", "step", "cosine", "linear"] = "constant"
     """Constant as in the paper; step divides by 10 at half and three quarters; cosine and linear fall to zero."""
     warmup: float = 0.0
-    """Share of the budget over which the rate rises from zero."""
+    """Share of the budget over which the rate rises from zero; cosine and linear fall over the rest."""
     optimizer: Literal["sgd", "adamw"] = "sgd"
     """The base optimizer."""
     momentum: float = 0.9
@@ -258,6 +258,8 @@ class TrainConfig:
             body["begins"] = "he"
         if self.method == "tsam" and self.radius is None:
             body["radius"] = "0.003 sqrt(d)"  # what None meant was another radius once
+        if self.warmup and self.schedule in ("cosine", "linear"):  # which once fell from the start of the run
+            body["falls"] = "after warmup"
         digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()[:10]
         return f"{self.method}-{digest}"
 

@@ -22,10 +22,11 @@ def rate_factor(config: TrainConfig, done: float) -> float:
     """
     if config.warmup and done < config.warmup:
         return (done + 1e-3) / (config.warmup + 1e-3)
+    fallen = (done - config.warmup) / (1 - config.warmup)  # share of what is left after it
     if config.schedule == "cosine":
-        return 0.5 * (1 + math.cos(math.pi * done))
+        return 0.5 * (1 + math.cos(math.pi * fallen))
     if config.schedule == "linear":
-        return 1 - done
+        return 1 - fallen
     if config.schedule == "step":
         return 0.1 ** int((done >= 0.5) + (done >= 0.75))
     return 1.0

@@ -5,17 +5,19 @@ import math
 import statistics
 
 import pytest
+import torch
 
 from report_files import flatness, rows, write_run, write_runs
 from tiltsam.cli import main
 from tiltsam.lab.config import TrainConfig
-from tiltsam.lab.record import RecordError
+from tiltsam.lab.record import Record, RecordError
 from tiltsam.lab.report import write_report
 from tiltsam.lab.report.figures import flatness_figures, task_figures
 from tiltsam.lab.report.runs import read_runs
 from tiltsam.lab.report.settings import Mean, arrange, best_of, mean_of
 from tiltsam.lab.report.tables import _number, comparable, flatness_table, overview_table, results_table, runs_table
 from tiltsam.lab.report.writing import latex_table, markdown_table
+from tiltsam.lab.train import Diverged, train
 from tiltsam.palette import METHOD_COLORS
 
 
@@ -80,6 +82,21 @@ def test_unfinished_runs_and_missing_seeds_are_told(tmp_path):
     assert column(table, "test accuracy (%)")[1].text == "–"
     convergence = task_figures(task)[0]
     assert convergence.series[0].count == [2, 2, 1, 1, 1, 1]
+
+
+def test_a_run_that_diverged_is_not_taken_for_one_that_goes_on(tmp_path):
+    config = TrainConfig(method="erm", lr=1e30, epochs=1)
+    record = Record.of(tmp_path, config)
+    with pytest.raises(Diverged):
+        train(config, record)
+    report = write_report([tmp_path], tmp_path / "report", figures=False)
+    told = "the loss is not finite in epoch 1 of erm, seed 0: lower lr or rho"
+    assert [str(p) for p in report.problems] == [f"erm, seed 0: diverged: {told}"]
+    (task,) = arrange(read_runs([tmp_path]))
+    assert column(runs_table(task), "state")[0].text == "diverged"
+    record.begin(config, torch.device("cpu"))  # once more
+    (task,) = arrange(read_runs([tmp_path]))
+    assert column(runs_table(task), "state")[0].text == "not finished"
 
 
 def test_runs_on_data_that_were_edited_are_told(tmp_path):

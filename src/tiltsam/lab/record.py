@@ -7,6 +7,7 @@
     RUN/checkpoints/N/      enough to go on (:mod:`tiltsam.lab.checkpoints`); the last two are kept
     RUN/model.safetensors   the trained model, once finished
     RUN/result.json         the final numbers, once finished
+    RUN/diverged.txt        why training could not go on, if so
     RUN/lock                held by the process that works on it
 
 What is written once is there whole or not at all, see :mod:`tiltsam.lab.files`.
@@ -37,7 +38,7 @@ from tiltsam.lab import checkpoints
 from tiltsam.lab.checkpoints import Checkpoint
 from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.errors import RecordError
-from tiltsam.lab.files import load_tensors, save_tensors, write_json
+from tiltsam.lab.files import drafted, load_tensors, save_tensors, write_json
 from tiltsam.provenance import code_digest
 
 __all__ = ["Checkpoint", "Record", "RecordError", "folders_of_runs", "is_number", "read_metrics", "task_folder"]
@@ -116,6 +117,7 @@ class Record:
         self.folder.mkdir(parents=True, exist_ok=True)
         for half in self.folder.glob(".model.safetensors.*"):  # of a process that was killed
             half.unlink(missing_ok=True)
+        (self.folder / "diverged.txt").unlink(missing_ok=True)
         write_json(self.folder / "config.json", dataclasses.asdict(config))
         here = _environment(device) | ({"data": data} if data else {})
         last = self.environment()
@@ -170,6 +172,11 @@ class Record:
         save_tensors(self.folder / "model.safetensors", model)
         write_json(self.folder / "result.json", numbers)
         shutil.rmtree(self.folder / "checkpoints", ignore_errors=True)
+
+    def diverge(self, reason: str) -> None:
+        """Training cannot go on: whoever looks at the run is told so, until it is begun again."""
+        with drafted(self.folder / "diverged.txt") as draft:
+            draft.write_text(reason + "\n")
 
     def result(self) -> dict[str, Any] | None:
         """The final numbers, or ``None`` while there are none."""

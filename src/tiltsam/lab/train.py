@@ -110,7 +110,13 @@ def train(
             report(progress)
 
         found = data(config) if data else load_data(config, root, download=download, progress=loading)
-        return Run(config, record, found, team).run(tell, checkpoint_seconds, tick, until)
+        run = Run(config, record, found, team)
+        try:
+            return run.run(tell, checkpoint_seconds, tick, until)
+        except Diverged as error:
+            if team.first:
+                record.diverge(str(error))
+            raise
 
 
 class Run:

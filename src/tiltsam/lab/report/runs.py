@@ -50,6 +50,8 @@ class Run:
     environment: dict[str, Any] = field(default_factory=dict)
     flatness: dict[str, Any] | None = None
     """What ``tiltsam sharpness`` measured."""
+    diverged: str = ""
+    """Why training could not go on; empty if it can."""
     notes: str = ""
     """What somebody wrote about it, in ``notes.txt``."""
 
@@ -77,6 +79,11 @@ class Run:
     def score(self) -> float:
         """The final test score; NaN while there is none."""
         return math.nan if self.result is None else self.result.get("score", math.nan)
+
+    @property
+    def state(self) -> str:
+        """Whether it has finished, in a word or two."""
+        return "finished" if self.finished else "diverged" if self.diverged else "not finished"
 
     def reached(self) -> str:
         """How far it is, in words."""
@@ -122,7 +129,8 @@ def read_runs(folders: Sequence[Path]) -> Reading:
                 metric=metric,
                 environment=(_read_object(environment, own) or {}) if environment.exists() else {},
                 flatness=_read_object(flatness, own) if flatness.exists() else None,
-                notes=_read_notes(place / "notes.txt", own),
+                diverged=_read_text(place / "diverged.txt", own),
+                notes=_read_text(place / "notes.txt", own),
             )
         )
         problems += [Problem(p.where, p.what, task) for p in own]
@@ -158,7 +166,7 @@ def _read_metrics(path: Path, problems: list[Problem]) -> tuple[list[Row], str]:
     return rows, next(tested, "")
 
 
-def _read_notes(path: Path, problems: list[Problem]) -> str:
+def _read_text(path: Path, problems: list[Problem]) -> str:
     try:
         return path.read_text(encoding="utf-8", errors="replace").strip() if path.exists() else ""
     except OSError as error:

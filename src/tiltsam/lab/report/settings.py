@@ -221,7 +221,8 @@ def _missing(task: str, settings: Sequence[Setting]) -> list[Problem]:
     for setting in settings:
         for run in setting.runs:
             if not run.finished:
-                found.append(Problem(f"{setting.name}, seed {run.seed}", f"not finished, at {run.reached()}", task))
+                why = f"diverged: {run.diverged}" if run.diverged else f"not finished, at {run.reached()}"
+                found.append(Problem(f"{setting.name}, seed {run.seed}", why, task))
     seeds = {str(run.seed): run.seed for setting in settings for run in setting.runs}
     for setting in settings:
         lacking = [seed for seed in seeds if seed not in {str(run.seed) for run in setting.runs}]

@@ -102,7 +102,7 @@ def runs_table(task: Task) -> Table:
                 _number(mean_of([last["epoch"]] if last else []), None),
                 _number(mean_of([last["passes"]] if "passes" in last else []), 0),
                 _number(mean_of([last["seconds"]] if "seconds" in last else []), 1),
-                Cell("finished" if run.finished else "not finished"),
+                Cell(run.state),
                 Cell(_machine(run)),
                 Cell(str(run.folder)),
             ]

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import reference
 import tiltsam
@@ -247,6 +248,25 @@ def test_several_blocks_equal_one():
     torch.testing.assert_close(one.norm(whole), many.norm(whole))
     torch.testing.assert_close(one.dot(whole, params), many.dot(whole, params))
     assert many.norm(whole) == pytest.approx(reference.norm(whole).item())
+
+
+def test_a_stretch_takes_no_more_kernels_for_more_tensors():
+    class Counting(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.count += 1
+            return func(*args, **(kwargs or {}))
+
+    counts = []
+    for number in (1, 20):
+        space = ParameterSpace([[nn.Parameter(torch.full((2,), -3.0)) for _ in range(number)]], foreach=True)
+        x = [torch.ones(2) for _ in range(number)]
+        with torch.no_grad(), Counting() as kernels:
+            space.stretch_(x, space.center, torch.tensor(0.5))
+        assert torch.cat(x).eq(3.5).all()
+        counts.append(kernels.count)
+    assert counts[0] == counts[1]
 
 
 @pytest.mark.parametrize("foreach", [True, False], ids=["foreach", "loop"])

@@ -136,6 +136,12 @@ class BlockVectors:
         for block, a, b in self._pairs(x, y, by_group=scale.dim() > 0):
             vectors.add_scaled_(a, b, self._scale_for(scale, block), foreach=self.foreach)
 
+    def stretch_(self, x: Sequence[Tensor | None], w: Sequence[Tensor], eta: Tensor) -> None:
+        """See :class:`Space`."""
+        self._writes(x)
+        for block, a, b in self._pairs(x, w):
+            vectors.stretch_(a, b, eta.to(block.device), foreach=self.foreach)
+
     def keep_(self, x: Sequence[Tensor | None], mask: Tensor) -> None:
         """See :class:`Space`."""
         for block, a, _ in self._pairs(x, x):

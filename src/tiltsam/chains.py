@@ -149,6 +149,10 @@ class ChainSpace:
         """See :class:`~tiltsam.space.Space`."""
         x.add_(y * scale[:, None])
 
+    def stretch_(self, x: Tensor, w: Tensor, eta: Tensor) -> None:
+        """See :class:`~tiltsam.space.Space`."""
+        x.mul_(w.abs() + eta)
+
     def keep_(self, x: Tensor, mask: Tensor) -> None:
         """See :class:`~tiltsam.space.Space`."""
         x.masked_fill_(~mask[:, None], 0.0)

@@ -147,6 +147,10 @@ class Space(Protocol):
         """``x <- x + scale y``; uses ``y`` up."""
         ...
 
+    def stretch_(self, x: Vector, w: Vector, eta: Tensor) -> None:
+        """``x <- (|w| + eta) x``, element by element."""
+        ...
+
     def keep_(self, x: Vector, mask: Tensor) -> None:
         """``x <- x`` where ``mask``, else 0."""
         ...

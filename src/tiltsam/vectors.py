@@ -26,6 +26,7 @@ __all__ = [
     "norm",
     "scale_",
     "select_",
+    "stretch_",
 ]
 
 ALIGNMENT = 128  # bytes: a GPU's cache line
@@ -129,6 +130,17 @@ def lerp_(x: list[Tensor], y: list[Tensor], share: Tensor, *, foreach: bool = Tr
     """``x <- (1 - share) x + share y``; ``y`` is used up as in :func:`add_scaled_`."""
     scale_(x, 1 - share, foreach=foreach)
     add_scaled_(x, y, share, foreach=foreach)
+
+
+def stretch_(x: list[Tensor], w: list[Tensor], eta: Tensor, *, foreach: bool = True) -> None:
+    """``x <- (|w| + eta) x``, element by element; fused it takes the memory of a vector for as long."""
+    if foreach:
+        factors = torch._foreach_abs(w)
+        torch._foreach_add_(factors, eta)
+        torch._foreach_mul_(x, factors)
+    else:
+        for a, b in zip(x, w, strict=True):
+            a.mul_(b.abs().add_(eta))
 
 
 def keep_(x: list[Tensor], mask: Tensor, *, foreach: bool = True) -> None:

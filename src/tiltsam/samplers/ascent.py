@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
-from torch import Tensor
 
 from tiltsam.samplers.kernel import EPS, Draw, Start, Stateless, after_ascent, evaluated
 from tiltsam.samplers.noise import Uniform
@@ -95,14 +94,10 @@ class AdaptiveAscent(Stateless):
         first = space.evaluate(ascent=True)
         space.keep_(first.gradient, first.finite)
         eta = space.setting("eta")
-
-        def stretch(g: Tensor, w: Tensor) -> Tensor:
-            return g * (w.abs() + eta.to(w.device))
-
-        space.map_(first.gradient, stretch, space.center)
+        space.stretch_(first.gradient, space.center, eta)
         # Tg gets its length before it is stretched again: in half precision T²g may be too small to hold.
         space.scale_(first.gradient, space.rho / (space.norm(first.gradient) + EPS))
-        space.map_(first.gradient, stretch, space.center)
+        space.stretch_(first.gradient, space.center, eta)
         space.add_(space.point, first.gradient)
         return after_ascent(first, space.evaluate(after=first)), None
 

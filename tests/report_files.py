@@ -77,5 +77,5 @@ def write_runs(out, **everywhere):
         ):
             lines = rows(6, score + 0.003 * seed, loss + 0.01 * seed, cost)
             measured = flatness(1 / cost + 0.01 * seed)
-            write_run(out, lines=lines, flatness=measured, method=method, t=t, seed=seed, **everywhere)
+            write_run(out, lines=lines, flatness=measured, method=method, t=t, num_samples=3, seed=seed, **everywhere)
     return out

@@ -1,12 +1,14 @@
-"""How the learning rate goes over a run."""
+"""How the learning rate, rho and the tilt go over a run."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
-from tiltsam.lab.config import TrainConfig
+from tiltsam.lab.config import METHOD_SETTINGS, TrainConfig
 
-__all__ = ["rate_factor"]
+__all__ = ["rate_factor", "set_rates"]
 
 
 def rate_factor(config: TrainConfig, done: float) -> float:
@@ -30,3 +32,23 @@ def rate_factor(config: TrainConfig, done: float) -> float:
     if config.schedule == "step":
         return 0.1 ** int((done >= 0.5) + (done >= 0.75))
     return 1.0
+
+
+def set_rates(groups: Sequence[dict[str, Any]], config: TrainConfig, done: float, rho: float) -> None:
+    """Set the learning rate, and rho and the tilt where they have schedules.
+
+    Args:
+        groups: The optimizer's parameter groups.
+        config: The run.
+        done: Share of the budget that is used up.
+        rho: The method's rho, at the full height of its schedule.
+    """
+    lr = config.lr * rate_factor(config, done)
+    own = METHOD_SETTINGS[config.method]
+    shares = {"up": done, "down": 1 - done}
+    for group in groups:
+        group["lr"] = lr
+        if "rho_schedule" in own and config.rho_schedule in shares:
+            group["rho"] = rho * shares[config.rho_schedule]
+        if "t_schedule" in own and config.t_schedule in shares:
+            group["t"] = config.t * shares[config.t_schedule]

@@ -18,13 +18,14 @@ import tiltsam
 from tiltsam.lab import download as downloads
 from tiltsam.lab import own
 from tiltsam.lab.batches import Batches
+from tiltsam.lab.budget import Budget
 from tiltsam.lab.checkpoints import seconds_between
-from tiltsam.lab.config import METHOD_SETTINGS, ConfigError, TrainConfig
+from tiltsam.lab.config import ConfigError, TrainConfig
 from tiltsam.lab.data import Data, Split
 from tiltsam.lab.devices import Leash, resolve_device, suited_to
 from tiltsam.lab.loading import build_model, load_data
 from tiltsam.lab.record import Checkpoint, Record
-from tiltsam.lab.schedules import rate_factor
+from tiltsam.lab.schedules import set_rates
 from tiltsam.lab.scoring import as_tested, reestimate_batchnorm, score
 from tiltsam.lab.team import Team
 from tiltsam.lab.tensorboard import Board
@@ -32,7 +33,6 @@ from tiltsam.lab.tensorboard import Board
 __all__ = ["Diverged", "Progress", "Run", "TrainError", "train"]
 
 TICK_SECONDS = 0.5  # between signs of life within an epoch
-ROUNDING = 1e-9  # of a budget: thirds of passes add up to a whole number but for less than this
 
 
 class TrainError(Exception):
@@ -150,6 +150,7 @@ class Run:
         self.best: dict[str, Any] = {}
         self.estimated: dict[str, Tensor] = {}
         self.batches = Batches(self.data, config.batch_size)
+        self.budget = Budget(config, self.batches.per_epoch, self.team)
         self.team.check(self.batches.size, config.passes)
         part = len(self.team.part((self.data.train.targets[: self.batches.size],))[0])
         if config.label_smoothing and self.data.num_classes == 1:
@@ -235,13 +236,13 @@ class Run:
             now = time.perf_counter()
             progress.seconds = before + now - start
             if k:  # the first step is always taken: an epoch without one has no loss
-                progress.done = self._used(epoch + k / per_epoch, progress.seconds)
+                progress.done = self.budget.used(epoch + k / per_epoch, progress.passes, progress.seconds)
             if progress.done >= 1:
                 break
             if now - ticked >= TICK_SECONDS and self.team.first:
                 tick(progress)
                 ticked = now
-            self._set_rates(progress.done)
+            set_rates(self.optimizer.param_groups, config, progress.done, self._rho)
             # kept, not added up: a sum would be one more kernel at every step
             losses.append(self.take_step(self.team.part(batch)))
             last = self.optimizer.last
@@ -252,7 +253,8 @@ class Run:
         progress.seconds = before + time.perf_counter() - start
         progress.steps += len(losses)
         progress.epoch = epoch + (1 if len(losses) == per_epoch else len(losses) / per_epoch)
-        progress.done = max(progress.done, self._used(progress.epoch, progress.seconds))
+        used = self.budget.used(progress.epoch, progress.passes, progress.seconds)
+        progress.done = max(progress.done, used)
         self._check_finite(mean, f"in epoch {epoch + 1}")
         return mean, _mean(sizes)
 
@@ -276,37 +278,6 @@ class Run:
         except TorchDynamoException as error:  # torch.compile does its work at the first step
             first = str(error).strip().splitlines()[0]
             raise TrainError(f"the model cannot be compiled here ({first}): leave out --compile") from error
-
-    def _used(self, epoch: float, seconds: float) -> float:
-        """Share of the budget that is used up, by whichever limit is nearest."""
-        config = self.config
-        passes = config.passes
-        epochs = config.epochs
-        if config.method == "esam1":  # SAM until it has spent what TSAM would have
-            tsam = 1 + (config.num_samples * (1 + config.ascent_fraction) - 1) / config.every  # others cost one pass
-            passes = min(passes or math.inf, config.epochs * self.batches.per_epoch * tsam)
-            epochs = math.inf
-        shares = [epoch / epochs]
-        # By one count and one clock, or some processes would stop while others wait for them.
-        if passes is not None:
-            shares.append(self.team.agree(self.progress.passes) / passes)
-        if config.seconds is not None:
-            shares.append(self.team.agree(seconds) / config.seconds)
-        done = max(shares)
-        return done if done < 1 - ROUNDING else max(done, 1.0)
-
-    def _set_rates(self, done: float) -> None:
-        """The learning rate, and rho and the tilt where they have schedules."""
-        config = self.config
-        lr = config.lr * rate_factor(config, done)
-        own = METHOD_SETTINGS[config.method]
-        shares = {"up": done, "down": 1 - done}
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-            if "rho_schedule" in own and config.rho_schedule in shares:
-                group["rho"] = self._rho * shares[config.rho_schedule]
-            if "t_schedule" in own and config.t_schedule in shares:
-                group["t"] = config.t * shares[config.t_schedule]
 
     # ---------------------------------------------------------------- outputs and losses
 

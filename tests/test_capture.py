@@ -13,7 +13,8 @@ from torch import nn
 
 import tiltsam
 from cases import METHODS, Net, Problem, sgd
-from tiltsam.capture import CapturedStep, _arrange_state, _Seen, capture
+from tiltsam.bases import arrange_state
+from tiltsam.capture import CapturedStep, _Seen, capture
 from tiltsam.lanes import Lanes
 from tiltsam.parameters import ParameterSpace
 from tiltsam.passes import CapturedRandom
@@ -222,7 +223,7 @@ def test_a_loaded_state_is_laid_out_as_the_parameters_are():
     before = state["exp_avg"].clone()
     state["exp_avg"] = before.contiguous()
     assert state["exp_avg"].stride() != weight.stride()
-    _arrange_state(optimizer.base)
+    arrange_state(optimizer.base)
     assert state["exp_avg"].stride() == weight.stride()
     assert torch.equal(state["exp_avg"], before)
     assert state["step"].item() == 1

@@ -25,6 +25,7 @@ MODULES = sorted(
 CORE = {
     "tilting": set(),
     "vectors": set(),
+    "bases": set(),
     "batches": set(),
     "buffers": {"vectors"},
     "space": set(),
@@ -49,7 +50,7 @@ CORE = {
     "weighing": {"samplers", "tilting"},
     "wrapper": {"checks", "distributed", "info", "lanes", "parameters", "passes", "samplers", "settings", "weighing"},
     "optim": {"checks", "parameters", "samplers", "settings", "tilting", "weighing", "wrapper"},
-    "capture": {"batches", "info", "lanes", "parameters", "passes", "wrapper"},
+    "capture": {"bases", "batches", "info", "lanes", "parameters", "passes", "wrapper"},
     "palette": set(),
     "sharpness": {"flatness", "tilting"},
     "curvature": {"flatness"},

@@ -19,17 +19,16 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
+from tiltsam.bases import FUSABLE, arrange_state, places_of_state, reads_rate_from_device
 from tiltsam.batches import cut
-from tiltsam.info import StepInfo
+from tiltsam.info import StepInfo, row_of, with_numbers
 from tiltsam.lanes import Lanes, Room, fits, rooms_for
 from tiltsam.parameters import Closure, ParameterSpace
 from tiltsam.passes import CapturedRandom
@@ -227,7 +226,7 @@ class CapturedStep:
             with captured.random.replaying():
                 captured.graph.replay()
             space.mean.hand_over()
-            return _with_numbers(
+            return with_numbers(
                 captured.info, captured.numbers.clone()
             )  # the graph's are overwritten at the next replay
 
@@ -246,7 +245,7 @@ class CapturedStep:
     def _key(self, batch: tuple[Any, ...]) -> Any:
         """All that a graph has frozen into it."""
         shapes = tuple((x.shape, x.dtype, x.device, x.stride()) if isinstance(x, Tensor) else x for x in batch)
-        changeable = {"lr", "initial_lr"} if _reads_rate_from_device(self.optimizer.base) else {"initial_lr"}
+        changeable = {"lr", "initial_lr"} if reads_rate_from_device(self.optimizer.base) else {"initial_lr"}
         places = tuple(p.data_ptr() for group in self.optimizer.param_groups for p in group["params"])
         return shapes, places, self.optimizer.frozen(frozenset(changeable))
 
@@ -276,8 +275,8 @@ class CapturedStep:
             ),
         ):
             rows: list[Tensor] = []
-            info = optimizer.execute(space, watch=lambda info: rows.append(_row(info)))
-        return _Graph(graph, info, rows[0], mine, random, _places(optimizer.base))
+            info = optimizer.execute(space, watch=lambda info: rows.append(row_of(info)))
+        return _Graph(graph, info, rows[0], mine, random, places_of_state(optimizer.base))
 
     @contextmanager
     def _in_lanes(self, space: ParameterSpace, num_passes: int, random: CapturedRandom) -> Iterator[None]:
@@ -318,7 +317,7 @@ class CapturedStep:
             self._seen.clear()
             self._space = space
         graph = self._graphs.get(key)
-        if graph is not None and graph.state != _places(self.optimizer.base):
+        if graph is not None and graph.state != places_of_state(self.optimizer.base):
             del self._graphs[key]
 
     def _forget(self) -> None:
@@ -330,7 +329,7 @@ class CapturedStep:
     def _device_rates(self) -> Iterator[None]:
         """While a graph is captured, the base reads its learning rates from the device, and uses kernels that can."""
         base = self.optimizer.base
-        if not _reads_rate_from_device(base):
+        if not reads_rate_from_device(base):
             yield
             return
         groups = base.param_groups
@@ -343,11 +342,11 @@ class CapturedStep:
         before = [dict(group) for group in groups]
         for group, rate in zip(groups, self._rates, strict=True):
             group["lr"] = rate
-            if type(base) in _FUSABLE:
+            if type(base) in FUSABLE:
                 group["fused"], group["foreach"] = True, False
             if "capturable" in group:
                 group["capturable"] = True
-        _arrange_state(base)
+        arrange_state(base)
         try:
             yield
         finally:
@@ -370,31 +369,6 @@ class CapturedStep:
         torch.cuda.current_stream().wait_stream(stream)
 
 
-_FUSABLE = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)  # fused kernels that take the rate from the device
-
-
-def _reads_rate_from_device(base: Optimizer) -> bool:
-    """Whether the base can read its learning rate from the device; if not, a new rate means a new graph."""
-    return type(base) in _FUSABLE or "capturable" in base.defaults
-
-
-def _arrange_state(base: Optimizer) -> None:
-    """The state as fused kernels want it: counters on the device, vectors laid out in memory as their parameters are.
-
-    A state that was loaded has lost the layout: torch keeps the one it was saved in.
-    """
-    for p, state in base.state.items():
-        for name, value in state.items():
-            if not isinstance(value, Tensor):
-                continue
-            if value.dim() == 0:
-                state[name] = value.to(p.device)
-            elif value.shape == p.shape:
-                like = torch.empty_like(p, dtype=value.dtype, requires_grad=False)
-                if value.stride() != like.stride():
-                    state[name] = like.copy_(value)
-
-
 def _told(error: BaseException) -> str:
     """An error in a line, with the one it came from: a capture that broke off says no more than that it did."""
     first = f"{type(error).__name__}: {error}".splitlines()[0]
@@ -413,27 +387,5 @@ def _obstacle(optimizer: SharpnessAware) -> str | None:
     return None
 
 
-def _places(base: Optimizer) -> tuple[int, ...]:
-    """Where the vectors of an optimizer's state lie; counters may move to the device when a step is captured."""
-    values = (value for state in base.state.values() for value in state.values())
-    return tuple(value.data_ptr() for value in values if isinstance(value, Tensor) and value.dim())
-
-
 def _never_called() -> Tensor:
     raise RuntimeError("a replayed step has no closure")
-
-
-def _tensors(info: StepInfo) -> list[Tensor]:
-    return [x for x in vars(info).values() if isinstance(x, Tensor)] + list(info.sampler.values())
-
-
-def _row(info: StepInfo) -> Tensor:
-    """All numbers of an info side by side, to be copied out of the graph's memory at once."""
-    return torch.cat([x.reshape(-1).to(info.losses.dtype) for x in _tensors(info)])
-
-
-def _with_numbers(info: StepInfo, row: Tensor) -> StepInfo:
-    """The same fields, with the numbers of ``row``."""
-    pieces = iter(row.split([x.numel() for x in _tensors(info)]))
-    fields = {k: next(pieces).view(x.shape) for k, x in vars(info).items() if isinstance(x, Tensor)}
-    return replace(info, **fields, sampler={k: next(pieces).view(x.shape) for k, x in info.sampler.items()})

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-__all__ = ["NonfiniteCount", "StepInfo"]
+__all__ = ["NonfiniteCount", "StepInfo", "row_of", "with_numbers"]
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,18 @@ class StepInfo:
         return passes / self.num_parts
 
 
+def row_of(info: StepInfo) -> Tensor:
+    """All numbers of an info side by side, to be copied out of a graph's memory at once."""
+    return torch.cat([x.reshape(-1).to(info.losses.dtype) for x in _tensors(info)])
+
+
+def with_numbers(info: StepInfo, row: Tensor) -> StepInfo:
+    """The same fields, with the numbers of ``row``."""
+    pieces = iter(row.split([x.numel() for x in _tensors(info)]))
+    fields = {k: next(pieces).view(x.shape) for k, x in vars(info).items() if isinstance(x, Tensor)}
+    return replace(info, **fields, sampler={k: next(pieces).view(x.shape) for k, x in info.sampler.items()})
+
+
 class NonfiniteCount:
     """How many samples were not finite since the start: counted on the device, read only when someone asks."""
 
@@ -74,3 +86,7 @@ class NonfiniteCount:
                 stacklevel=3,
             )
             self._told = total
+
+
+def _tensors(info: StepInfo) -> list[Tensor]:
+    return [x for x in vars(info).values() if isinstance(x, Tensor)] + list(info.sampler.values())

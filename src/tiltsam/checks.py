@@ -18,6 +18,7 @@ __all__ = [
     "NEEDS_SCALER",
     "check_base",
     "check_count",
+    "check_gradient",
     "check_minimizes",
     "check_model",
     "check_nonnegative",
@@ -123,6 +124,15 @@ def check_parallel(parallel: Any) -> None:
     """Raise unless ``parallel`` is one, or ``None``."""
     if parallel is not None and not isinstance(parallel, Parallel):
         raise TypeError(f"parallel must be a tiltsam.Parallel or None, got {type(parallel).__name__}")
+
+
+def check_gradient(gradient: Sequence[Tensor | None]) -> None:
+    """Raise if the closure left no gradient at all."""
+    if all(g is None for g in gradient):
+        raise RuntimeError(
+            "the closure left no gradient on any trainable parameter: it has to call loss.backward() on a loss of "
+            "the optimizer's own parameters, not of a copy, and must not clear the gradients afterwards"
+        )
 
 
 def check_storage(params: Sequence[Tensor]) -> None:

@@ -58,7 +58,7 @@ class Lane(ParameterSpace):
         self._backed_up, self._at_center, self._moved = True, False, None
         self.turn = sample
         theta = [p.data for p in self.params]
-        self._center = [torch.view_as_real(x) if x.is_complex() else x for x in theta]
+        self._center = [vectors.real(x) for x in theta]
 
         def leave() -> None:
             for p, there in zip(self.params, theta, strict=True):

@@ -12,16 +12,16 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from tiltsam import fused, vectors
 from tiltsam.accumulator import Accumulator
 from tiltsam.blocks import BlockVectors
 from tiltsam.branches import Branch
 from tiltsam.buffers import to_the_end
-from tiltsam.checks import check_storage
+from tiltsam.checks import check_gradient, check_storage
 from tiltsam.distributed import Parallel, Sharding, World, local_gradient, local_part, reshard
 from tiltsam.passes import CapturedRandom, Passes, WithoutBackward
+from tiltsam.scaling import LossScaling
 from tiltsam.settings import DeviceSettings
 from tiltsam.space import EPS, Evaluation, Spread
 from tiltsam.streams import Streams
@@ -67,8 +67,8 @@ class ParameterSpace(BlockVectors, DeviceSettings):
         self.sharding = Sharding(self.params)
         self.world = World(parallel, self.passes.model, self.sharding)
         check_storage(self.params)
-        here = [_real(local_part(p)) for p in self.params]
-        dtype = torch.promote_types(torch.float32, _widest(self.params))
+        here = [vectors.real(local_part(p)) for p in self.params]
+        dtype = torch.float64 if any(x.dtype == torch.float64 for x in here) else torch.float32
         groups_of = [g for _, g in members]
         dims = [p.dim() for p in self.params]
         BlockVectors.__init__(self, here, groups_of, dims, sharding=self.sharding, dtype=dtype, foreach=foreach)
@@ -92,8 +92,7 @@ class ParameterSpace(BlockVectors, DeviceSettings):
         self.closures: Sequence[Closure] = [_no_closure]  # one for all samples, or one for each
         self.turn = 0  # whose turn it is
         self.ascent_closure: Closure | None = None
-        self.scaler: torch.amp.GradScaler | None = None
-        self.scale_free = True  # whether the sampler asks for directions alone
+        self.scaling = LossScaling(self.dtype, self.device)
         self._differentiates = False  # whether the closure takes derivatives before it calls backward()
         self.num_forwards = self.num_backwards = self.num_ascents = 0
 
@@ -142,7 +141,7 @@ class ParameterSpace(BlockVectors, DeviceSettings):
         If the body raises, gradients are present where they were before and absent where they were not, and the
         model's buffers are as they were.
         """
-        self.point = [_real(local_part(p)) for p in self.params]  # anew at each step: p.data may have been swapped
+        self.point = [vectors.real(local_part(p)) for p in self.params]  # anew at each step: p.data may be another
         self._at_center, self._moved, self._backed_up = True, self._zero, False
         before = [p.grad for p in self.params + self._empty]
         self.mean.begin()
@@ -209,19 +208,15 @@ class ParameterSpace(BlockVectors, DeviceSettings):
         self.num_forwards += 1
         self.num_backwards += 1
         self.num_ascents += ascent
-        found = (None if p.grad is None else _real(_strided(local_gradient(p))) for p in self.params)
+        found = (None if p.grad is None else vectors.real(_strided(local_gradient(p))) for p in self.params)
         gradient = vectors.apart(found)  # it will be overwritten
         for p in self.params:
             p.grad = None  # the list is the one owner
-        if all(g is None for g in gradient):
-            raise RuntimeError(
-                "the closure left no gradient on any trainable parameter: it has to call loss.backward() on a loss of "
-                "the optimizer's own parameters, not of a copy, and must not clear the gradients afterwards"
-            )
+        check_gradient(gradient)
         self._gradient, self._table = gradient, None
         loss = self.world.average(loss)
-        if self.scaler is not None and not self.scale_free:
-            self.scale_(gradient, 1 / self.loss_scale())
+        if self.scaling.scaler is not None and not self.scaling.free:
+            self.scale_(gradient, 1 / self.scaling.factor())
         if self._fused is not None and self._fused.fits(gradient):
             self._table = self._fused.table(gradient)
             norm, finite = self._fused.evaluate(self._table, loss, after)
@@ -235,29 +230,6 @@ class ParameterSpace(BlockVectors, DeviceSettings):
             finite = self.world.all(finite)  # each rank has a gradient of its own: all have to judge alike
             norm = norm.masked_fill(~finite, 0.0)
         return Evaluation(loss, gradient, norm, finite)
-
-    def loss_scale(self) -> Tensor:
-        """What the scaler multiplies losses by."""
-        assert self.scaler is not None
-        return self.scaler.scale(torch.ones((), dtype=self.dtype, device=self.device))
-
-    def scale_mean(self) -> None:
-        """Make the mean as scaled as a scaler expects a gradient to be: some samplers had it unscaled."""
-        if not self.scale_free:
-            self.mean.scale_(self.loss_scale())
-
-    def step_scaled(self, base: Optimizer, weights: Tensor, num_nonfinite: Tensor) -> None:
-        """Unscale the mean and let ``base`` step, unless nothing has weight; tell the scaler of any overflow."""
-        scaler = self.scaler
-        assert scaler is not None
-        self.scale_mean()
-        scaler.unscale_(base)
-        overflows = scaler._found_inf_per_device(base).values()
-        for found in overflows:
-            found.add_((weights == 0).all().to(found))
-        scaler.step(base)
-        for found in overflows:
-            found.add_((num_nonfinite > 0).to(found))
 
     def forward(self) -> Tensor:
         """See :class:`Space`. The closure's ``backward()`` does nothing, and no graph is built unless it needs one."""
@@ -420,17 +392,7 @@ def _no_closure() -> Tensor:
     raise RuntimeError("no closure was set")
 
 
-def _real(x: Tensor) -> Tensor:
-    """The tensor as real numbers, sharing memory."""
-    x = x.detach()
-    return torch.view_as_real(x) if x.is_complex() else x
-
-
 def _strided(grad: Tensor) -> Tensor:
     if grad.layout != torch.strided:
         raise TypeError(f"gradients must be dense, got {grad.layout}: build the embedding with sparse=False")
     return grad.resolve_conj()
-
-
-def _widest(params: Sequence[Tensor]) -> torch.dtype:
-    return torch.float64 if any(_real(p).dtype == torch.float64 for p in params) else torch.float32

@@ -24,6 +24,7 @@ __all__ = [
     "keep_copy_",
     "lerp_",
     "norm",
+    "real",
     "scale_",
     "select_",
     "stretch_",
@@ -73,6 +74,12 @@ def dense(x: Tensor) -> bool:
             return False
         expected *= size
     return True
+
+
+def real(x: Tensor) -> Tensor:
+    """The tensor as real numbers, sharing memory."""
+    x = x.detach()
+    return torch.view_as_real(x) if x.is_complex() else x
 
 
 def apart(x: Iterable[Tensor | None]) -> list[Tensor | None]:

@@ -264,12 +264,12 @@ class SharpnessAware(Optimizer):
             raise TypeError(f"ascent_closure must be a closure, got {type(ascent_closure).__name__}{hint}")
         with torch.no_grad():
             space = self.prepare(closures, ascent_closure)
-            space.scaler = scaler if scaler is not None and scaler.is_enabled() else None
+            space.scaling.scaler = scaler if scaler is not None and scaler.is_enabled() else None
             try:
                 with space.on_device(), space.world.explaining(self._setting("steps_taken")):
                     self._info = (self._run or self.execute)(space)
             finally:
-                space.closures, space.ascent_closure, space.scaler = [_released], None, None
+                space.closures, space.ascent_closure, space.scaling.scaler = [_released], None, None
         self._settings.count_step()
         return self._info.loss
 
@@ -311,8 +311,8 @@ class SharpnessAware(Optimizer):
         """
         info = self.gather(space, watch)
         space.mean.hand_over()
-        if space.scaler is not None:
-            space.step_scaled(self.base, info.weights, info.num_nonfinite)
+        if space.scaling.scaler is not None:
+            space.scaling.step(self.base, space.mean, info.weights, info.num_nonfinite)
         elif not self.skip_nonfinite or bool(info.weights.any().item()):
             self.base.step()
         space.branch.rejoin()
@@ -361,7 +361,7 @@ class SharpnessAware(Optimizer):
         def weighing() -> Weighing:
             return self._weighing(space) if num_samples > 1 else OneSample()
 
-        space.scale_free = sampler.scale_free
+        space.scaling.free = sampler.scale_free
         with space.visiting(num_samples):
             mine = space.world.my_samples(num_samples, independent=sampler.independent)
             ledger = space.ledger(weighing(), num_samples)
@@ -381,8 +381,8 @@ class SharpnessAware(Optimizer):
 
     def _report(self, space: ParameterSpace, ledger: Ledger, infos: list[Mapping[str, Tensor]]) -> StepInfo:
         numbers = ledger.numbers()
-        if space.scaler is not None and space.scale_free:
-            numbers["gradient_norms"] = numbers["gradient_norms"] / space.loss_scale()
+        if space.scaling.scaler is not None and space.scaling.free:
+            numbers["gradient_norms"] = numbers["gradient_norms"] / space.scaling.factor()
         self._nonfinite.add(numbers["num_nonfinite"])
         return StepInfo(
             **numbers,

@@ -54,8 +54,8 @@ def gather(optimizer: SharpnessAware, closure: Closure, scaler: torch.amp.GradSc
     def run(space: ParameterSpace) -> StepInfo:
         info = optimizer.gather(space)
         space.mean.hand_over()
-        if space.scaler is not None:
-            space.scale_mean()
+        if space.scaling.scaler is not None:
+            space.scaling.scale_mean(space.mean)
             _mark_overflow(space, info.num_nonfinite)
         elif optimizer.skip_nonfinite and not bool(info.weights.any().item()):
             optimizer.zero_grad()  # a base leaves parameters without gradient alone

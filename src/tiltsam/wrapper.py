@@ -2,7 +2,7 @@
 
 :class:`SharpnessAware` composes *where to look* (a kernel of :mod:`tiltsam.samplers`) with *how to weigh* what was seen
 (a tilt, or fixed weights), and hands the aggregate to the optimizer it wraps. The methods in :mod:`tiltsam.optim` are
-such compositions and little more.
+such compositions and little more. What torch expects of an optimizer beside its step is in :mod:`tiltsam.shell`.
 """
 
 from __future__ import annotations
@@ -34,13 +34,14 @@ from tiltsam.lanes import Lanes, fits
 from tiltsam.parameters import Closure, ParameterSpace
 from tiltsam.passes import Passes
 from tiltsam.samplers import Center, Draw, Sampler
-from tiltsam.settings import GroupSettings, Schedule
+from tiltsam.settings import Schedule
+from tiltsam.shell import Shell
 from tiltsam.weighing import Ledger, OneSample, Weighing
 
 __all__ = ["Schedule", "SharpnessAware", "StepInfo"]
 
 
-class SharpnessAware(Optimizer):
+class SharpnessAware(Shell):
     """A torch optimizer that wraps another and gives it a gradient gathered around the weights.
 
     It shares ``param_groups`` and ``state`` with ``base``: schedulers, hooks, ``add_param_group`` and checkpoints work
@@ -103,7 +104,6 @@ class SharpnessAware(Optimizer):
         check_model(model, base)
         check_seed(seed)
         check_parallel(parallel)
-        self.base = base
         self.sampler = sampler
         self.model = model
         self.parallel = parallel
@@ -116,71 +116,7 @@ class SharpnessAware(Optimizer):
         self._nonfinite = NonfiniteCount()
         self._run: Callable[[ParameterSpace], StepInfo] | None = None  # in place of execute
         self._lanes: Lanes | None = None  # where samples are drawn beside each other
-        # Optimizer.__init__ would build groups and state of its own; torch's unpickling path sets up the rest of what
-        # an Optimizer is (hooks, the profiled step) around ours.
-        Optimizer.__setstate__(self, {"defaults": {**base.defaults}})
-        self._zero_grad_profile_name = f"Optimizer.zero_grad#{type(self).__name__}.zero_grad"
-        own = {**settings, "every": every, "seed": seed, "steps_taken": 0}
-        self._settings = GroupSettings(base, own, self.per_group)
-        self._check_settings()
-
-    # ---------------------------------------------------------------- one state with the base
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The base's parameter groups."""
-        return self.base.param_groups
-
-    @param_groups.setter
-    def param_groups(self, value: list[dict[str, Any]]) -> None:
-        self.base.param_groups = value
-
-    @property
-    def state(self) -> Any:
-        """The base's state."""
-        return self.base.state
-
-    @state.setter
-    def state(self, value: Any) -> None:
-        self.base.state = value
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group to the base, with this method's settings where it does not bring its own."""
-        self.base.add_param_group(param_group)
-        try:
-            self._settings.fill()
-            self._check_settings()
-        except Exception:
-            self.param_groups.pop()
-            raise
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear gradients. Never needed: a step clears them before each pass."""
-        self.base.zero_grad(set_to_none)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The base's state, its groups carrying this method's settings and step count."""
-        self._settings.fill()
-        for hook in self._optimizer_state_dict_pre_hooks.values():
-            hook(self)
-        state: dict[str, Any] = self.base.state_dict()
-        for post in self._optimizer_state_dict_post_hooks.values():
-            replaced = post(self, state)
-            state = state if replaced is None else replaced
-        return state
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what :meth:`state_dict` gave, or a checkpoint of the bare base (own settings then stay as they are)."""
-        state_dict = state_dict.copy()
-        for hook in self._optimizer_load_state_dict_pre_hooks.values():
-            replaced = hook(self, state_dict)
-            state_dict = state_dict if replaced is None else replaced
-        self._settings.fill()
-        before = [dict(group) for group in self.param_groups]
-        self.base.load_state_dict(state_dict)
-        self._settings.fill(before)
-        for post in self._optimizer_load_state_dict_post_hooks.values():
-            post(self)
+        super().__init__(base, {**settings, "every": every, "seed": seed, "steps_taken": 0}, self.per_group)
         self._check_settings()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -188,15 +124,7 @@ class SharpnessAware(Optimizer):
         state = {k: v for k, v in self.__dict__.items() if k != "step"}
         return {**state, "_space": None, "_info": None}
 
-    def __repr__(self) -> str:
-        self._settings.fill()
-        return f"{type(self).__name__}({self._settings},\n  base={self.base!r})"
-
     # ---------------------------------------------------------------- settings
-
-    def _setting(self, name: str) -> Any:
-        """A setting that is one number for the whole step."""
-        return self._settings[name]
 
     def _check_settings(self) -> None:
         """Raise on a value out of bounds. Called at construction and, since groups can be edited, before each step."""

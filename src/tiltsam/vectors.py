@@ -143,7 +143,7 @@ def stretch_(x: list[Tensor], w: list[Tensor], eta: Tensor, *, foreach: bool = T
     """``x <- (|w| + eta) x``, element by element; fused it takes the memory of a vector for as long."""
     if foreach:
         factors = torch._foreach_abs(w)
-        torch._foreach_add_(factors, eta)
+        torch.ops.aten._foreach_add_.Tensor(factors, eta)  # torch._foreach_add_ would read it as a number
         torch._foreach_mul_(x, factors)
     else:
         for a, b in zip(x, w, strict=True):

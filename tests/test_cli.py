@@ -66,3 +66,16 @@ def test_a_setting_that_the_method_does_not_have_is_told(tmp_path, capsys):
     assert capsys.readouterr().err == "tiltsam train: erm has no rho, t: left out\n"
     assert main([*small, "--method", "esam1", "--rho", "0.4", "--num-samples", "2"]) == 0
     assert not capsys.readouterr().err
+
+
+def test_a_tilt_of_one_sample_is_told(tmp_path, capsys):
+    small = ["digits", "--epochs", "0.1", "--out", str(tmp_path)]
+    tsam = ["train", *small, "--method", "tsam"]
+    told = "tsam has one sample and nothing to weigh, so that t does nothing: --num-samples 3, say\n"
+    assert main([*tsam, "--t", "5"]) == 0
+    assert capsys.readouterr().err == f"tiltsam train: {told}"
+    for fine in ([], ["--t", "5", "--num-samples", "2"], ["--t", "5", "--sampler", "hmc"]):
+        assert main([*tsam, *fine]) == 0
+        assert not capsys.readouterr().err
+    assert main(["compare", *small, "--methods", "erm", "tsam", "--seeds", "1", "--t", "5"]) == 0
+    assert f"tiltsam compare: {told}" in capsys.readouterr().err

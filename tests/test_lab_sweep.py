@@ -13,7 +13,7 @@ from rich.console import Console
 
 from tiltsam.cli import main
 from tiltsam.lab.compare import compare
-from tiltsam.lab.config import METHOD_SETTINGS, TrainConfig
+from tiltsam.lab.config import METHOD_SETTINGS, NOTHING_TO_WEIGH, TrainConfig
 from tiltsam.lab.record import Record
 from tiltsam.lab.sweep import sweep
 from tiltsam.lab.sweeping import plan as planning
@@ -80,6 +80,11 @@ def test_a_small_grid_is_taken_whole_and_made_finer():
     assert rates[:2] == [0.01, 0.1]
     assert all(0.01 < rate < 0.1 for rate in rates[2:])
     assert notes == ["erm: all 2 points of its grid, and 3 with learning rates between"]
+
+
+def test_a_grid_of_tilts_for_one_sample_is_told():
+    assert points(replace(SMALL, num_samples=1), ["tsam"], {"t": (0.0, 5.0)})[1] == [NOTHING_TO_WEIGH]
+    assert not points(SMALL, ["tsam"], {"t": (0.0, 5.0)})[1]
     with pytest.raises(SweepError, match=r"sam has 2 points in its grid and 5 trials to make"):
         points(SMALL, ["sam"], {"rho": (0.1, 0.5)}, 5)
 

@@ -108,9 +108,9 @@ def _add_lab(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         description="Train a model. Killed at any moment, the same command goes on where it was.",
         epilog=(
             "examples:\n"
-            "  tiltsam train digits --method tsam --t 20 --rho 0.5 --seed 1\n"
+            "  tiltsam train digits --method tsam --num-samples 3 --t 20 --rho 0.5 --seed 1\n"
             "  tiltsam train glue/rte --model minilm --optimizer adamw --lr 5e-5 --epochs 3\n"
-            "  torchrun --nproc-per-node 3 -m tiltsam train cifar100 --method tsam --parallel samples"
+            "  torchrun --nproc-per-node 3 -m tiltsam train cifar100 --method tsam --num-samples 3 --parallel samples"
         ),
         usage="tiltsam train [-h] TASK [options]",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -196,7 +196,7 @@ def _known_mistakes() -> tuple[type[Exception], ...]:
 
 
 def _train(args: argparse.Namespace) -> None:
-    from tiltsam.lab.config import from_arguments, left_out
+    from tiltsam.lab.config import from_arguments, remarks
     from tiltsam.lab.record import Record
     from tiltsam.lab.screen import Screen
     from tiltsam.lab.tasks import find_task
@@ -211,9 +211,9 @@ def _train(args: argparse.Namespace) -> None:
         if not team.tell(mine):
             raise UserError(f"another process is training this run in {record.folder}")
         shown: dict[str, Any] = {}
-        if team.first and (others := left_out(args, config.method)):
-            print(f"tiltsam train: {config.method} has no {', '.join(others)}: left out", file=sys.stderr, flush=True)
         if team.first:
+            for remark in remarks(args, config):
+                print(f"tiltsam train: {remark}", file=sys.stderr, flush=True)
             screen = held.enter_context(Screen())
             report = partial(screen.report, config)
             shown = {"loading": screen.loading, "report": report, "tick": report}
@@ -236,7 +236,7 @@ def _train(args: argparse.Namespace) -> None:
 
 def _compare(args: argparse.Namespace) -> None:
     from tiltsam.lab.compare import compare, format_rows
-    from tiltsam.lab.config import from_arguments
+    from tiltsam.lab.config import NOTHING_TO_WEIGH, from_arguments, remarks
     from tiltsam.lab.record import Record
     from tiltsam.lab.report.command import report
     from tiltsam.lab.screen import Screen, print_table
@@ -246,6 +246,8 @@ def _compare(args: argparse.Namespace) -> None:
         raise UserError(f"--seeds must be at least 1, got {args.seeds}")
     find_task(args.task)  # before a folder is made for it
     cells = [from_arguments(args, method=m, seed=s) for s in range(args.seeds) for m in dict.fromkeys(args.methods)]
+    if any(NOTHING_TO_WEIGH in remarks(args, cell) for cell in cells):
+        print(f"tiltsam compare: {NOTHING_TO_WEIGH}", file=sys.stderr, flush=True)
     with Screen() as screen:
         rows = compare(
             cells,

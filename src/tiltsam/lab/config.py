@@ -12,7 +12,7 @@ import textwrap
 import types
 import typing
 from argparse import ArgumentParser, ArgumentTypeError, BooleanOptionalAction, _ActionsContainer
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -20,7 +20,9 @@ from torch.optim import Optimizer
 
 import tiltsam
 
-__all__ = ["ConfigError", "TrainConfig", "add_arguments", "from_arguments", "left_out"]
+__all__ = ["ConfigError", "TrainConfig", "add_arguments", "from_arguments", "remarks", "tilts_nothing"]
+
+NOTHING_TO_WEIGH = "tsam has one sample and nothing to weigh, so that t does nothing: --num-samples 3, say"
 
 # The settings of each method, in the order its constructor takes them; ``esam1`` is SAM with TSAM's budget.
 METHOD_SETTINGS: dict[str, tuple[str, ...]] = {
@@ -313,10 +315,18 @@ def from_arguments(args: Any, **fixed: Any) -> TrainConfig:
     return TrainConfig(**{name: value for name, value in given.items() if value is not None} | fixed)
 
 
-def left_out(args: Any, method: str) -> list[str]:
-    """The settings given by flags that belong to other methods alone."""
-    others = _settings_of_others(method)
-    return [f.name for f in dataclasses.fields(TrainConfig) if f.name in others and getattr(args, f.name) is not None]
+def remarks(args: Any, config: TrainConfig) -> list[str]:
+    """What is to be said of settings given by flags that do nothing: another method's, or the tilt of one sample."""
+    given = [f.name for f in dataclasses.fields(TrainConfig) if getattr(args, f.name, None) is not None]
+    others = [name for name in given if name in _settings_of_others(config.method)]
+    found = [f"{config.method} has no {', '.join(others)}: left out"] if others else []
+    return found + ([NOTHING_TO_WEIGH] if tilts_nothing(config, given) else [])
+
+
+def tilts_nothing(config: TrainConfig, given: Collection[str]) -> bool:
+    """Whether a tilt is among what was given, and without effect."""
+    alone = config.method == "tsam" and config.num_samples == 1 and config.sampler != "hmc"  # which samples by it
+    return alone and not {"t", "t_schedule", "delta"}.isdisjoint(given)
 
 
 def _settings_of_others(method: str) -> set[str]:

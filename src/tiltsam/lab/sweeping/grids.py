@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import torch
 
-from tiltsam.lab.config import METHOD_SETTINGS, ConfigError, TrainConfig
+from tiltsam.lab.config import METHOD_SETTINGS, NOTHING_TO_WEIGH, ConfigError, TrainConfig, tilts_nothing
 
 __all__ = ["PAPER", "Point", "SweepError", "parse_grid", "points"]
 
@@ -93,7 +93,8 @@ def points(
         draw_seed: Of the draw.
 
     Returns:
-        The points of each method, and a line for each method whose grid was drawn from or made finer.
+        The points of each method, and a line for each method whose grid was drawn from or made finer, or has a tilt
+        that does nothing.
 
     Raises:
         SweepError: A name, a value or a number that cannot be.
@@ -125,6 +126,8 @@ def points(
             )
         else:
             chosen[method] = found
+    if any(tilts_nothing(point.config, point.settings) for found in chosen.values() for point in found):
+        notes.append(NOTHING_TO_WEIGH)
     everyone = [point.config for found in chosen.values() for point in found]
     for config in {(c.method, repr(c.method_options())): c for c in everyone}.values():
         _try_out(config)

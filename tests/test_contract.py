@@ -491,6 +491,17 @@ def _rising(k):
     return float(k)
 
 
+def test_a_tilt_without_samples_to_weigh_is_told():
+    params = list(nn.Linear(2, 2).parameters())
+    with pytest.warns(UserWarning, match="say num_samples=3, or leave t out") as caught:
+        tiltsam.TSAM(sgd(params), t=20.0)
+    assert caught[0].filename == __file__
+    tiltsam.TSAM(sgd(params), t=5.0, num_samples=1)  # warnings are errors here
+    tiltsam.TSAM(sgd(params), t=5.0, sampler="hmc")  # draws by it
+    (group, *_) = tiltsam.TSAM(sgd(params)).param_groups
+    assert (group["t"], group["num_samples"]) == (20.0, 1)
+
+
 def test_one_t_for_the_whole_step():
     a, b = nn.Linear(2, 2), nn.Linear(2, 2)
     optimizer = tiltsam.TSAM(sgd([{"params": a.parameters()}, {"params": b.parameters()}]), num_samples=3, t=1.0)

@@ -17,6 +17,7 @@ Here ``g = ∇L(θ)`` on the mini-batch and ``n(v) = v/(‖v‖+1e-12)``.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal, TypeAlias
@@ -65,12 +66,12 @@ class TSAM(SharpnessAware):
 
     Args:
         base: The optimizer that does the update, an instance.
-        t: Tilt >= 0, a number or a callable of the step. 0 averages the samples, a large t follows the worst; a single
-            sample has all the weight, whatever t.
+        t: Tilt >= 0, a number or a callable of the step. 0 averages the samples, a large t follows the worst; ``None``
+            means 20. A single sample has all the weight, whatever t.
         rho: Length of the ascent, >= 0; with the meaning and scale it has in SAM. A group's own ``rho`` wins.
         radius: Radius R of the random start; ``None`` means 0.003·√d, d the number of trainable coordinates.
-        num_samples: s >= 1. The paper takes 3 or 5; one is SAM from a random start, at its cost, and step for step did
-            as well (docs/evidence.md).
+        num_samples: s >= 1; ``None`` means one, which is SAM from a random start, at its cost, and step for step did as
+            well as the paper's 3 or 5 (docs/evidence.md).
         delta: The part of the tilt that the sampler takes over, ``0 <= delta <= t``; the weights use ``t − delta``.
             ``None`` means t/2 as in the paper, or 0 for naive sampling, whose draws follow μ itself.
         sampler: ``"ascent"`` (Algorithm 2), ``"uniform"`` or ``"gaussian"`` (naive sampling), ``"hmc"``, or an instance
@@ -106,10 +107,10 @@ class TSAM(SharpnessAware):
     def __init__(
         self,
         base: Optimizer,
-        t: float | Schedule = 20.0,
+        t: float | Schedule | None = None,
         rho: float | Schedule = 0.1,
         radius: float | Schedule | None = None,
-        num_samples: int = 1,
+        num_samples: int | None = None,
         delta: float | None = None,
         sampler: SamplerName | Sampler = "ascent",
         model: torch.nn.Module | None = None,
@@ -123,8 +124,20 @@ class TSAM(SharpnessAware):
             if not isinstance(kernel, Ascent):
                 raise ValueError(f'share_ascent needs sampler="ascent", got {sampler!r}')
             kernel = replace(kernel, shared=True)
-        settings = {"t": t, "rho": rho, "radius": radius, "num_samples": num_samples, "delta": delta}
+        settings = {
+            "t": 20.0 if t is None else t,
+            "rho": rho,
+            "radius": radius,
+            "num_samples": 1 if num_samples is None else num_samples,
+            "delta": delta,
+        }
         super().__init__(base, kernel, settings, model=model, seed=seed, **options)
+        if t is not None and num_samples is None and isinstance(kernel, Ascent | Uniform | Gaussian):
+            warnings.warn(
+                "t weighs samples against each other, and by default there is one: say num_samples=3, or leave t out",
+                UserWarning,
+                stacklevel=2,
+            )
 
     def _check_settings(self) -> None:
         super()._check_settings()

@@ -56,7 +56,7 @@ def fake(out, config, epoch, validation, loss=1.0):
 def lose(out, config):
     folder = Record.of(out, config).folder
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "diverged").touch()
+    (folder / "diverged.txt").touch()
 
 
 def test_everybody_gets_the_seconds_of_the_reference():

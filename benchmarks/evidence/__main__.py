@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -202,10 +203,8 @@ def _try(cell: Cell, out: Path, data: Callable[[TrainConfig], Data]) -> bool:
         if not mine or score_at(out, config, cell.until) is not None:
             return False
         started = time.time()
-        try:
+        with suppress(Diverged):  # the record tells
             train(config, record, data=data, until=cell.until, checkpoint_seconds=120)
-        except Diverged as error:
-            (record.folder / "diverged").write_text(f"{error}\n")
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
     score = score_at(out, config, cell.until)

@@ -30,7 +30,7 @@ def collect(out: Path, path: Path) -> int:
             if (folder / f"{name}.json").exists():
                 entry[name] = json.loads((folder / f"{name}.json").read_text())
         entry["metrics"], _ = Record(folder).metrics()
-        entry["diverged"] = (folder / "diverged").exists()
+        entry["diverged"] = Record(folder).diverged()
         known = lines.get(entry["place"])
         begun = entry["metrics"] or entry["diverged"]
         if begun and (known is None or _length(entry) >= _length(known)):
@@ -56,7 +56,7 @@ def restore(path: Path, out: Path) -> int:
             if name in entry:
                 (record.folder / f"{name}.json").write_text(json.dumps(entry[name], indent=1) + "\n")
         if entry["diverged"]:
-            (record.folder / "diverged").touch()
+            record.diverge("the loss was not finite")
         count += 1
     return count
 

@@ -192,4 +192,4 @@ def rows_of(out: Path, config: TrainConfig) -> list[dict[str, Any]]:
 
 def diverged(out: Path, config: TrainConfig) -> bool:
     """Whether a run's loss ceased to be finite."""
-    return (Record.of(out, config).folder / "diverged").exists()
+    return Record.of(out, config).diverged()

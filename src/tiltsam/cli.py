@@ -236,7 +236,7 @@ def _train(args: argparse.Namespace) -> None:
 
 def _compare(args: argparse.Namespace) -> None:
     from tiltsam.lab.compare import compare, format_rows
-    from tiltsam.lab.config import NOTHING_TO_WEIGH, from_arguments, remarks
+    from tiltsam.lab.config import NOTHING_TO_WEIGH, from_arguments, given, tilts_nothing
     from tiltsam.lab.record import Record
     from tiltsam.lab.report.command import report
     from tiltsam.lab.screen import Screen, print_table
@@ -246,7 +246,7 @@ def _compare(args: argparse.Namespace) -> None:
         raise UserError(f"--seeds must be at least 1, got {args.seeds}")
     find_task(args.task)  # before a folder is made for it
     cells = [from_arguments(args, method=m, seed=s) for s in range(args.seeds) for m in dict.fromkeys(args.methods)]
-    if any(NOTHING_TO_WEIGH in remarks(args, cell) for cell in cells):
+    if any(tilts_nothing(cell, given(args)) for cell in cells):
         print(f"tiltsam compare: {NOTHING_TO_WEIGH}", file=sys.stderr, flush=True)
     with Screen() as screen:
         rows = compare(

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 import tiltsam
 
-__all__ = ["ConfigError", "TrainConfig", "add_arguments", "from_arguments", "remarks", "tilts_nothing"]
+__all__ = ["ConfigError", "TrainConfig", "add_arguments", "from_arguments", "given", "remarks", "tilts_nothing"]
 
 NOTHING_TO_WEIGH = "tsam has one sample and nothing to weigh, so that t does nothing: --num-samples 3, say"
 
@@ -311,22 +311,27 @@ def add_arguments(parser: ArgumentParser, *, leave_out: tuple[str, ...] = ()) ->
 
 def from_arguments(args: Any, **fixed: Any) -> TrainConfig:
     """The config that the flags of :func:`add_arguments` ask for."""
-    given = {f.name: getattr(args, f.name, None) for f in dataclasses.fields(TrainConfig)}
-    return TrainConfig(**{name: value for name, value in given.items() if value is not None} | fixed)
+    return TrainConfig(**given(args) | fixed)
+
+
+def given(args: Any) -> dict[str, Any]:
+    """The settings that flags gave."""
+    everything = {f.name: getattr(args, f.name, None) for f in dataclasses.fields(TrainConfig)}
+    return {name: value for name, value in everything.items() if value is not None}
 
 
 def remarks(args: Any, config: TrainConfig) -> list[str]:
     """What is to be said of settings given by flags that do nothing: another method's, or the tilt of one sample."""
-    given = [f.name for f in dataclasses.fields(TrainConfig) if getattr(args, f.name, None) is not None]
-    others = [name for name in given if name in _settings_of_others(config.method)]
+    names = given(args)
+    others = [name for name in names if name in _settings_of_others(config.method)]
     found = [f"{config.method} has no {', '.join(others)}: left out"] if others else []
-    return found + ([NOTHING_TO_WEIGH] if tilts_nothing(config, given) else [])
+    return found + ([NOTHING_TO_WEIGH] if tilts_nothing(config, names) else [])
 
 
-def tilts_nothing(config: TrainConfig, given: Collection[str]) -> bool:
-    """Whether a tilt is among what was given, and without effect."""
+def tilts_nothing(config: TrainConfig, names: Collection[str]) -> bool:
+    """Whether a tilt is among the settings that were given, and without effect."""
     alone = config.method == "tsam" and config.num_samples == 1 and config.sampler != "hmc"  # which samples by it
-    return alone and not {"t", "t_schedule", "delta"}.isdisjoint(given)
+    return alone and not {"t", "t_schedule", "delta"}.isdisjoint(names)
 
 
 def _settings_of_others(method: str) -> set[str]:

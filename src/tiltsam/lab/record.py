@@ -178,6 +178,10 @@ class Record:
         with drafted(self.folder / "diverged.txt") as draft:
             draft.write_text(reason + "\n")
 
+    def diverged(self) -> bool:
+        """Whether training could not go on."""
+        return (self.folder / "diverged.txt").exists()
+
     def result(self) -> dict[str, Any] | None:
         """The final numbers, or ``None`` while there are none."""
         path = self.folder / "result.json"

@@ -187,19 +187,22 @@ FINE_TUNING_AVERAGED = [
 
 # ---------------------------------------------------------------- other learning rates
 
-# What an average gains, a rate that is small, or falls, might gain too. At half of its way one that falls says little.
-_SMALLER = [(0.01, 0.05), (0.01, 0.1), (0.01, 0.15), (0.02, 0.1), (0.02, 0.2)]
+# What an average gains, a rate that falls might gain too, or a smaller one. At half of its way one that falls says
+# little.
 _FALLING = [(0.03, 0.1), (0.03, 0.2), (0.1, 0.1), (0.1, 0.2), (0.1, 0.4)]
-NOISY_RATES = replace(
+NOISY_FALLING = replace(
     NOISY,
-    name="noisy-rates",
-    trials={
-        "sam": NOISY.trials["sam"],
-        "sam (smaller rates)": with_pairs("sam", _SMALLER),
-        "sam (cosine)": with_pairs("sam", _FALLING, schedule="cosine"),
-    },
+    name="noisy-falling",
+    trials={"sam": NOISY.trials["sam"], "sam (cosine)": with_pairs("sam", _FALLING, schedule="cosine")},
     rungs=((5 / 6, 1),),
-    same_steps={"sam (smaller rates)": "sam", "sam (cosine)": "sam"},
+    same_steps={"sam (cosine)": "sam"},
+)
+# Around what SAM chose; of its trials the one with the smallest rate was on its way up when it was cut.
+NOISY_RATES = Variants(
+    "noisy-rates",
+    {f"lr {lr:g}": replace(_NO_RADIUS, lr=lr) for lr in (0.01, 0.02, 0.03, 0.1)},
+    seeds=(0,),
+    title=NOISY.title,
 )
 
 # ---------------------------------------------------------------- batches in parts, for a transformer
@@ -220,6 +223,7 @@ _ALL: list[Study | Variants] = [
     *FINE_TUNING_PARTS,
     *FINE_TUNING_RADII,
     NOISY_AVERAGED,
+    NOISY_FALLING,
     NOISY_RATES,
     *FINE_TUNING_AVERAGED,
     RTE_WHOLE,

@@ -189,7 +189,7 @@ def draw_variants(study: Variants, out: Path, path: Path) -> None:
     figure, axes = plt.subplots(
         1 + several,
         len(names),
-        figsize=(3 * len(names), 3.3 + 1.5 * several),
+        figsize=(max(4.5, 3 * len(names)), 3.3 + 1.5 * several),  # of a single panel the title is the widest
         layout="constrained",
         sharey="row",
         height_ratios=(2, 1)[: 1 + several],

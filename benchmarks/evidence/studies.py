@@ -185,6 +185,22 @@ FINE_TUNING_AVERAGED = [
     _averaged(replace(study, trials={**study.trials, **_adaptive(_FINE_PAIRS)}), _TO_AVERAGE) for study in FINE_TUNING
 ]
 
+# What an average does to the very settings that SAM's trials chose, for as many seconds: nothing is chosen for it.
+_CHOSEN = {"rte": (2e-5, 0.05), "mrpc": (5e-5, 0.02), "cola": (2e-5, 0.05), "stsb": (5e-5, 0.05)}
+
+
+def _beside(study: Study, lr: float, rho: float) -> Variants:
+    plain = replace(study.base, method="sam", lr=lr, rho=rho)
+    average = replace(plain, average=True, epochs=5.8 if plain.compile else 5.9)
+    return Variants(
+        f"{study.name}-beside", {"average: none": plain, "average: kept": average}, study.seeds, title=study.title
+    )
+
+
+FINE_TUNING_BESIDE = [
+    _beside(study, *_CHOSEN[task]) for task, study in zip(_NAMES, FINE_TUNING, strict=True) if task in _CHOSEN
+]
+
 # ---------------------------------------------------------------- other learning rates
 
 # What an average gains, a rate that falls might gain too, or a smaller one. At half of its way one that falls says
@@ -226,6 +242,7 @@ _ALL: list[Study | Variants] = [
     NOISY_FALLING,
     NOISY_RATES,
     *FINE_TUNING_AVERAGED,
+    *FINE_TUNING_BESIDE,
     RTE_WHOLE,
     *DIGITS_STUDIES,
 ]

@@ -175,8 +175,9 @@ def test_the_first_line_of_each_method_is_solid():
 def test_mistakes(runs, tmp_path, capsys):
     with pytest.raises(RecordError, match="no run in"):
         find_runs([tmp_path])
-    assert main(["sharpness", str(tmp_path / "nowhere"), "--no-figures"]) == 2
+    assert main(["sharpness", str(tmp_path / "nowhere"), "--out", str(tmp_path / "figures")]) == 2
     assert "no run in" in capsys.readouterr().err
+    assert not (tmp_path / "figures").exists()  # nothing is left of a mistyped name
     assert main(["sharpness", str(runs), "--samples", "1", "--no-figures"]) == 2
     assert "--samples at least 2" in capsys.readouterr().err
     for t in ("-1", "nan", "inf"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from pathlib import Path
 from typing import Any
@@ -209,3 +210,49 @@ def test_long_names_stand_apart_in_a_table():
     text = format_table([{"model": name, "loss": 1.0} for name in names])
     assert "  ".join(names) in text
     assert len({len(line) for line in text.splitlines()}) == 1
+
+
+def test_many_models_fit_the_width_of_a_table():
+    names = [f"tsam lr=0.05 num_samples=5 rho=0.05 seed {seed}" for seed in range(7)]
+    text = format_table([{"model": name, "loss": 1.0, "mean": 2.0, "mean error": 0.1} for name in names], width=90)
+    assert max(len(line) for line in text.splitlines()) <= 90
+    first, second, third = text.split("\n\n")  # three models fit beside each other
+    lines = [line.split() for line in first.splitlines()]
+    assert lines[0] == ["model", *["tsam", "lr=0.05"] * 3]
+    assert " ".join(lines[2]) == "seed 0 seed 1 seed 2"
+    assert lines[-1] == ["mean", *["2", "±", "0.1"] * 3]
+    assert second.count("±") == 3
+    assert third.count("±") == 1
+    assert len(format_table([{"model": "a", "loss": 1.0}], width=1).splitlines()) == 2
+
+
+def test_figures_of_many_models_keep_their_axes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    from matplotlib.figure import Figure
+
+    from tiltsam.flatness.figures import write_figures
+
+    saved: dict[str, Figure] = {}
+    save = Figure.savefig
+
+    def keep(self: Figure, path: Path, **options: Any) -> None:
+        saved[path.stem] = self
+        save(self, path, **options)
+
+    monkeypatch.setattr(Figure, "savefig", keep)
+    (flat,) = compare({"": convnet()}, cross_entropy, unequal_batches(), QUICK)
+    names = [f"tsam epochs=6 lr=0.05 rho={rho} t=20 num_samples=1 seed 0" for rho in range(30)]
+    write_figures([dataclasses.replace(flat, name=name, plane=None) for name in names], tmp_path, dpi=40)
+    assert set(saved) == {"neighborhood", "spectrum", "slices"}
+    for figure in saved.values():
+        (legend,) = figure.legends
+        assert [text.get_text() for text in legend.get_texts()] == names
+        within = legend.get_window_extent()
+        assert 0 <= within.x0 < within.x1 <= figure.bbox.x1
+        for ax in figure.axes:
+            box = ax.get_window_extent()
+            assert ax.get_legend() is None
+            assert not box.overlaps(within)
+            assert box.height / figure.dpi > 2  # inches
+    ticks = [line.get_ydata()[1] for line in saved["spectrum"].axes[0].lines if len(line.get_xdata()) == 2]
+    assert 0 < max(ticks) < 0.35

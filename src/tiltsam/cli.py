@@ -6,6 +6,7 @@ import argparse
 import inspect
 import math
 import os
+import shutil
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
@@ -277,8 +278,6 @@ def _sharpness(args: argparse.Namespace) -> None:
     from tiltsam.flatness.progress import Bars
     from tiltsam.lab.flat import find_runs, measure_runs, save_flatness
 
-    if not args.no_figures:
-        _writable(args.out)
     if args.examples < 1 or args.samples < 2:
         raise UserError(
             f"--examples must be at least 1 and --samples at least 2, got {args.examples} and {args.samples}"
@@ -290,6 +289,8 @@ def _sharpness(args: argparse.Namespace) -> None:
         print(f"left out: {why}", flush=True)
 
     runs = find_runs(args.runs, left_out=left_out)
+    if not args.no_figures:
+        _writable(args.out)
     plan = Plan(num_samples=args.samples, t=args.t)
     measured = {}
     with Bars() as bars:
@@ -309,7 +310,7 @@ def _sharpness(args: argparse.Namespace) -> None:
     if not measured:
         raise UserError("no run is left that can be measured")
     flats = [measured[name] for name in runs if name in measured]
-    print(format_table(table_rows(flats)))
+    print(format_table(table_rows(flats), shutil.get_terminal_size((120, 24)).columns))
     print("saved as flatness.json in each run's folder: tiltsam report shows it")
     for path in () if args.no_figures else write_figures(flats, args.out):
         print(f"wrote {path}")

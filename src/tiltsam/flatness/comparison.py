@@ -11,6 +11,7 @@ values.
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,8 @@ __all__ = ["Flatness", "Plan", "compare", "format_table", "measure", "table_rows
 
 PAPER_STDS = (0.005, 0.0075, 0.01, 0.015, 0.02, 0.035, 0.05, 0.075, 0.1)
 """The noise levels of the paper's Figure 2."""
+
+_LABELS, _COLUMN = 12, 24  # characters of a table's first column, and of a model's at least
 
 
 @dataclass(frozen=True)
@@ -201,14 +204,31 @@ def table_rows(flats: Sequence[Flatness], std: float | None = None) -> list[dict
     return rows
 
 
-def format_table(rows: Sequence[Mapping[str, str | float]]) -> str:
-    """The rows as text, one model per column, with errors where there are any."""
+def format_table(rows: Sequence[Mapping[str, str | float]], width: int | None = None) -> str:
+    """The rows as text, one model per column, with errors where there are any.
+
+    Args:
+        rows: What :func:`table_rows` returned.
+        width: Characters of a line: long names are folded, and models that do not fit beside the others stand below.
+    """
     keys = [key for key in dict.fromkeys(key for row in rows for key in row) if not key.endswith(" error")]
     columns = [[_cell(row.get(key, "–"), row.get(f"{key} error", math.nan)) for key in keys] for row in rows]
-    widths = [max(24, 2 + max(len(cell) for cell in column)) for column in columns]
+    if width is None:
+        return _side_by_side(keys, columns)
+    fit, blocks = max(1, (width - _LABELS) // _COLUMN), []
+    for part in (columns[k : k + fit] for k in range(0, len(columns), fit)):
+        names = [textwrap.wrap(name, _COLUMN - 2) for name, *_ in part]
+        height = max(len(name) for name in names)
+        folded = [[*name, *[""] * (height - len(name)), *cells] for name, (_, *cells) in zip(names, part, strict=True)]
+        blocks.append(_side_by_side([keys[0], *[""] * (height - 1), *keys[1:]], folded))
+    return "\n\n".join(blocks)
+
+
+def _side_by_side(labels: Sequence[str], columns: Sequence[Sequence[str]]) -> str:
+    widths = [max(_COLUMN, 2 + max(len(cell) for cell in column)) for column in columns]
     lines = []
-    for key, *cells in zip(keys, *columns, strict=True):
-        lines.append(key.ljust(12) + "".join(cell.rjust(n) for cell, n in zip(cells, widths, strict=True)))
+    for label, *cells in zip(labels, *columns, strict=True):
+        lines.append(label.ljust(_LABELS) + "".join(cell.rjust(n) for cell, n in zip(cells, widths, strict=True)))
     return "\n".join(lines)
 
 

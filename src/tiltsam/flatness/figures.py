@@ -91,6 +91,7 @@ def plot_density(
     floor = 1e-6 * max(float(values.max()) for values, _ in curves.values())
     ax.set_yscale("log")
     styles = _styles(curves)
+    row = min(0.035, 0.3 / len(curves))  # of the ticks of a model, as a share of the axis
     for number, (name, (values, error)) in enumerate(curves.items()):
         style = styles[name]
         shown = values.masked_fill(values < floor, math.nan)  # a gap, not a line at some floor
@@ -99,10 +100,10 @@ def plot_density(
         if eigenpairs is not None and name in eigenpairs:
             # One row of ticks per model, just above the axis.
             for value in eigenpairs[name].values.tolist():
-                bottom = 0.012 + 0.035 * number
-                ax.axvline(value, bottom, bottom + 0.028, color=style["color"], linewidth=1.5)
+                bottom = 0.012 + row * number
+                ax.axvline(value, bottom, bottom + 0.8 * row, color=style["color"], linewidth=1.5)
     # Room for the rows of ticks below the curves.
-    ax.set_ylim(bottom=floor * 0.1 ** (0.3 * len(densities)))
+    ax.set_ylim(bottom=floor * 0.1 ** min(0.3 * len(densities), 2.6))
     ax.set_xlabel("eigenvalue of the Hessian")
     ax.set_ylabel("density")
     ax.legend(frameon=False)
@@ -152,6 +153,7 @@ def write_figures(flats: Sequence[Flatness], folder: str | Path, *, dpi: int = 1
     written: list[Path] = []
 
     def save(figure: Any, name: str) -> None:
+        _one_legend(figure)
         written.append(folder / name)
         figure.savefig(written[-1], dpi=dpi)
 
@@ -182,6 +184,19 @@ def write_figures(flats: Sequence[Flatness], folder: str | Path, *, dpi: int = 1
             safe = "".join(c if c.isalnum() or c in "-_." else "-" for c in flat.name)
             save(figure, f"plane-{safe}.png")
     return written
+
+
+def _one_legend(figure: Any) -> None:
+    """One legend for all axes, below them, in place of one in each; the figure grows by its height."""
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    if not labels:  # a plane
+        return
+    for ax in figure.axes:
+        ax.get_legend().remove()
+    # Of 8 points: .075 inch a letter, .6 for the line before them, .17 a row.
+    columns = max(1, int(figure.get_figwidth() / (0.6 + 0.075 * max(len(label) for label in labels))))
+    figure.set_figheight(figure.get_figheight() + 0.17 * math.ceil(len(labels) / columns))
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=8)
 
 
 def _band(ax: Axes, x: Tensor, y: Tensor, error: Tensor, color: str) -> None:

@@ -20,6 +20,7 @@ def test_version_help_and_methods(capsys):
     assert main(["methods"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == list(tiltsam.METHODS)
+    assert all("pass" in line and "`" not in line for line in lines)  # what each costs
 
 
 @pytest.mark.parametrize(
@@ -30,6 +31,19 @@ def test_mistakes_are_one_line_and_exit_2(arguments, says):
     assert done.returncode == 2
     assert says in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("compare", "digits", "--seed", "3"), ("toys", "extra"), ("sweep", "digits", "--trials", "3")],
+    ids=str,
+)
+def test_a_mistake_shows_how_its_own_command_is_used(arguments, capsys):
+    with pytest.raises(SystemExit):
+        main(arguments)
+    usage, error = capsys.readouterr().err.splitlines()
+    assert usage.startswith(f"usage: tiltsam {arguments[0]} [-h]")
+    assert error.startswith(f"tiltsam {arguments[0]}: error: ")
 
 
 def test_a_folder_that_cannot_be_written(tmp_path, capsys):

@@ -56,7 +56,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     methods = commands.add_parser("methods", help="the methods and what they cost", epilog="example: tiltsam methods")
     methods.set_defaults(run=_methods)
 
-    args = parser.parse_args(argv)
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:  # of the command they were given to, whose usage is of use
+        commands.choices[args.command].error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
         with _plain_warnings(args.command):
             args.run(args)
@@ -346,7 +348,7 @@ def _toys(args: argparse.Namespace) -> None:
 def _methods(args: argparse.Namespace) -> None:
     width = max(len(name) for name in tiltsam.METHODS)
     for name, method in tiltsam.METHODS.items():
-        first = (inspect.getdoc(method) or "").splitlines()[0]
+        first = (inspect.getdoc(method) or "").splitlines()[0].replace("``", "")
         print(f"{name:{width}}  {first}")
 
 

@@ -52,7 +52,7 @@ _SAMPLERS: dict[str, type[Sampler]] = {"ascent": Ascent, "uniform": Uniform, "ga
 
 
 class TSAM(SharpnessAware):
-    r"""Tilted sharpness-aware minimisation (Algorithms 1 and 2 of the paper).
+    r"""Tilted sharpness-aware minimisation (Algorithms 1 and 2 of the paper). Two passes a sample.
 
     Descends the tilted loss :math:`L^t(θ) = (1/t) \log E_μ[\exp(t L(θ+ε))]` by s samples a step:
 

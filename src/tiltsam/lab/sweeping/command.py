@@ -24,6 +24,7 @@ def add_sweep(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         help="choose settings on the validation split, then test",
         description=DESCRIPTION,
         epilog="example: tiltsam sweep digits --methods erm sam tsam --grid paper --trials 8 --epochs 20 --workers 2",
+        usage="tiltsam sweep [-h] TASK --grid GRID [options]",
     )
     parser.add_argument("task", help="what to learn (see: tiltsam tasks)")
     parser.add_argument(
@@ -57,7 +58,7 @@ def add_sweep(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     add_arguments(parser, leave_out=("task", "method"))
     parser.add_argument("--out", type=Path, default=Path("runs"), help="folder of the runs (default: %(default)s)")
     parser.add_argument("--data-root", type=Path, help="folder of the data sets (default: $TILTSAM_DATA, or data)")
-    parser.add_argument("--download", action="store_true", help="fetch a data set that is missing")
+    parser.add_argument("--download", action="store_true", help="fetch a data set or encoder that is missing")
     parser.set_defaults(run=_sweep)
 
 

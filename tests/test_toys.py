@@ -211,6 +211,22 @@ def test_sam_is_the_maximum_over_a_fine_grid(problem, rho):
     torch.testing.assert_close(exact, brute, rtol=0, atol=5e-3 if problem is TOY1 else 5e-4)
 
 
+def test_sam_refuses_what_it_cannot_know():
+    for problem, theta in ((TOY1, 3.1), (HMC_TEST, 3.3), (toys.quadratic(-3.0), 0.1)):
+        with pytest.raises(ValueError, match="has a maximum near"):
+            toys.sam(problem, theta, 0.4)
+    for rho in (-0.2, math.inf, math.nan):
+        with pytest.raises(ValueError, match="rho must be a finite number >= 0"):
+            toys.sam(TOY1, 0.5, rho)
+    assert float(toys.sam(TOY1, 0.5, 0.0).value) == float(toys.erm(TOY1, 0.5).value)
+
+
+def test_sam_beside_a_jump():
+    # To the right of 2 toy 2 begins at 1, which 2 itself does not have; 2.1 - .1 is 2 and 2.1 - 2 more than .1.
+    assert float(toys.sam(TOY2, 2.1, 0.1).value) == 1
+    assert float(toys.sam(TOY2, 1.9, 0.1).value) == pytest.approx(0.99)
+
+
 def test_sam_of_toy1_is_flat_where_a_peak_is_the_worst_case():
     there = toys.sam(TOY1, 0.5, 0.2)
     assert float(there.grad) == 0
@@ -225,8 +241,14 @@ def test_bad_tilts(t):
 
 @pytest.mark.parametrize(("noise", "name"), [(Ball, "rho"), (Normal, "sigma")])
 def test_noise_must_have_a_size(noise, name):
-    with pytest.raises(ValueError, match=f"{name} must be positive, got 0"):
-        noise(0)
+    for size in (0, -1, math.inf, math.nan):
+        with pytest.raises(ValueError, match=f"{name} must be positive and finite, got {size}"):
+            noise(size)
+
+
+def test_noise_is_a_measure_and_not_its_size():
+    with pytest.raises(TypeError, match=r"Ball\(rho\) or Normal\(sigma\), got 0.2"):
+        toys.tsam(TOY1, 0.5, 1.0, 0.2)
 
 
 # --- descent ---
@@ -279,6 +301,12 @@ def test_flow_is_the_limit_of_descent():
 def test_flow_rests_at_once_where_the_gradient_is_zero():
     assert toys.flow(slope(toys.quadratic(1.0)), 0.0, -1, 1).end == 0
     assert toys.flow(slope(toys.quadratic(1.0)), 1.5, -2, 2).end == pytest.approx(0, abs=1e-12)
+
+
+@pytest.mark.parametrize(("lo", "hi"), [(0.6, 2.5), (2.5, 0.2)])
+def test_flow_starts_inside(lo, hi):
+    with pytest.raises(ValueError, match=r"start must be in .* got 0\.5"):
+        toys.flow(slope(TOY1), 0.5, lo, hi)
 
 
 def test_descent_that_leaves_stops():

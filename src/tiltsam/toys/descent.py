@@ -49,7 +49,12 @@ def flow(grad: Function, start: float, lo: float, hi: float, num: int = 401) -> 
 
     On a line the flow is monotone and rests at the first stationary point downhill, so no integration is needed: the
     gradient is scanned on ``num`` places in that direction and its first change of sign is located.
+
+    Raises:
+        ValueError: If ``start`` is not within ``[lo, hi]``.
     """
+    if not lo <= start <= hi:
+        raise ValueError(f"start must be in [{lo}, {hi}], got {start}")
     begin = torch.tensor(start, dtype=torch.float64)
     down = -float(grad(begin).sign())
     if down == 0:

@@ -96,7 +96,7 @@ class Problem:
 
 def quadratic(curvature: float) -> Problem:
     """``L = curvature/2 * theta^2``: under Gaussian noise its TSAM objective has a closed form."""
-    return Problem("quadratic", lambda x: 0.5 * curvature * x * x, -2.0, 2.0, minima=(0.0,))
+    return Problem("quadratic", lambda x: 0.5 * curvature * x * x, -2.0, 2.0, (0.0,) if curvature > 0 else ())
 
 
 def linear(slope: float) -> Problem:
@@ -176,8 +176,8 @@ class Ball:
     rho: float
 
     def __post_init__(self) -> None:
-        if not self.rho > 0:
-            raise ValueError(f"rho must be positive, got {self.rho}")
+        if not 0 < self.rho < math.inf:
+            raise ValueError(f"rho must be positive and finite, got {self.rho}")
 
 
 @dataclass(frozen=True)
@@ -187,8 +187,8 @@ class Normal:
     sigma: float
 
     def __post_init__(self) -> None:
-        if not self.sigma > 0:
-            raise ValueError(f"sigma must be positive, got {self.sigma}")
+        if not 0 < self.sigma < math.inf:
+            raise ValueError(f"sigma must be positive and finite, got {self.sigma}")
 
 
 Noise: TypeAlias = Ball | Normal
@@ -227,14 +227,23 @@ def sam(problem: Problem, theta: Tensor | float, rho: float) -> Point:
     """The worst case over ``|eps| <= rho`` (Eq. 2), exactly: the larger end of the ball, or a peak inside it.
 
     Where the maximum changes place the objective has a kink; ``grad`` is then one of its subgradients.
+
+    Raises:
+        ValueError: If ``rho`` is not a finite number >= 0, or a maximum inside the ball is not among the ``peaks``.
     """
+    if not (math.isfinite(rho) and rho >= 0):
+        raise ValueError(f"rho must be a finite number >= 0, got {rho}")
     theta = _as_tensor(theta)
     best = Point(*problem.derivatives(theta - rho))
     right = Point(*problem.derivatives(theta + rho))
     best = Point(*(torch.where(right.value > best.value, r, b) for r, b in zip(right, best, strict=True)))
     for place, height in problem.peaks:
-        inside = ((theta - place).abs() < rho) & (best.value < height)
+        inside = (theta - rho <= place) & (place < theta + rho) & (best.value < height)
         best = Point(best.value.masked_fill(inside, height), *(b.masked_fill(inside, 0.0) for b in best[1:]))
+    places = theta[..., None] + rho * torch.linspace(-1, 1, 65, dtype=torch.float64)
+    missed = problem.loss(places) > (best.value + 1e-9 * (1 + best.value.abs()))[..., None]
+    if missed.any():
+        raise ValueError(f"{problem.name} has a maximum near {float(places[missed][0]):.4g} that its peaks do not name")
     return best
 
 
@@ -290,6 +299,8 @@ def _resolve(problem: Problem, center: Tensor, t: float, noise: Noise, with_slop
     """
     if not (math.isfinite(t) and t >= 0):
         raise ValueError(f"the tilt t must be a finite number >= 0, got {t}")
+    if not isinstance(noise, Ball | Normal):
+        raise TypeError(f"noise must be Ball(rho) or Normal(sigma), got {noise!r}")
     width, finite = _reach(problem, center, t, noise)
 
     def integrand(row: Tensor, eps: Tensor) -> tuple[Tensor, Tensor]:

@@ -63,6 +63,47 @@ def test_toys_prints_tables_and_draws(tmp_path, capsys, monkeypatch):
     assert "uniform" in out
 
 
+def without(monkeypatch, *packages):
+    found = tiltsam.cli.find_spec
+    monkeypatch.setattr(tiltsam.cli, "find_spec", lambda name: None if name in packages else found(name))
+
+
+def test_missing_packages_are_told_before_the_work(tmp_path, capsys, monkeypatch):
+    without(monkeypatch, "safetensors")
+    assert main(["train", "digits", "--epochs", "0.1", "--out", str(tmp_path / "runs")]) == 2
+    assert capsys.readouterr().err == "tiltsam train: needs safetensors: pip install 'tiltsam[lab]'\n"
+    assert not (tmp_path / "runs").exists()
+    assert main(["methods"]) == 0
+
+
+def test_without_matplotlib_the_rest_is_done(tmp_path, capsys, monkeypatch):
+    from tiltsam.toys import estimators, theory
+
+    monkeypatch.setattr(estimators, "study", lambda: [])
+    monkeypatch.setattr(theory, "table", lambda: [])
+    without(monkeypatch, "matplotlib")
+    assert main(["toys", "--out", str(tmp_path / "figures")]) == 0
+    told = capsys.readouterr()
+    assert told.err == "tiltsam toys: no figures: matplotlib is not there: pip install 'tiltsam[plots]'\n"
+    assert "estimator" in told.out
+    assert not (tmp_path / "figures").exists()
+
+
+def test_mistakes_stay_one_line_where_the_lab_is_not_installed(tmp_path, capsys, monkeypatch):
+    from tiltsam.toys import theory
+
+    def interrupt():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(theory, "table", interrupt)
+    for name in ("train", "tasks"):
+        monkeypatch.setitem(sys.modules, f"tiltsam.lab.{name}", None)  # as if numpy were missing
+    assert main(["toys", "--no-figures"]) == 130
+    assert capsys.readouterr().err == "tiltsam toys: interrupted\n"
+    assert main(["report", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.startswith("tiltsam report: no run in")
+
+
 def test_an_interrupted_run_says_how_it_goes_on(tmp_path, capsys, monkeypatch):
     import tiltsam.lab.train as training
 

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         commands.choices[args.command].error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
         with _plain_warnings(args.command):
+            _needs(args.command)
             args.run(args)
     except (UserError, ImportError) as error:
         return _mistake(args.command, error)
@@ -91,6 +93,13 @@ def _plain_warnings(command: str) -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.showwarning = show
         yield
+
+
+def _needs(command: str) -> None:
+    """The lab's packages are looked for before a run, not found missing when its model is to be saved."""
+    missing = [name for name in ("numpy", "safetensors") if find_spec(name) is None]
+    if missing and command not in ("methods", "report", "toys"):
+        raise UserError(f"needs {' and '.join(missing)}: pip install 'tiltsam[lab]'")
 
 
 def _mistake(command: str, error: object) -> int:
@@ -189,13 +198,16 @@ def _add_lab(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
 def _known_mistakes() -> tuple[type[Exception], ...]:
     """Errors that speak to the user in one line."""
     from tiltsam.lab.config import ConfigError
-    from tiltsam.lab.recipes.book import RecipeError
-    from tiltsam.lab.record import RecordError
-    from tiltsam.lab.sweeping.grids import SweepError
-    from tiltsam.lab.tasks import DataError
-    from tiltsam.lab.train import TrainError
+    from tiltsam.lab.errors import DataError, RecordError
 
-    return ConfigError, DataError, RecipeError, RecordError, SweepError, TrainError
+    known = ConfigError, DataError, RecordError
+    try:
+        from tiltsam.lab.recipes.book import RecipeError
+        from tiltsam.lab.sweeping.grids import SweepError
+        from tiltsam.lab.train import TrainError
+    except ImportError:  # without the lab's packages nothing raises these
+        return known
+    return *known, RecipeError, SweepError, TrainError
 
 
 def _train(args: argparse.Namespace) -> None:
@@ -291,8 +303,7 @@ def _sharpness(args: argparse.Namespace) -> None:
         print(f"left out: {why}", flush=True)
 
     runs = find_runs(args.runs, left_out=left_out)
-    if not args.no_figures:
-        _writable(args.out)
+    figures = _figures(args)
     plan = Plan(num_samples=args.samples, t=args.t)
     measured = {}
     with Bars() as bars:
@@ -314,7 +325,7 @@ def _sharpness(args: argparse.Namespace) -> None:
     flats = [measured[name] for name in runs if name in measured]
     print(format_table(table_rows(flats), shutil.get_terminal_size((120, 24)).columns))
     print("saved as flatness.json in each run's folder: tiltsam report shows it")
-    for path in () if args.no_figures else write_figures(flats, args.out):
+    for path in write_figures(flats, args.out) if figures else ():
         print(f"wrote {path}")
 
 
@@ -334,12 +345,11 @@ def _tasks(args: argparse.Namespace) -> None:
 def _toys(args: argparse.Namespace) -> None:
     from tiltsam.toys import estimators, figures, theory
 
-    if not args.no_figures:
-        _writable(args.out)
+    drawn = _figures(args)
     print(theory.render(theory.table()), flush=True)
     qualities = estimators.study()
     print("\n" + estimators.render(qualities), flush=True)
-    if not args.no_figures:
+    if drawn:
         print()
         for path in figures.draw_all(args.out, qualities=qualities):
             print(f"wrote {path}", flush=True)
@@ -350,6 +360,17 @@ def _methods(args: argparse.Namespace) -> None:
     for name, method in tiltsam.METHODS.items():
         first = (inspect.getdoc(method) or "").splitlines()[0].replace("``", "")
         print(f"{name:{width}}  {first}")
+
+
+def _figures(args: argparse.Namespace) -> bool:
+    """Whether to draw figures at the end: what would keep them from it is told before the work."""
+    if not args.no_figures and find_spec("matplotlib") is None:
+        why = "no figures: matplotlib is not there: pip install 'tiltsam[plots]'"
+        print(f"tiltsam {args.command}: {why}", file=sys.stderr, flush=True)
+    elif not args.no_figures:
+        _writable(args.out)
+        return True
+    return False
 
 
 def _writable(folder: Path) -> None:

@@ -56,6 +56,13 @@ def test_cutting_draws_into_groups_equals_drawing_group_by_group():
     assert float(stepwise.std()) == pytest.approx(grouped.spread, rel=0.1)
 
 
+def test_at_a_large_tilt_gaussian_draws_miss_the_weight():
+    """By Stein the mean of the tilted noise is t sigma^2 times the gradient, here 8.3 sigma."""
+    (many,) = estimators.measure(ESTIMATORS["Gaussian"], 20.0, [300], num_draws=9_000)
+    assert 20.0 * 0.5 * many.exact == pytest.approx(8.27, abs=0.01)
+    assert abs(many.bias) > 0.4
+
+
 def test_quality_adds_up():
     quality = estimators.Quality("x", 1.0, 3, 0.0, 3.0, 0.1, 4.0)
     assert quality.rmse == 5.0

@@ -117,15 +117,15 @@ def main() -> None:
             data = load(seed)
             for method in METHODS:
                 results[method].append(train(method, data, seed, args.epochs, progress))
-    table = Table(title=f"digits, {NOISE:.0%} wrong labels, {args.epochs} epochs, {args.seeds} seeds")
+    table = Table(title=f"digits, {NOISE:.0%} wrong labels; epochs: {args.epochs}, seeds: {args.seeds}")
     for heading in ("method", "test accuracy %", "fits its labels %", "seconds a run", "passes a run"):
         table.add_column(heading, justify="left" if heading == "method" else "right")
     for method, runs in results.items():
         accuracy = torch.tensor([run.accuracy for run in runs])
-        error = accuracy.std(correction=1) / len(runs) ** 0.5 if len(runs) > 1 else torch.tensor(float("nan"))
+        error = f" ± {accuracy.std() / len(runs) ** 0.5:.2f}" if len(runs) > 1 else ""
         table.add_row(
             method,
-            f"{accuracy.mean():.2f} ± {error:.2f}",
+            f"{accuracy.mean():.2f}{error}",
             f"{sum(run.train_accuracy for run in runs) / len(runs):.1f}",
             f"{sum(run.seconds for run in runs) / len(runs):.1f}",
             f"{runs[0].passes}",

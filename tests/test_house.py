@@ -6,6 +6,8 @@ import importlib
 import importlib.util
 import inspect
 import pkgutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -100,9 +102,6 @@ def test_nobody_imports_the_lab():
 
 def test_the_library_needs_torch_alone():
     """Importing the core pulls in nothing that is not torch or the standard library."""
-    import subprocess
-    import sys
-
     code = (
         "import sys, torch; before = set(sys.modules); import tiltsam; "
         "print(sorted({m.split('.')[0] for m in set(sys.modules) - before} - set(sys.stdlib_module_names)))"
@@ -141,6 +140,13 @@ def test_python_in_the_pages_runs(path, tmp_path, monkeypatch):
     for number, block in enumerate(path.read_text().split("```python\n")[1:]):
         code = block.split("```")[0]
         exec(compile(code, f"{path.name} block {number}", "exec"), namespace)
+
+
+def test_the_example_script_runs():
+    script = [sys.executable, str(REPOSITORY / "examples" / "digits.py"), "--epochs", "1", "--seeds", "1"]
+    run = subprocess.run(script, capture_output=True, text=True, check=True)
+    assert all(f" {method} " in run.stdout for method in ("erm", "sam", "tsam"))
+    assert "nan" not in run.stdout  # one seed has no standard error
 
 
 def test_the_readme_shows_both_commands():

@@ -198,6 +198,17 @@ def test_huge_tilts_and_losses_stay_finite():
     torch.testing.assert_close(here.value, top, rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize("speed", [20.0, 60.0])
+def test_of_many_peaks_the_highest_is_found(speed):
+    """At a large tilt each is a needle, and nodes that meet a lower one better must not hide it."""
+    many = toys.Problem("many peaks", lambda x: (speed * x).cos() + 5e-4 * speed * x, -1.0, 1.0)
+    eps, t = torch.linspace(-1, 1, 400_001, **F64), 1e4
+    step = torch.full_like(eps, 1 / 400_000).index_fill(0, torch.tensor([0, 400_000]), 1 / 800_000)
+    for theta in torch.linspace(-0.8, 0.8, 9).tolist():
+        want = (t * many.loss(theta + eps) + step.log()).logsumexp(0) / t
+        assert float(toys.tsam(many, theta, t, Ball(1.0)).value) == pytest.approx(float(want), abs=2e-6)
+
+
 @pytest.mark.parametrize("problem", [TOY1, TOY2, HMC_TEST, WAVE], ids=lambda p: p.name)
 @pytest.mark.parametrize("rho", [0.05, 0.3, 0.8])
 def test_sam_is_the_maximum_over_a_fine_grid(problem, rho):

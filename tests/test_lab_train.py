@@ -17,7 +17,8 @@ from lab_processes import files_named, start
 from tiltsam.cli import main
 from tiltsam.lab.batches import Batches
 from tiltsam.lab.compare import compare, format_rows, summarise
-from tiltsam.lab.config import METHOD_SETTINGS, ConfigError, TrainConfig, field_docs
+from tiltsam.lab.config import METHOD_SETTINGS, ConfigError, TrainConfig
+from tiltsam.lab.flags import field_docs
 from tiltsam.lab.loading import load_data, load_model
 from tiltsam.lab.record import Record, RecordError, _is_at
 from tiltsam.lab.report.runs import read_runs
@@ -415,6 +416,24 @@ def test_compare_reuses_what_is_done_and_averages_over_seeds(tmp_path):
     assert summarise([replace(SMALL, method="tsam")], tmp_path)[0].runs == 0
 
 
+def test_methods_with_settings_of_their_own(tmp_path, capsys):
+    named = ["sam", "sam:rho=0.4,average=true", "tsam:num-samples=2,t=5", "tsam:num_samples=2,t=5.0"]
+    command = ["compare", "digits", "--epochs", "0.2", "--rho", "0.2", "--seeds", "2", "--out", str(tmp_path)]
+    assert main([*command, "--methods", *named]) == 0
+    shown = capsys.readouterr()
+    assert not shown.err
+    rows = [line.split("|")[1::5] for line in shown.out.splitlines() if line.startswith("| ")]
+    assert [[cell.strip() for cell in row] for row in rows[1:]] == [[name, "2"] for name in named[:3]]
+    assert "digits sam:rho=0.4,average=true seed 1  100%" in shown.out
+    configs = [Record(path.parent).config() for path in files_named("config.json", tmp_path)]
+    assert len(configs) == 6
+    assert {(c.method, c.rho, c.average, c.num_samples, c.t) for c in configs} == {
+        ("sam", 0.2, False, 1, 20.0),
+        ("sam", 0.4, True, 1, 20.0),
+        ("tsam", 0.2, False, 2, 5.0),
+    }
+
+
 def test_two_processes_never_run_the_same_cell(tmp_path):
     arguments = ["compare", "digits", "--methods", "erm", "sam", "tsam", "--seeds", "2", "--epochs", "12"]
     both = [start(*arguments, "--num-samples", "2", "--out", str(tmp_path)) for _ in range(2)]
@@ -458,6 +477,19 @@ def test_a_run_that_is_held_is_refused(tmp_path, capsys):
         (["train", "digits", "--epochs", "inf"], "epochs, passes or seconds must be finite"),
         (["train", "cifar100", "--data-root", "/nonexistent"], "/nonexistent"),
         (["compare", "digits", "--seeds", "0"], "--seeds must be at least 1, got 0"),
+        (["compare", "digits", "--methods", "sam:t=5"], "'sam:t=5': sam has no t"),
+        (["compare", "digits", "--methods", "adam:rho=5"], "unknown method 'adam'"),
+        (["compare", "digits", "--methods", "sam:rho"], "after the colon settings, as in asam:rho=5"),
+        (["compare", "digits", "--methods", "sam:rho=1,rho=2"], "after the colon settings, as in asam:rho=5"),
+        (["compare", "digits", "--methods", "sam:rho=big"], "'sam:rho=big': 'big' is not a float"),
+        (["compare", "digits", "--methods", "sam:rho=-1"], "rho must be a finite number >= 0, got -1.0"),
+        (["compare", "digits", "--methods", "sam:size=1"], "size cannot be set for one method alone"),
+        (["compare", "digits", "--methods", "sam:seed=1"], "seed cannot be set for one method alone"),
+        (["compare", "digits", "--methods", "sam:average=yes"], "average is true or false, got 'yes'"),
+        (
+            ["compare", "digits", "--methods", "tsam:sampler=x"],
+            "sampler is one of ascent, uniform, gaussian, hmc, got 'x'",
+        ),
     ],
     ids=lambda x: " ".join(x) if isinstance(x, list) else "",
 )

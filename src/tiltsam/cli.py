@@ -109,7 +109,7 @@ def _mistake(command: str, error: object) -> int:
 
 
 def _add_lab(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    from tiltsam.lab.config import add_arguments
+    from tiltsam.lab.flags import add_arguments
     from tiltsam.lab.recipes.command import add_reproduce
     from tiltsam.lab.report.command import add_report
     from tiltsam.lab.sweeping.command import add_sweep
@@ -154,7 +154,13 @@ def _add_lab(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         allow_abbrev=False,  # or --seed would be --seeds
     )
     compare.add_argument("task", help="what to learn (see: tiltsam tasks)")
-    compare.add_argument("--methods", nargs="+", default=list(tiltsam.METHODS), help="default: all seven")
+    compare.add_argument(
+        "--methods",
+        nargs="+",
+        default=list(tiltsam.METHODS),
+        metavar="METHOD",
+        help="default: all seven; one may have settings of its own, as asam:rho=5 or tsam:num_samples=3,t=100",
+    )
     compare.add_argument("--seeds", type=int, default=2, help="runs a method, seeds 0, 1, … (default: %(default)s)")
     add_arguments(compare, leave_out=("task", "method", "seed"))
     compare.set_defaults(run=_compare)
@@ -211,7 +217,7 @@ def _known_mistakes() -> tuple[type[Exception], ...]:
 
 
 def _train(args: argparse.Namespace) -> None:
-    from tiltsam.lab.config import from_arguments, remarks
+    from tiltsam.lab.flags import from_arguments, remarks
     from tiltsam.lab.record import Record
     from tiltsam.lab.screen import Screen
     from tiltsam.lab.tasks import find_task
@@ -251,7 +257,8 @@ def _train(args: argparse.Namespace) -> None:
 
 def _compare(args: argparse.Namespace) -> None:
     from tiltsam.lab.compare import compare, format_rows
-    from tiltsam.lab.config import NOTHING_TO_WEIGH, from_arguments, given, tilts_nothing
+    from tiltsam.lab.config import NOTHING_TO_WEIGH, tilts_nothing
+    from tiltsam.lab.flags import from_arguments, given, parse_method
     from tiltsam.lab.record import Record
     from tiltsam.lab.report.command import report
     from tiltsam.lab.screen import Screen, print_table
@@ -260,10 +267,14 @@ def _compare(args: argparse.Namespace) -> None:
     if args.seeds < 1:
         raise UserError(f"--seeds must be at least 1, got {args.seeds}")
     find_task(args.task)  # before a folder is made for it
-    cells = [from_arguments(args, method=m, seed=s) for s in range(args.seeds) for m in dict.fromkeys(args.methods)]
-    if any(tilts_nothing(cell, given(args)) for cell in cells):
+    settings = {name: parse_method(name) for name in args.methods}
+    names: dict[str, str] = {}
+    for name, own in settings.items():
+        names.setdefault(from_arguments(args, **own).key(), name)  # of two that are the same run the first
+    cells = [from_arguments(args, **settings[name], seed=s) for s in range(args.seeds) for name in names.values()]
+    if any(tilts_nothing(from_arguments(args, **own), given(args) | own) for own in settings.values()):
         print(f"tiltsam compare: {NOTHING_TO_WEIGH}", file=sys.stderr, flush=True)
-    with Screen() as screen:
+    with Screen(names) as screen:
         rows = compare(
             cells,
             args.out,
@@ -273,7 +284,8 @@ def _compare(args: argparse.Namespace) -> None:
             tensorboard=args.tensorboard,
             report=screen.report,
             tick=screen.report,
-            failed=lambda config, error: screen.say(f"{config.method} seed {config.seed}: {error}"),
+            failed=lambda config, error: screen.say(f"{screen.name(config)}: {error}"),
+            names=names,
         )
     first = cells[0]
     seeds = "1 seed" if args.seeds == 1 else f"{args.seeds} seeds"

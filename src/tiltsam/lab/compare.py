@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
@@ -28,6 +28,7 @@ class Row:
     """A method's runs, averaged."""
 
     method: str
+    """Or what it is called, if there are several of it."""
     runs: int
     """Seeds that finished."""
     failed: int
@@ -53,6 +54,7 @@ def compare(
     report: Callable[[TrainConfig, Progress], None] = lambda config, progress: None,
     tick: Callable[[TrainConfig, Progress], None] = lambda config, progress: None,
     failed: Callable[[TrainConfig, TrainError], None] = lambda config, error: None,
+    names: Mapping[str, str] | None = None,
     poll_seconds: float = 1.0,
 ) -> list[Row]:
     """Train every config that has no result yet, and summarise.
@@ -70,6 +72,7 @@ def compare(
         report: Called after every epoch.
         tick: Called about twice a second within one.
         failed: Called when a run diverges; the others go on.
+        names: What rows are called, by the key of their configs; others by their method.
         poll_seconds: Time between looks at runs that other processes hold.
 
     Raises:
@@ -110,21 +113,26 @@ def compare(
         pending = [c for c in elsewhere if Record.of(out, c).result() is None]
         if pending:
             time.sleep(poll_seconds)
-    return summarise(configs, out, broken)
+    return summarise(configs, out, broken, names)
 
 
-def summarise(configs: Sequence[TrainConfig], out: Path, broken: Sequence[TrainConfig] = ()) -> list[Row]:
+def summarise(
+    configs: Sequence[TrainConfig],
+    out: Path,
+    broken: Sequence[TrainConfig] = (),
+    names: Mapping[str, str] | None = None,
+) -> list[Row]:
     """Average over seeds what is finished."""
     groups: dict[str, list[TrainConfig]] = {}
     for config in configs:
         groups.setdefault(config.key(), []).append(config)
     return [
         _row(
-            members[0].method,
+            (names or {}).get(key, members[0].method),
             [r for c in members if (r := Record.of(out, c).result())],
             sum(c in broken for c in members),
         )
-        for members in groups.values()
+        for key, members in groups.items()
     ]
 
 

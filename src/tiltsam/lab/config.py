@@ -1,26 +1,20 @@
-"""Every number of a run, in one frozen place; the command line is made from it."""
+"""Every number of a run, in one frozen place; the command line is made from it (:mod:`tiltsam.lab.flags`)."""
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import hashlib
-import inspect
 import json
 import math
-import textwrap
-import types
-import typing
-from argparse import ArgumentParser, ArgumentTypeError, BooleanOptionalAction, _ActionsContainer
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal
 
 from torch.optim import Optimizer
 
 import tiltsam
 
-__all__ = ["ConfigError", "TrainConfig", "add_arguments", "from_arguments", "given", "remarks", "tilts_nothing"]
+__all__ = ["ConfigError", "TrainConfig", "settings_of_others", "tilts_nothing"]
 
 NOTHING_TO_WEIGH = "tsam has one sample and nothing to weigh, so that t does nothing: --num-samples 3, say"
 
@@ -252,7 +246,7 @@ class TrainConfig:
     def key(self) -> str:
         """A short name of everything but the seed: runs that differ in the seed alone are averaged."""
         body = {k: v for k, v in dataclasses.asdict(self).items() if k not in ("seed", "device")}
-        others = _settings_of_others(self.method)
+        others = settings_of_others(self.method)
         # Another method's settings make no other run, nor does 2 for 2.0, nor a field added later that says nothing.
         body = {k: v for k, v in body.items() if k not in others and (k not in _SAYS_NOTHING or v != _SAYS_NOTHING[k])}
         body = {k: float(v) if isinstance(v, int) else v for k, v in body.items()}
@@ -266,94 +260,13 @@ class TrainConfig:
         return f"{self.method}-{digest}"
 
 
-def field_docs(cls: type) -> dict[str, str]:
-    """The docstring under each field of a dataclass."""
-    body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
-    assert isinstance(body, ast.ClassDef)
-    docs = {}
-    for field, text in zip(body.body, body.body[1:], strict=False):
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr):
-            docs[field.target.id] = " ".join(str(ast.literal_eval(text.value)).split())
-    return docs
-
-
-# Where a part of the help begins, and its heading.
-_PARTS = {
-    "task": "what is trained",
-    "epochs": "how long (whichever is reached first)",
-    "lr": "base optimizer and loss",
-    "rho": "settings of the methods",
-    "seed": "the run",
-}
-
-
-def add_arguments(parser: ArgumentParser, *, leave_out: tuple[str, ...] = ()) -> None:
-    """A flag for every field."""
-    docs, hints = field_docs(TrainConfig), get_type_hints(TrainConfig)
-    part: _ActionsContainer = parser
-    for field in dataclasses.fields(TrainConfig):
-        if field.name in _PARTS:
-            part = parser.add_argument_group(_PARTS[field.name])
-        if field.name in leave_out:
-            continue
-        flag = f"--{field.name.replace('_', '-')}"
-        default = "" if field.default is None else f" (default: {field.default})"
-        text = docs[field.name].replace("%", "%%") + default
-        hint = hints[field.name]
-        if hint is bool:
-            part.add_argument(flag, action=BooleanOptionalAction, help=text, default=None)
-        elif get_origin(hint) is Literal:
-            part.add_argument(flag, choices=get_args(hint), help=text, default=None)
-        else:
-            name = "NAME" if hint is str else _plain(hint).__name__.upper()
-            part.add_argument(flag, type=_parser_of(hint), metavar=name, help=text)
-
-
-def from_arguments(args: Any, **fixed: Any) -> TrainConfig:
-    """The config that the flags of :func:`add_arguments` ask for."""
-    return TrainConfig(**given(args) | fixed)
-
-
-def given(args: Any) -> dict[str, Any]:
-    """The settings that flags gave."""
-    everything = {f.name: getattr(args, f.name, None) for f in dataclasses.fields(TrainConfig)}
-    return {name: value for name, value in everything.items() if value is not None}
-
-
-def remarks(args: Any, config: TrainConfig) -> list[str]:
-    """What is to be said of settings given by flags that do nothing: another method's, or the tilt of one sample."""
-    names = given(args)
-    others = [name for name in names if name in _settings_of_others(config.method)]
-    found = [f"{config.method} has no {', '.join(others)}: left out"] if others else []
-    return found + ([NOTHING_TO_WEIGH] if tilts_nothing(config, names) else [])
-
-
 def tilts_nothing(config: TrainConfig, names: Collection[str]) -> bool:
     """Whether a tilt is among the settings that were given, and without effect."""
     alone = config.method == "tsam" and config.num_samples == 1 and config.sampler != "hmc"  # which samples by it
     return alone and not {"t", "t_schedule", "delta"}.isdisjoint(names)
 
 
-def _settings_of_others(method: str) -> set[str]:
+def settings_of_others(method: str) -> set[str]:
     """What another method has and this one does not."""
     others = set().union(*METHOD_SETTINGS.values()) - set(METHOD_SETTINGS[method])
     return others - {"num_samples"} if method == "esam1" else others
-
-
-def _plain(hint: Any) -> type:
-    if get_origin(hint) in (typing.Union, types.UnionType):
-        (hint,) = (part for part in get_args(hint) if part is not type(None))
-    assert isinstance(hint, type)
-    return hint
-
-
-def _parser_of(hint: Any) -> Callable[[str], Any]:
-    plain = _plain(hint)
-
-    def parse(text: str) -> Any:
-        try:
-            return plain(text)
-        except ValueError:
-            raise ArgumentTypeError(f"{text!r} is not {'an' if plain is int else 'a'} {plain.__name__}") from None
-
-    return parse

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -54,13 +54,22 @@ class LiveScreen:
 
 
 class Screen(LiveScreen):
-    """Shows runs as they go. A context; ``report`` and ``loading`` fit :func:`tiltsam.lab.compare.compare`."""
+    """Shows runs as they go. A context; ``report`` and ``loading`` fit :func:`tiltsam.lab.compare.compare`.
 
-    def __init__(self) -> None:
+    Args:
+        names: What runs are called, by their config's key; others by their method.
+    """
+
+    def __init__(self, names: Mapping[str, str] | None = None) -> None:
         super().__init__(_bar)
+        self._names = names or {}
         self._task: Any = None
         self._shown: object = None
         self._last_line = 0.0
+
+    def name(self, config: TrainConfig) -> str:
+        """What a run is called."""
+        return f"{self._names.get(config.key(), config.method)} seed {config.seed}"
 
     def report(self, config: TrainConfig, progress: Progress) -> None:
         """A run is that far."""
@@ -71,7 +80,7 @@ class Screen(LiveScreen):
         notes.append(f"{progress.passes / max(progress.seconds, 1e-9):.3g} passes/s")
         if 0 < progress.done < 1:
             notes.append(f"{_clock(progress.seconds * (1 / progress.done - 1))} left")
-        name, note = f"{config.method} seed {config.seed}", "  ".join(notes)
+        name, note = self.name(config), "  ".join(notes)
         if self._live is None:
             self._line(f"{config.task} {name}  {100 * min(progress.done, 1):3.0f}%  {note}", last=progress.done >= 1)
         else:

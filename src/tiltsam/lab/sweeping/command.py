@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 import tiltsam
-from tiltsam.lab.config import add_arguments, from_arguments
+from tiltsam.lab.flags import add_arguments, from_arguments
 
 __all__ = ["add_sweep"]
 

@@ -26,7 +26,7 @@ from trainers import (
 lightning = pytest.importorskip("lightning")
 from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging, WeightAveraging  # noqa: E402
 from lightning.pytorch.plugins.precision import MixedPrecision  # noqa: E402
-from torchmetrics import MeanMetric, RunningMean  # noqa: E402
+from torchmetrics import MaxMetric, MeanMetric, MetricCollection, RunningMean  # noqa: E402
 
 from tiltsam.integrations.lightning import SharpnessAwareMixin  # noqa: E402
 
@@ -161,6 +161,27 @@ def test_what_a_metric_counts_beside_its_states_is_put_back(tmp_path):
     trainer(tmp_path, max_steps=3).fit(model, loader())
     a, b, c = plain("sam", steps=3)[1]
     assert model.means == pytest.approx([a, (a + b) / 2, (b + c) / 2], rel=1e-6)
+
+
+def test_a_collection_of_metrics_counts_the_first_pass_alone(tmp_path):
+    """Two of its metrics are alike, and share their states."""
+
+    class Collecting(Model):
+        def __init__(self):
+            super().__init__("sam")
+            self.seen = MetricCollection({"mean": MeanMetric(), "again": MeanMetric(), "largest": MaxMetric()})
+
+        def training_step(self, batch, batch_idx):
+            loss = loss_of(self.net, *batch)
+            self.seen.update(loss.detach())
+            self.log_dict(self.seen, on_step=False, on_epoch=True)
+            return loss
+
+    model, fit = Collecting(), trainer(tmp_path, max_steps=10)
+    fit.fit(model, loader())
+    firsts = plain("sam", steps=10)[1][5:]  # of the second epoch
+    wanted = {"mean": sum(firsts) / 5, "again": sum(firsts) / 5, "largest": max(firsts)}
+    assert {name: value.item() for name, value in fit.callback_metrics.items()} == pytest.approx(wanted, rel=1e-6)
 
 
 def test_batches_of_a_window_are_logged_by_their_own_sizes(tmp_path):

@@ -106,7 +106,7 @@ class SharpnessAwareMixin:
             if not losses:
                 raise _NothingToLearn
             if self._first_pass:
-                metrics.extend(_MetricState(m) for m in self.modules() if hasattr(m, "metric_state"))  # type: ignore[attr-defined]
+                metrics.extend(_MetricState(m) for m in self.modules() if _is_metric(m))  # type: ignore[attr-defined]
             self._first_pass = False
             return torch.stack(losses).sum()
 
@@ -151,6 +151,11 @@ def _logging_of(trainer: Any, batch: Any) -> Iterator[None]:
         yield
     finally:
         results.batch, results.batch_size = kept
+
+
+def _is_metric(module: torch.nn.Module) -> bool:
+    """Whether it is a torchmetric; of a collection each of its metrics is, and comes by itself."""
+    return hasattr(module, "metric_state") and not isinstance(module, torch.nn.ModuleDict)
 
 
 class _MetricState:

@@ -207,19 +207,19 @@ def save_sharded(rank, folder, steps):
     dcp.save(state, checkpoint_id=folder)
 
 
-def resume_sharded(rank, folder, start, steps):
+def resume_sharded(rank, folder, start, steps, by_base):
     model = sharded_model(init_device_mesh("cpu", (dist.get_world_size(),)))
     optimizer = BY_NAME["tsam"](adamw(model.parameters()), model=model)
-    load(model, optimizer, folder)
+    load(model, optimizer.base if by_base else optimizer, folder)
     train(model, optimizer, range(start, start + steps), rank, dist.get_world_size())
     return flat(model), optimizer.param_groups[0]["steps_taken"]
 
 
 def load(model, optimizer, folder):
-    state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer.base)}
+    state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
     dcp.load(state, checkpoint_id=folder, no_dist=not dist.is_initialized())
     set_model_state_dict(model, state["model"])
-    set_optimizer_state_dict(model, optimizer.base, state["optimizer"])
+    set_optimizer_state_dict(model, optimizer, state["optimizer"])
 
 
 def die_in_a_step(rank, kind):

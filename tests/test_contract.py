@@ -303,6 +303,25 @@ def test_step_without_closure_shows_what_to_write(method):
         optimizer.step()
 
 
+def test_a_step_that_changes_nothing_makes_the_bases_state():
+    """So torch.distributed.checkpoint calls it before it loads."""
+    problem = Problem()
+    optimizer = tiltsam.SAM(torch.optim.AdamW(problem.model.parameters(), lr=0.1))
+    params = [p for p in problem.model.parameters() if p.requires_grad]
+    before = {name: value.clone() for name, value in problem.model.state_dict().items()}
+    for lr, gradient in ((0.1, 0.0), (0.0, 1.0)):
+        optimizer.param_groups[0]["lr"] = lr
+        for p in params:
+            p.grad = torch.full_like(p, gradient)
+        with pytest.raises(TypeError, match="needs a closure"):
+            optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+    optimizer.step()
+    assert_same(before, problem.model.state_dict())
+    assert len(optimizer.state) == len(params)
+    assert optimizer.param_groups[0]["steps_taken"] == 0
+
+
 @every_method
 def test_closures_may_clear_gradients(method):
     a, b = Problem(dropout=0.0), Problem(dropout=0.0)

@@ -157,14 +157,17 @@ def test_meshes_of_two_dimensions(four, kind):
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # what we want when one process loads alone
 def test_a_checkpoint_of_one_world_size_is_resumed_by_another(ranks, tmp_path):
-    """Saved by two or three ranks, resumed by as many, and by one process without any sharding."""
+    """Saved by two or three ranks, resumed by as many, by others, and by one process without any sharding.
+
+    The base holds all state there is, and the wrapper can stand for it.
+    """
     folder = str(tmp_path / "checkpoint")
     ranks(jobs.save_sharded, folder, 5)
     expected = jobs.alone("tsam", "adamw", 10)
     others = Ranks(5 - ranks.size)
     try:
-        for world in (ranks, others):
-            for weights, steps in world(jobs.resume_sharded, folder, 5, 5):
+        for world, by_base in ((ranks, True), (ranks, False), (others, False)):
+            for weights, steps in world(jobs.resume_sharded, folder, 5, 5, by_base):
                 torch.testing.assert_close(weights, expected, **CLOSE)
                 assert steps == 10
     finally:

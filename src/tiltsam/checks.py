@@ -16,6 +16,7 @@ from tiltsam.distributed import Parallel, local_part
 __all__ = [
     "NEEDS_CLOSURE",
     "NEEDS_SCALER",
+    "changes_nothing",
     "check_base",
     "check_count",
     "check_gradient",
@@ -103,6 +104,16 @@ def check_minimizes(groups: Sequence[Mapping[str, Any]]) -> None:
             "maximize=True would seek the sharpest maximum: leave it out, and let the closure run backward on the "
             "negative of the objective and return that"
         )
+
+
+def changes_nothing(param_groups: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a step of the base would leave all weights alone, and only make its state.
+
+    So ``torch.distributed.checkpoint`` calls ``step()`` before it loads: rates and gradients are zero.
+    """
+    gradients = [p.grad for group in param_groups for p in group["params"] if p.grad is not None]
+    rates = [group["lr"] for group in param_groups if "lr" in group]
+    return bool(gradients) and not any(rates) and not any(local_part(g).any() for g in gradients)
 
 
 def check_model(model: Any, base: Optimizer) -> None:

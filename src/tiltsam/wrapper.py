@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from tiltsam.checks import (
     NEEDS_CLOSURE,
     NEEDS_SCALER,
+    changes_nothing,
     check_base,
     check_count,
     check_minimizes,
@@ -184,6 +185,9 @@ class SharpnessAware(Shell):
             The loss that was descended: the tilted loss of the samples for TSAM, the loss at the perturbed point for
             SAM. Detached, on the device of the parameters; NaN if no sample was finite.
         """
+        if closure is None and changes_nothing(self.param_groups):
+            self.base.step()
+            return torch.zeros(())
         closures = [closure] if callable(closure) else closure
         if not isinstance(closures, Sequence) or not all(callable(one) for one in closures):  # a loss, say
             raise TypeError(NEEDS_CLOSURE.format(name=type(self).__name__))

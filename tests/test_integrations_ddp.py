@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from jobs import flat as gathered
 from ranks import Ranks
 from trainers import (
     BATCH,
@@ -42,10 +43,12 @@ def with_exchanges(rank, job, *args):
         return job(rank, *args), sum(exchanged)
 
 
-def in_lightning(rank, folder, parts):
+def in_lightning(rank, folder, parts, sharded=False):
     as_rank(rank, 2)
     warnings.simplefilter("ignore")  # Lightning's advice about workers and samplers
     import lightning
+    from lightning.pytorch.strategies import ModelParallelStrategy
+    from torch.distributed.fsdp import fully_shard
     from torch.utils.data import DataLoader, DistributedSampler
 
     from tiltsam.integrations.lightning import SharpnessAwareMixin
@@ -54,6 +57,10 @@ def in_lightning(rank, folder, parts):
         def __init__(self):
             super().__init__()
             self.net = net()
+
+        def configure_model(self):
+            if sharded:
+                fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
 
         def training_step(self, batch, batch_idx):
             loss = loss_of(self.net, *batch)
@@ -68,7 +75,7 @@ def in_lightning(rank, folder, parts):
     trainer = lightning.Trainer(
         accelerator="cpu",
         devices=2,
-        strategy="ddp",
+        strategy=ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1) if sharded else "ddp",
         default_root_dir=folder,
         max_steps=STEPS,
         accumulate_grad_batches=parts,
@@ -81,7 +88,7 @@ def in_lightning(rank, folder, parts):
     model = Model()
     trainer.fit(model, DataLoader(Rows(), batch_size=BATCH // 2 // parts, sampler=sampler))
     assert trainer.world_size == 2
-    return flat(model.net)
+    return gathered(model.net) if sharded else flat(model.net)
 
 
 def in_accelerate(rank, folder, parts, together=False):
@@ -144,8 +151,10 @@ def test_two_ranks(tmp_path):
             assert exchanges == passes, job.__name__  # not after each of the parts
             assert torch.equal(first, second), job.__name__
             assert_close(first, expected)
-        first, second = ranks(in_accelerate, str(tmp_path), 3, True)  # the optimizer knows the bare model alone
-        assert torch.equal(first, second)
-        assert_close(first, expected)
+        # The optimizer knows the bare model alone; and FSDP2.
+        for job in (in_accelerate, in_lightning):
+            first, second = ranks(job, str(tmp_path), 3, True)
+            assert torch.equal(first, second), job.__name__
+            assert_close(first, expected)
     finally:
         ranks.close()

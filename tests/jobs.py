@@ -320,6 +320,18 @@ def other_parameters_on_other_ranks(rank, steps):
     return flat(experts), (flat(experts) != start).all().item()
 
 
+def samples_among_data_ranks(rank, kind):
+    """Ranks that share samples, which need the same batch, although their gradients are averaged over other batches."""
+    parallel = tiltsam.Parallel(samples=dist.group.WORLD, data=dist.group.WORLD if kind == "said" else None)
+    model = {"ddp": DistributedDataParallel, "fsdp": fully_shard, "said": lambda model: model}[kind](mlp())
+    optimizer = tiltsam.TSAM(sgd(model.parameters()), num_samples=4, model=model, parallel=parallel)
+    try:
+        train(model, optimizer, range(1))
+    except ValueError as error:
+        return str(error)
+    return None
+
+
 def samples_without_a_word_about_the_data(rank):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "samples"))
     model = mlp()

@@ -140,6 +140,14 @@ def test_samples_may_have_gradients_of_different_parameters(ranks):
     assert all(moved for _, moved in found)
 
 
+@pytest.mark.parametrize("kind", ["ddp", "fsdp", "said"])
+def test_ranks_that_share_samples_cannot_see_different_batches(ranks, kind):
+    """DDP would average gradients from different points, and wait for passes that the other rank does not run."""
+    for error in ranks(jobs.samples_among_data_ranks, kind):
+        who = "ranks 0 and 1" if ranks.size == 2 else "ranks 0, 1 and 2"
+        assert error.startswith(f"{who} share the samples of one batch, and average gradients")
+
+
 def test_samples_and_unknown_data_ranks_are_refused(four):
     for message in four(jobs.samples_without_a_word_about_the_data):
         assert "of 4 processes 2 share samples: say which ones see different batches" in message

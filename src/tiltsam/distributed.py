@@ -86,6 +86,7 @@ class World:
         self._samples = _unless_alone(parallel.samples)
         self._data = [g for g in self._data_groups(parallel, sharding) if _unless_alone(g) is not None]
         if self._samples is not None:
+            self._check_apart(self._samples)
             if not self._data and dist.get_world_size(self._samples) < dist.get_world_size():
                 raise ValueError(
                     f"of {dist.get_world_size()} processes {dist.get_world_size(self._samples)} share samples: say "
@@ -115,6 +116,17 @@ class World:
         if self._ddp is not None:
             return [self._ddp.process_group]
         return [] if parallel.samples is not None else [dist.group.WORLD]
+
+    def _check_apart(self, samples: Group) -> None:
+        """Raise if gradients would be averaged over ranks that look at different points."""
+        sharing = dist.get_process_group_ranks(samples)
+        both = [r for r in sharing if any(r in dist.get_process_group_ranks(group) for group in self._data)]
+        if len(both) > 1:
+            raise ValueError(
+                f"ranks {', '.join(map(str, both[:-1]))} and {both[-1]} share the samples of one batch, and average "
+                "gradients as if they saw different ones: leave out DistributedDataParallel, fully_shard or "
+                "Parallel(data=...), or give it the other dimension of a mesh"
+            )
 
     @property
     def alone(self) -> bool:

@@ -2,6 +2,7 @@
 
 import os
 import time
+import warnings
 from contextlib import suppress
 
 import torch
@@ -318,6 +319,15 @@ def other_parameters_on_other_ranks(rank, steps):
 
         optimizer.step(closure)
     return flat(experts), (flat(experts) != start).all().item()
+
+
+def samples_without_the_model(rank):
+    """What is warned of, and where."""
+    model = mlp()
+    optimizer = tiltsam.TSAM(sgd(model.parameters()), parallel=tiltsam.Parallel(samples=dist.group.WORLD))
+    with warnings.catch_warnings(record=True) as found:
+        train(model, optimizer, range(1))
+    return [(str(warning.message), warning.filename == __file__) for warning in found]
 
 
 def samples_among_data_ranks(rank, kind):

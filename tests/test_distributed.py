@@ -140,6 +140,12 @@ def test_samples_may_have_gradients_of_different_parameters(ranks):
     assert all(moved for _, moved in found)
 
 
+def test_samples_without_the_model_are_warned_about(ranks):
+    for ((message, where_the_step_was_taken),) in ranks(jobs.samples_without_the_model):
+        assert "divided among ranks without model=" in message
+        assert where_the_step_was_taken
+
+
 @pytest.mark.parametrize("kind", ["ddp", "fsdp", "said"])
 def test_ranks_that_share_samples_cannot_see_different_batches(ranks, kind):
     """DDP would average gradients from different points, and wait for passes that the other rank does not run."""

@@ -173,8 +173,9 @@ def test_low_precision_weights_are_warned_about_once():
     model = nn.Linear(6, 3)
     problem = Problem(model, dtype=torch.bfloat16)
     optimizer = tiltsam.SAM(sgd(model.parameters()))
-    with pytest.warns(RuntimeWarning, match=r"weights in bfloat16.*lost to rounding.*float32"):
+    with pytest.warns(RuntimeWarning, match=r"weights in bfloat16.*lost to rounding.*float32") as found:
         optimizer.step(problem.closure)
+    assert found[0].filename == __file__  # where the step was taken
     optimizer.step(problem.closure)  # a second warning would be an error
 
 

@@ -168,5 +168,5 @@ def warn_low_precision(params: Sequence[Tensor]) -> None:
             f"weights in {' and '.join(low)}: most coordinates of a small perturbation are lost to rounding. Keep the "
             "weights in float32 and run the model under torch.autocast",
             RuntimeWarning,
-            stacklevel=4,
+            stacklevel=7,  # whoever called step
         )

@@ -97,7 +97,7 @@ class World:
                     "samples are divided among ranks without model=: BatchNorm's statistics and the random state after "
                     "a step will differ from rank to rank",
                     RuntimeWarning,
-                    stacklevel=6,
+                    stacklevel=8,  # whoever called step
                 )
         self.local_ascent = parallel.ascent == "local" and bool(self._data)
         if self.local_ascent and self._ddp is None:

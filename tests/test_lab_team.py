@@ -151,6 +151,13 @@ def test_parts_of_a_batch_make_the_batch():
         Team(0, 3).check(7)
 
 
+def test_processes_without_a_sample_are_told(tmp_path):
+    """One sample is the default."""
+    process = start(tmp_path, "--epochs", "1", "--num-samples", "1", "--parallel", "samples", processes=2)
+    assert ended(process).count("2 processes share 1 sample: --parallel samples is for tsam with --num-samples 2") == 1
+    assert Team(0, 2, "samples").remarks(2) == Team(0, 2, "data").remarks(1) == Team(0, 1, "samples").remarks(1) == []
+
+
 def test_a_budget_of_passes_is_not_for_a_team_that_divides_samples():
     """Each process counts its own, so that the run would be longer than that of one process, which has its name."""
     with pytest.raises(ConfigError, match="say --epochs or --seconds"):

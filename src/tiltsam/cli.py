@@ -233,7 +233,8 @@ def _train(args: argparse.Namespace) -> None:
             raise UserError(f"another process is training this run in {record.folder}")
         shown: dict[str, Any] = {}
         if team.first:
-            for remark in remarks(args, config):
+            samples = config.num_samples if config.method == "tsam" else 1
+            for remark in remarks(args, config) + team.remarks(samples):
                 print(f"tiltsam train: {remark}", file=sys.stderr, flush=True)
             screen = held.enter_context(Screen())
             report = partial(screen.report, config)

@@ -62,6 +62,15 @@ class Team:
         if self.split == "data" and batch_size % self.size:
             raise ConfigError(f"a batch of {batch_size} cannot be divided evenly among {self.size} processes")
 
+    def remarks(self, num_samples: int) -> list[str]:
+        """What is to be said of processes that have nothing to do."""
+        if self.split == "data" or num_samples >= self.size:
+            return []
+        has = f"{num_samples} sample{'s' if num_samples > 1 else ''}"
+        return [
+            f"{self.size} processes share {has}: --parallel samples is for tsam with --num-samples {self.size}, or more"
+        ]
+
     def wrap(self, model: nn.Module) -> nn.Module:
         """The model that steps call: it averages gradients where the team divides batches."""
         if self.size == 1 or self.split == "samples":

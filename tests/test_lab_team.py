@@ -7,15 +7,20 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from lab_processes import files_named
+from ranks import Ranks
 from tiltsam.cli import main
-from tiltsam.lab.config import ConfigError
+from tiltsam.lab.config import ConfigError, TrainConfig
+from tiltsam.lab.loading import load_data
+from tiltsam.lab.record import Record
 from tiltsam.lab.team import Team, team_of_this_process
+from tiltsam.lab.train import Run
 
 pytestmark = pytest.mark.xdist_group("ranks")
 METHOD = ("--method", "tsam", "--rho", "0.5", "--num-samples", "3")
@@ -149,6 +154,35 @@ def test_parts_of_a_batch_make_the_batch():
     assert all(len(part) == 2 for part in parts)
     with pytest.raises(ConfigError, match="a batch of 7 cannot be divided evenly among 3 processes"):
         Team(0, 3).check(7)
+
+
+def masks(rank, folder, split, epochs):
+    """What a layer of a run's model draws, epoch by epoch, in training."""
+    drawn = []
+
+    class Drawing(torch.nn.Linear):
+        def forward(self, x):
+            if self.training:
+                drawn.append(torch.rand(()).item())
+            return super().forward(x.flatten(1))
+
+    config = TrainConfig(task="digits", method="sam", epochs=epochs, batch_size=512)
+    with mock.patch("tiltsam.lab.train.build_model", side_effect=lambda *_: Drawing(64, 10)):
+        Run(config, Record(Path(folder)), load_data(config), Team(rank, 2, split)).run(lambda progress: None, 0.0)
+    return drawn
+
+
+def test_processes_with_other_examples_draw_other_masks(tmp_path):
+    """Or dropout would repeat itself in every part of a batch; where they share the examples, they share the masks."""
+    ranks = Ranks(2)
+    try:
+        first, second = ranks(masks, str(tmp_path / "data"), "data", 2)
+        assert len(first) == len(second)
+        assert set(first).isdisjoint(second)
+        one, other = ranks(masks, str(tmp_path / "samples"), "samples", 1)
+        assert set(one) == set(other)
+    finally:
+        ranks.close()
 
 
 def test_processes_without_a_sample_are_told(tmp_path):

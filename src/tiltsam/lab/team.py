@@ -4,11 +4,11 @@
     torchrun --nproc-per-node 3 -m tiltsam train cifar100 --method tsam --num-samples 3 --parallel samples
 
 The batch size is the whole team's, and so are the results: a run is the same run whoever trains it, and may be begun by
-one process and ended by four. (BatchNorm sees each process's part of a batch, as always in data-parallel training.)
-Passes are counted on the first process, so a budget of them is not for a team that divides samples. That process alone
-writes the record; all read checkpoints from it, so that on several hosts the folder has to be one they share. A worker
-that dies takes the others down within the timeout, and ``torchrun --max-restarts`` starts all of them again from the
-last checkpoint.
+one process and ended by four. (BatchNorm sees each process's part of a batch, and dropout draws other masks there, as
+always in data-parallel training.) Passes are counted on the first process, so a budget of them is not for a team that
+divides samples. That process alone writes the record; all read checkpoints from it, so that on several hosts the folder
+has to be one they share. A worker that dies takes the others down within the timeout, and ``torchrun --max-restarts``
+starts all of them again from the last checkpoint.
 """
 
 from __future__ import annotations
@@ -88,6 +88,11 @@ class Team:
         if self.size == 1 or self.split == "samples":
             return batch
         return tuple(x[self.rank :: self.size] for x in batch)
+
+    def draw_apart(self, seed: int, epoch: int) -> None:
+        """Let processes with examples of their own draw masks of their own (dropout's), the same when resumed."""
+        if self.rank and self.split == "data":
+            torch.manual_seed(((1_000_003 * seed + epoch) * 1_000_003 + self.rank) % 2**63)
 
     def agree(self, value: float) -> float:
         """The first process's value, for all."""

@@ -232,6 +232,7 @@ class Run:
         start, before = time.perf_counter(), progress.seconds
         ticked = start
         self.trained.train()
+        self.team.draw_apart(config.seed, epoch)
         for k, batch in enumerate(self.batches.epoch(config.seed, epoch)):
             now = time.perf_counter()
             progress.seconds = before + now - start

@@ -34,16 +34,16 @@ def rank_main(rank: int, args: argparse.Namespace, folder: str) -> None:
     torch.set_num_threads(1)
     store = f"file://{folder}/store"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=args.ranks, timeout=timedelta(minutes=10))
-    work = Workload(args.network, args.batch, torch.device("cpu"))
-    apart = tiltsam.SAM(work.sgd(), rho=RHO, model=work.model, parallel=None)
+    own, shared = (Workload(args.network, args.batch, torch.device("cpu")) for _ in range(2))
+    apart = tiltsam.SAM(own.sgd(), rho=RHO, model=own.model, parallel=None)
     parallel = tiltsam.Parallel(samples=dist.group.WORLD)
     together = tiltsam.TSAM(
-        work.sgd(), rho=RHO, radius=RADIUS, num_samples=args.ranks, model=work.model, parallel=parallel
+        shared.sgd(), rho=RHO, radius=RADIUS, num_samples=args.ranks, model=shared.model, parallel=parallel
     )
     steps: dict[str, Callable[[], object]] = {
-        KINDS[0]: lambda: apart.step(work.closure) if rank == 0 else None,
-        KINDS[1]: lambda: apart.step(work.closure),
-        KINDS[2]: lambda: together.step(work.closure),
+        KINDS[0]: lambda: apart.step(own.closure) if rank == 0 else None,
+        KINDS[1]: lambda: apart.step(own.closure),
+        KINDS[2]: lambda: together.step(shared.closure),
     }
     best = dict.fromkeys(KINDS, float("inf"))
     for turn in range(args.repeats + 1):

@@ -330,6 +330,21 @@ def samples_without_the_model(rank):
     return [(str(warning.message), warning.filename == __file__) for warning in found]
 
 
+def samples_of_different_models(rank):
+    """Nobody has seeded the ranks alike, and no DDP hands out the weights of the first."""
+    model = mlp()
+    with torch.no_grad():
+        model[0].bias[-1] += rank
+    optimizer = tiltsam.TSAM(
+        sgd(model.parameters()), num_samples=2, model=model, parallel=tiltsam.Parallel(samples=dist.group.WORLD)
+    )
+    try:
+        train(model, optimizer, range(1))
+    except ValueError as error:
+        return str(error)
+    return None
+
+
 def samples_among_data_ranks(rank, kind):
     """Ranks that share samples, which need the same batch, although their gradients are averaged over other batches."""
     parallel = tiltsam.Parallel(samples=dist.group.WORLD, data=dist.group.WORLD if kind == "said" else None)

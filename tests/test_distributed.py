@@ -140,6 +140,11 @@ def test_samples_may_have_gradients_of_different_parameters(ranks):
     assert all(moved for _, moved in found)
 
 
+def test_ranks_that_share_samples_have_to_begin_with_the_same_weights(ranks):
+    for error in ranks(jobs.samples_of_different_models):
+        assert "weights differ among the ranks that share samples" in error
+
+
 def test_samples_without_the_model_are_warned_about(ranks):
     for ((message, where_the_step_was_taken),) in ranks(jobs.samples_without_the_model):
         assert "divided among ranks without model=" in message

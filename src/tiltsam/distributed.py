@@ -161,6 +161,20 @@ class World:
         """Whether the samples of a step are divided among ranks."""
         return self._samples is not None
 
+    def check_alike(self, weights: Sequence[Tensor]) -> None:
+        """Raise if ranks that share samples hold other weights: all would step as if they were the first one's."""
+        if self._samples is None:
+            return
+        device = weights[0].device
+        sums = torch.stack([x.sum(dtype=torch.float64).to(device) for x in weights]).nan_to_num()
+        largest = torch.stack([sums, -sums])
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._samples)
+        if not torch.equal(largest[0], -largest[1]):
+            raise ValueError(
+                "weights differ among the ranks that share samples: seed all of them alike before the model is made, "
+                "or load one checkpoint on all"
+            )
+
     def my_samples(self, num_samples: int, *, independent: bool) -> range:
         """The samples of this rank. Those that build on each other stay together, on the first rank."""
         if self._samples is None:

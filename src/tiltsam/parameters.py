@@ -68,6 +68,7 @@ class ParameterSpace(BlockVectors, DeviceSettings):
         self.world = World(parallel, self.passes.model, self.sharding)
         check_storage(self.params)
         here = [vectors.real(local_part(p)) for p in self.params]
+        self.world.check_alike(here)
         dtype = torch.float64 if any(x.dtype == torch.float64 for x in here) else torch.float32
         groups_of = [g for _, g in members]
         dims = [p.dim() for p in self.params]

@@ -68,8 +68,8 @@ class TSAM(SharpnessAware):
         base: The optimizer that does the update, an instance.
         t: Tilt >= 0, a number or a callable of the step. 0 averages the samples, a large t follows the worst; ``None``
             means 20. A single sample has all the weight, whatever t.
-        rho: Length of the ascent, >= 0; with the meaning and scale it has in SAM. A group's own ``rho`` wins. The samplers
-            ``"uniform"``, ``"gaussian"`` and ``"hmc"`` have no ascent and make no use of it.
+        rho: Length of the ascent, >= 0; with the meaning and scale it has in SAM. A group's own ``rho`` wins.
+            The samplers ``"uniform"``, ``"gaussian"`` and ``"hmc"`` have no ascent and make no use of it.
         radius: Radius R of the random start; ``None`` means 0.003·√d, d the number of trainable coordinates.
         num_samples: s >= 1; ``None`` means one, which is SAM from a random start, at its cost, and step for step did as
             well as the paper's 3 or 5 (docs/evidence.md).

@@ -110,7 +110,8 @@ class TrainConfig:
     """Longest aggregated gradient; 1 in the paper's text experiments."""
 
     rho: float | None = None
-    """Length of the ascent; by default the method's own (sam 0.05, tsam 0.1, asam 0.5). Only tsam's sampler ascent has one."""
+    """Length of the ascent; by default the method's own (sam 0.05, tsam 0.1, asam 0.5). Of tsam's samplers "ascent" has
+    one, and no other."""
     rho_schedule: Literal["constant", "up", "down"] = "constant"
     """Whether rho stays, rises from zero over the budget, or falls to zero."""
     t: float = 20.0

@@ -80,6 +80,17 @@ def test_labels_are_worked_on_in_the_order_they_are_asked_for(tmp_path):
     assert [cell.label for cell in variants.left(tmp_path, {}, ["c", "a"])] == ["c", "a"] * 2
 
 
+def test_first_seeds_of_all_studies_come_before_further_ones(tmp_path):
+    small = TrainConfig(epochs=0.1)
+    studies = [Variants(name, {"erm": replace(small, lr=lr)}, [0, 1]) for name, lr in (("one", 0.1), ("two", 0.2))]
+    work(studies, tmp_path, {}, None)
+    ended = sorted(tmp_path.rglob("result.json"), key=lambda path: path.stat().st_mtime_ns)
+    assert [(config.lr, config.seed) for config in (Record(path.parent).config() for path in ended)] == [
+        *((0.1, 0), (0.2, 0)),
+        *((0.1, 1), (0.2, 1)),
+    ]
+
+
 def test_worse_trials_stay_where_they_are(tmp_path):
     def left():
         return [(cell.config, cell.until) for cell in STUDY.left(tmp_path, RATES, ["sam"])]

@@ -174,7 +174,7 @@ def work(
     """Take one cell after the other until none is left.
 
     Args:
-        studies: The first one's cells come first.
+        studies: The first one's cells come first, but for further seeds: those wait for all studies' first.
         out: Folder of the runs.
         rates: By family of studies.
         root: Where data sets lie.
@@ -190,6 +190,7 @@ def work(
 
     while True:
         cells = [cell for study in studies for cell in study.left(out, rates.get(study.family, {}), labels)]
+        cells.sort(key=lambda cell: cell.config.seed)
         if not cells:
             return
         if not any(_try(cell, out, data) for cell in cells):

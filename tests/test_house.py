@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import inspect
 import pkgutil
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -140,6 +141,34 @@ def test_python_in_the_pages_runs(path, tmp_path, monkeypatch):
     for number, block in enumerate(path.read_text().split("```python\n")[1:]):
         code = block.split("```")[0]
         exec(compile(code, f"{path.name} block {number}", "exec"), namespace)
+
+
+# The rooms that users import: all that they offer is in the reference.
+OFFERED = [
+    *("tiltsam", "tiltsam.averaging", "tiltsam.capture", "tiltsam.curvature", "tiltsam.landscape", "tiltsam.optim"),
+    *("tiltsam.samplers", "tiltsam.sharpness", "tiltsam.tilting"),
+    *("tiltsam.toys", "tiltsam.toys.estimators", "tiltsam.toys.statements"),
+    *("tiltsam.integrations.accelerate", "tiltsam.integrations.lightning", "tiltsam.integrations.transformers"),
+    *("tiltsam.lab.compare", "tiltsam.lab.report", "tiltsam.lab.sweep", "tiltsam.lab.train"),
+]
+
+
+@pytest.fixture(scope="module")
+def reference():
+    """Everything that the pages of docs/api show: rooms, and the members they list of them."""
+    shown = []
+    for path in sorted((REPOSITORY / "docs" / "api").glob("*.md")):
+        for room, members in re.findall(r"^::: (\S+)\n    options:\n      members: \[(.*)\]$", path.read_text(), re.M):
+            module = importlib.import_module(room)
+            shown += [module, *(getattr(module, name) for name in members.split(", "))]
+    return shown
+
+
+@pytest.mark.parametrize("name", OFFERED)
+def test_public_names_are_in_the_reference(name, reference):
+    room = importlib.import_module(name)
+    missing = [public for public in room.__all__ if not any(getattr(room, public) is thing for thing in reference)]
+    assert not missing, f"docs/api lacks {missing} of {name}"
 
 
 def test_the_example_script_runs():

@@ -144,11 +144,13 @@ class BlockVectors:
 
     def keep_(self, x: Sequence[Tensor | None], mask: Tensor) -> None:
         """See :class:`Space`."""
+        self._writes(x)
         for block, a, _ in self._pairs(x, x):
             vectors.keep_(a, mask.to(block.device), foreach=self.foreach)
 
     def select_(self, x: list[Tensor | None], y: Sequence[Tensor | None], mask: Tensor) -> None:
         """See :class:`Space`. A missing tensor counts as zero, and stays missing only if it is in both."""
+        self._writes(x)
         for i, (a, b) in enumerate(zip(x, y, strict=True)):
             if a is None and b is not None:
                 x[i] = torch.zeros_like(b)
@@ -158,12 +160,14 @@ class BlockVectors:
             if a is not None and b is None:
                 vectors.keep_([a], ~mask.to(a.device), foreach=self.foreach)
 
-    def map_(self, x: Sequence[Tensor | None], function: Callable[..., Tensor], *others: Sequence[Tensor]) -> None:
-        """See :class:`Space`. Where ``x`` is missing, nothing happens."""
+    def map_(
+        self, x: Sequence[Tensor | None], function: Callable[..., Tensor], *others: Sequence[Tensor | None]
+    ) -> None:
+        """See :class:`Space`. Where ``x`` is missing, nothing happens; where another is, it counts as zero."""
         self._writes(x)
         for a, *rest in zip(x, *others, strict=True):
             if a is not None:
-                a.copy_(function(a, *rest))
+                a.copy_(function(a, *(torch.zeros_like(a) if b is None else b for b in rest)))
 
     def _copy(self, x: list[Tensor], y: list[Tensor]) -> None:
         for _, a, b in self._pairs(x, y):

@@ -14,13 +14,13 @@ from tiltsam.lab.train import train
 def watch(monkeypatch, method, name):
     """A list that gets a setting's value at every step."""
     seen = []
-    write = method._write_settings
+    write = method.write_settings
 
     def written(self, space):
         seen.append(self.param_groups[0][name])
         write(self, space)
 
-    monkeypatch.setattr(method, "_write_settings", written)
+    monkeypatch.setattr(method, "write_settings", written)
     return seen
 
 

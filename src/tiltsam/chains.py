@@ -12,7 +12,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from tiltsam.samplers import Draw, Sampler
+from tiltsam.samplers import Draw, Sampler, drawn
 from tiltsam.space import EPS, Evaluation, Spread
 from tiltsam.tilting import tilted_weights
 
@@ -180,7 +180,7 @@ def sample_chains(sampler: Sampler, space: ChainSpace, num_samples: int = 1) -> 
         state = sampler.begin(space)
         draws, points = [], []
         for j in range(num_samples):
-            draw, state = sampler.sample(space, j, state)
+            draw, state = drawn(sampler, space, j, state)
             draws.append(draw._replace(gradient=draw.gradient.clone()))
             points.append(space.point - space.center)
     return draws, torch.stack(points)

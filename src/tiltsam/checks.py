@@ -24,6 +24,7 @@ __all__ = [
     "check_model",
     "check_nonnegative",
     "check_parallel",
+    "check_sampler",
     "check_seed",
     "check_storage",
     "warn_low_precision",
@@ -135,6 +136,23 @@ def check_parallel(parallel: Any) -> None:
     """Raise unless ``parallel`` is one, or ``None``."""
     if parallel is not None and not isinstance(parallel, Parallel):
         raise TypeError(f"parallel must be a tiltsam.Parallel or None, got {type(parallel).__name__}")
+
+
+def check_sampler(sampler: Any) -> None:
+    """Raise unless ``sampler`` can be one."""
+    if isinstance(sampler, type):
+        raise TypeError(f"sampler must be an instance, got the class {sampler.__name__}: write {sampler.__name__}()")
+    name = type(sampler).__name__
+    needed = ("begin", "sample", "tilted", "independent", "scale_free")
+    if missing := [part for part in needed if not hasattr(sampler, part)]:
+        raise TypeError(f"{name} is no sampler: it lacks {', '.join(missing)} (see tiltsam.samplers.Sampler)")
+    try:
+        hash(sampler)
+    except TypeError:
+        raise TypeError(
+            f"{name} cannot be hashed, so that nobody would notice if it changed: write @dataclass(frozen=True), with "
+            "fields that can be"
+        ) from None
 
 
 def check_gradient(gradient: Sequence[Tensor | None]) -> None:

@@ -19,7 +19,7 @@ from tiltsam.branches import Branch
 from tiltsam.buffers import to_the_end
 from tiltsam.fused import FusedVectors
 from tiltsam.parameters import ParameterSpace
-from tiltsam.samplers import Draw, Sampler
+from tiltsam.samplers import Draw, Sampler, drawn
 
 __all__ = ["Lane", "Lanes", "Room", "fits", "rooms_for"]
 
@@ -107,7 +107,7 @@ class Lanes:
         with ExitStack() as ends:
             for j, lane, stream in zip(samples, self._lanes, self._streams, strict=True):
                 with _beside(stream, ends), lane.entered(j), lane.passes.at_once():
-                    draw, _ = sampler.sample(lane, j, sampler.begin(lane))
+                    draw, _ = drawn(sampler, lane, j, sampler.begin(lane))
                     found.append((lane, draw, lane.displacement()))
         for name in ("num_forwards", "num_backwards", "num_ascents"):
             setattr(self._space, name, sum(getattr(lane, name) for lane in self._lanes))

@@ -76,7 +76,7 @@ class TSAM(SharpnessAware):
         delta: The part of the tilt that the sampler takes over, ``0 <= delta <= t``; the weights use ``t − delta``.
             ``None`` means t/2 as in the paper, or 0 for naive sampling, whose draws follow μ itself.
         sampler: ``"ascent"`` (Algorithm 2), ``"uniform"`` or ``"gaussian"`` (naive sampling), ``"hmc"``, or an instance
-            from :mod:`tiltsam.samplers` (not those of ASAM, PGN and RSAM alone).
+            from :mod:`tiltsam.samplers` (not those of ASAM, PGN and RSAM alone) or of one's own.
         model: Keeps BatchNorm's statistics and dropout's masks the same in all passes; see :class:`SharpnessAware`.
         seed: Seed of the noise.
         share_ascent: One ascent gradient, at θ, for all samples: s+1 passes in place of 2s.
@@ -140,9 +140,9 @@ class TSAM(SharpnessAware):
                 stacklevel=2,
             )
 
-    def _check_settings(self) -> None:
-        super()._check_settings()
-        t, radius, delta = self._setting("t"), self._setting("radius"), self._setting("delta")
+    def check_settings(self) -> None:
+        super().check_settings()
+        t, radius, delta = self.setting("t"), self.setting("radius"), self.setting("delta")
         check_nonnegative("t", t)
         if radius is not None:
             check_nonnegative("radius", radius)
@@ -152,9 +152,9 @@ class TSAM(SharpnessAware):
                 raise ValueError(f"delta must be <= t, got delta={delta} with t={t}")
         check_count("num_samples", self.num_samples)
 
-    def _write_settings(self, space: ParameterSpace) -> None:
-        super()._write_settings(space)
-        t, radius, delta = self._setting("t"), self._setting("radius"), self._setting("delta")
+    def write_settings(self, space: ParameterSpace) -> None:
+        super().write_settings(space)
+        t, radius, delta = self.setting("t"), self.setting("radius"), self.setting("delta")
         if delta is None:
             delta = t / 2 if self.sampler.tilted else 0.0
         space.set("delta", float(delta))
@@ -164,9 +164,9 @@ class TSAM(SharpnessAware):
     @property
     def num_samples(self) -> int:
         """How many samples a step takes."""
-        return self._setting("num_samples")  # type: ignore[no-any-return]
+        return self.setting("num_samples")  # type: ignore[no-any-return]
 
-    def _weighing(self, space: ParameterSpace) -> Weighing:
+    def weighing(self, space: ParameterSpace) -> Weighing:
         return StreamingTilt(space.setting("tilt"))
 
 
@@ -210,13 +210,9 @@ class ASAM(SharpnessAware):
     ) -> None:
         super().__init__(base, AdaptiveAscent(), {"rho": rho, "eta": eta}, **options)
 
-    def _check_settings(self) -> None:
-        super()._check_settings()
-        check_nonnegative("eta", self._setting("eta"))
-
-    def _write_settings(self, space: ParameterSpace) -> None:
-        super()._write_settings(space)
-        space.set("eta", float(self._setting("eta")))
+    def check_settings(self) -> None:
+        super().check_settings()
+        check_nonnegative("eta", self.setting("eta"))
 
 
 class LineSearchSAM(SharpnessAware):
@@ -249,23 +245,19 @@ class PGN(SharpnessAware):
     ) -> None:
         super().__init__(base, CenterThenAscent(), {"rho": rho, "alpha": alpha}, **options)
 
-    def _check_settings(self) -> None:
-        super()._check_settings()
-        alpha = self._setting("alpha")
+    def check_settings(self) -> None:
+        super().check_settings()
+        alpha = self.setting("alpha")
         check_nonnegative("alpha", alpha)
         if alpha > 1:
             raise ValueError(f"alpha must be <= 1, got {alpha}")
-
-    def _write_settings(self, space: ParameterSpace) -> None:
-        super()._write_settings(space)
-        space.set("alpha", float(self._setting("alpha")))
 
     @property
     def num_samples(self) -> int:
         """Two: θ, and SAM's point."""
         return 2
 
-    def _weighing(self, space: ParameterSpace) -> Weighing:
+    def weighing(self, space: ParameterSpace) -> Weighing:
         alpha = space.setting("alpha")
         return FixedWeights(torch.stack([1 - alpha, alpha]))
 
@@ -293,15 +285,10 @@ class RSAM(SharpnessAware):
     ) -> None:
         super().__init__(base, RandomAscent(), {"rho": rho, "gamma": gamma, "lam": lam}, **options)
 
-    def _check_settings(self) -> None:
-        super()._check_settings()
-        check_nonnegative("gamma", self._setting("gamma"))
-        check_nonnegative("lam", self._setting("lam"))
-
-    def _write_settings(self, space: ParameterSpace) -> None:
-        super()._write_settings(space)
-        space.set("gamma", float(self._setting("gamma")))
-        space.set("lam", float(self._setting("lam")))
+    def check_settings(self) -> None:
+        super().check_settings()
+        check_nonnegative("gamma", self.setting("gamma"))
+        check_nonnegative("lam", self.setting("lam"))
 
 
 METHODS: dict[str, Callable[..., SharpnessAware]] = {
@@ -321,8 +308,8 @@ def _sampler(sampler: str | Sampler) -> Sampler:
         if sampler not in _SAMPLERS:
             raise ValueError(f"sampler must be one of {', '.join(_SAMPLERS)}, or an instance; got {sampler!r}")
         return _SAMPLERS[sampler]()
-    if isinstance(sampler, type) or not (hasattr(sampler, "begin") and hasattr(sampler, "sample")):
-        raise TypeError(f"sampler must be a name or an instance from tiltsam.samplers, got {sampler!r}")
+    if isinstance(sampler, type):
+        raise TypeError(f"sampler must be a name or an instance, got the class: write {sampler.__name__}()")
     if method := getattr(sampler, "only_for", None):
         raise ValueError(f"{sampler!r} does not work in TSAM: use {method}")
     return sampler

@@ -176,6 +176,9 @@ class DeviceSettings:
 
     def setting(self, name: str) -> Tensor:
         """The number on the device."""
+        if name not in self._scalars:
+            known = ", ".join(sorted(self._scalars))
+            raise LookupError(f"the method has no setting {name!r} that is a number; it has {known}")
         return self._scalars[name][1]
 
     def set_rho(self, values: list[float]) -> None:

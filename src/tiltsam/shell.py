@@ -29,11 +29,11 @@ class Shell(Optimizer):
         self._zero_grad_profile_name = f"Optimizer.zero_grad#{type(self).__name__}.zero_grad"
         self._settings = GroupSettings(base, settings, per_group)
 
-    def _check_settings(self) -> None:
+    def check_settings(self) -> None:
         """Called when groups have changed; raises on a value out of bounds."""
 
-    def _setting(self, name: str) -> Any:
-        """A setting that is one number for the whole step."""
+    def setting(self, name: str) -> Any:
+        """A setting that is one value for the whole step, as it stands in the parameter groups."""
         return self._settings[name]
 
     @property
@@ -59,7 +59,7 @@ class Shell(Optimizer):
         self.base.add_param_group(param_group)
         try:
             self._settings.fill()
-            self._check_settings()
+            self.check_settings()
         except Exception:
             self.param_groups.pop()
             raise
@@ -91,7 +91,7 @@ class Shell(Optimizer):
         self._settings.fill(before)
         for post in self._optimizer_load_state_dict_post_hooks.values():
             post(self)
-        self._check_settings()
+        self.check_settings()
 
     def __repr__(self) -> str:
         self._settings.fill()

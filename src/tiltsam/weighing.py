@@ -47,7 +47,10 @@ class OneSample:
 
 
 class FixedWeights:
-    """A plain weighted mean: sample j counts ``weights[j]``, a sample that is not finite counts nothing."""
+    """A plain weighted mean: sample j counts ``weights[j]``, a sample that is not finite counts nothing.
+
+    Weights may be negative (a mean that extrapolates), but no first few of them may add up to zero where not all are.
+    """
 
     def __init__(self, weights: Tensor) -> None:
         self._given = weights
@@ -60,17 +63,20 @@ class FixedWeights:
         mine = torch.where(valid, self._given[self._count], 0.0)
         self._count += 1
         self._mass = self._mass + mine
-        share = torch.where(self._mass > 0, mine / self._mass.clamp_min(1e-30), 0.0)
+        share = self._of_the_mass(mine)
         self._mean = self._mean + torch.where(valid, share * (losses - self._mean), 0.0)
         return share
 
     def loss(self) -> Tensor:
         """See :class:`Weighing`."""
-        return torch.where(self._mass > 0, self._mean, torch.nan)
+        return torch.where(self._mass != 0, self._mean, torch.nan)
 
     def weights(self, losses: Tensor, valid: Tensor) -> Tensor:
         """See :class:`Weighing`."""
-        return torch.where(valid, self._given, 0.0) / self._mass.clamp_min(1e-30)
+        return self._of_the_mass(torch.where(valid, self._given, 0.0))
+
+    def _of_the_mass(self, weights: Tensor) -> Tensor:
+        return torch.where(self._mass != 0, weights / torch.where(self._mass != 0, self._mass, 1.0), 0.0)
 
 
 class Ledger(Protocol):

@@ -26,6 +26,7 @@ from tiltsam.checks import (
     check_model,
     check_nonnegative,
     check_parallel,
+    check_sampler,
     check_seed,
     warn_low_precision,
 )
@@ -34,10 +35,10 @@ from tiltsam.info import NonfiniteCount, StepInfo
 from tiltsam.lanes import Lanes, fits
 from tiltsam.parameters import Closure, ParameterSpace
 from tiltsam.passes import Passes
-from tiltsam.samplers import Center, Draw, Sampler
+from tiltsam.samplers import Center, Draw, Sampler, drawn
 from tiltsam.settings import Schedule
 from tiltsam.shell import Shell
-from tiltsam.weighing import Ledger, OneSample, Weighing
+from tiltsam.weighing import FixedWeights, Ledger, OneSample, Weighing
 
 __all__ = ["Schedule", "SharpnessAware", "StepInfo"]
 
@@ -103,6 +104,7 @@ class SharpnessAware(Shell):
     ) -> None:
         check_base(base, type(self).__name__, SharpnessAware)
         check_model(model, base)
+        check_sampler(sampler)
         check_seed(seed)
         check_parallel(parallel)
         self.sampler = sampler
@@ -115,10 +117,11 @@ class SharpnessAware(Shell):
         self._space_key: tuple[Any, ...] = ()
         self._info: StepInfo | None = None
         self._nonfinite = NonfiniteCount()
+        self._own = tuple(name for name in settings if name not in self.per_group)
         self._run: Callable[[ParameterSpace], StepInfo] | None = None  # in place of execute
         self._lanes: Lanes | None = None  # where samples are drawn beside each other
         super().__init__(base, {**settings, "every": every, "seed": seed, "steps_taken": 0}, self.per_group)
-        self._check_settings()
+        self.check_settings()
 
     def __getstate__(self) -> dict[str, Any]:
         # Left out: a scheduler's patch of step, and what is rebuilt at the next step.
@@ -127,17 +130,26 @@ class SharpnessAware(Shell):
 
     # ---------------------------------------------------------------- settings
 
-    def _check_settings(self) -> None:
-        """Raise on a value out of bounds. Called at construction and, since groups can be edited, before each step."""
+    def check_settings(self) -> None:
+        """Raise on a value out of bounds. Called at construction and, since groups can be edited, before each step.
+
+        A method with bounds of its own overrides it, and calls this one, too.
+        """
         if "rho" in self._settings:
             for rho in self._settings.in_groups("rho"):
                 check_nonnegative("rho", rho)
-        check_count("every", self._setting("every"))
+        check_count("every", self.setting("every"))
         if not isinstance(self.sampler, Center):
             check_minimizes(self.param_groups)
 
-    def _write_settings(self, space: ParameterSpace) -> None:
-        """Put this method's numbers where the kernels read them."""
+    def write_settings(self, space: ParameterSpace) -> None:
+        """Put this method's numbers where the kernels read them, by ``space.setting(name)``; before each step.
+
+        All settings that are numbers are put there. A method whose kernels read others, made of them, overrides it.
+        """
+        for name in self._own:
+            if not isinstance(value := self.setting(name), bool) and isinstance(value, int | float):
+                space.set(name, float(value))
         if "rho" in self._settings:
             space.set_rho([float(rho) for rho in self._settings.in_groups("rho")])
 
@@ -151,12 +163,13 @@ class SharpnessAware(Shell):
         sampler, number = self._plan()
         return number if number > 1 and fits(sampler) else 0
 
-    def _weighing(self, space: ParameterSpace) -> Weighing:
-        return OneSample()
+    def weighing(self, space: ParameterSpace) -> Weighing:
+        """How the samples of a step are weighed, where there are several: alike, unless a method overrides it."""
+        return FixedWeights(torch.ones(self.num_samples, dtype=space.dtype, device=space.device))
 
     def _plan(self) -> tuple[Sampler, int]:
         """Where to look at this step, and how often."""
-        if self._setting("steps_taken") % self._setting("every"):
+        if self.setting("steps_taken") % self.setting("every"):
             return Center(), 1
         return self.sampler, self.num_samples
 
@@ -198,7 +211,7 @@ class SharpnessAware(Shell):
             space = self.prepare(closures, ascent_closure)
             space.scaling.scaler = scaler if scaler is not None and scaler.is_enabled() else None
             try:
-                with space.on_device(), space.world.explaining(self._setting("steps_taken")):
+                with space.on_device(), space.world.explaining(self.setting("steps_taken")):
                     self._info = (self._run or self.execute)(space)
             finally:
                 space.closures, space.ascent_closure, space.scaling.scaler = [_released], None, None
@@ -210,7 +223,7 @@ class SharpnessAware(Shell):
         space = self._settle()
         for p in (p for group in self.param_groups for p in group["params"] if not p.requires_grad):
             p.grad = None  # the base would go on descending what it had when it was frozen
-        space.streams.begin(self._setting("seed"), self._setting("steps_taken"))
+        space.streams.begin(self.setting("seed"), self.setting("steps_taken"))
         space.closures, space.ascent_closure = [closure] if callable(closure) else list(closure), ascent_closure
         if len(space.closures) != 1:
             self._check_parts(len(space.closures), whole_ascent=ascent_closure is not None)
@@ -222,8 +235,8 @@ class SharpnessAware(Shell):
         if number != samples or not self.sampler.independent:
             takes = f"one, or one for each of its {samples} samples" if self.sampler.independent else "one"
             raise ValueError(f"{name} takes {takes}; got {number} closures")
-        if self._setting("every") > 1:
-            raise ValueError(f"the plain steps of every={self._setting('every')} need one closure, got {number}")
+        if self.setting("every") > 1:
+            raise ValueError(f"the plain steps of every={self.setting('every')} need one closure, got {number}")
         if getattr(self.sampler, "shared", False) and not whole_ascent:
             raise ValueError("one ascent for all samples needs ascent_closure where each sample has a closure")
 
@@ -231,9 +244,9 @@ class SharpnessAware(Shell):
         """Make the settings what they are to be at the coming step."""
         self._settings.fill()  # a group may have been added to the base behind our back
         self._settings.follow_schedules()
-        self._check_settings()
+        self.check_settings()
         space = self.current_space()
-        self._write_settings(space)
+        self.write_settings(space)
         return space
 
     def execute(self, space: ParameterSpace, watch: Callable[[StepInfo], None] = lambda info: None) -> StepInfo:
@@ -291,7 +304,7 @@ class SharpnessAware(Shell):
         infos: list[Mapping[str, Tensor]] = []
 
         def weighing() -> Weighing:
-            return self._weighing(space) if num_samples > 1 else OneSample()
+            return self.weighing(space) if num_samples > 1 else OneSample()
 
         space.scaling.free = sampler.scale_free
         with space.visiting(num_samples):
@@ -372,7 +385,7 @@ def _drawn(
     state = sampler.begin(space) if samples else None
     for j in samples:
         space.turn = j
-        draw, state = sampler.sample(space, j, state)
+        draw, state = drawn(sampler, space, j, state)
         yield space, draw, space.displacement()
 
 

@@ -1,6 +1,6 @@
 """Where a step looks: kernels that choose perturbations ε of the weights and evaluate the gradient there.
 
-A kernel is a small frozen object with two methods. ``begin(space)`` runs once a step, ``sample(space, j, state)`` once
+A kernel is a small frozen object with two methods (``docs/add-a-method.md`` makes one). ``begin(space)`` runs once a step, ``sample(space, j, state)`` once
 for each of the s samples; it leaves ``space.point`` at θ+ε_j and returns a :class:`Draw`. Everything a kernel needs of
 the world is the :class:`~tiltsam.space.Space` protocol, and every random number comes from the stream of sample j.
 
@@ -22,7 +22,7 @@ PGN). Those that work in one method alone, having settings or a number of sample
 
 from tiltsam.samplers.ascent import AdaptiveAscent, Ascent, CenterThenAscent, LineSearch, RandomAscent
 from tiltsam.samplers.hmc import HMC
-from tiltsam.samplers.kernel import Draw, Sampler, Start
+from tiltsam.samplers.kernel import Draw, Sampler, Start, Stateless, after_ascent, drawn, evaluated
 from tiltsam.samplers.noise import Center, Gaussian, Uniform
 
 __all__ = [
@@ -37,5 +37,9 @@ __all__ = [
     "RandomAscent",
     "Sampler",
     "Start",
+    "Stateless",
     "Uniform",
+    "after_ascent",
+    "drawn",
+    "evaluated",
 ]

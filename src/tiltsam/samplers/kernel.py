@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tiltsam.space import EPS, Evaluation, Space, Vector
 
-__all__ = ["EPS", "Draw", "Sampler", "Start", "Stateless", "after_ascent", "evaluated"]
+__all__ = ["EPS", "Draw", "Sampler", "Start", "Stateless", "after_ascent", "drawn", "evaluated"]
 
 
 class Draw(NamedTuple):
@@ -17,6 +17,7 @@ class Draw(NamedTuple):
 
     loss: Tensor
     gradient: Vector
+    """Used up when it is added to the aggregate."""
     gradient_norm: Tensor
     valid: Tensor
     """False if any loss or gradient on the way was not finite."""
@@ -27,13 +28,20 @@ class Draw(NamedTuple):
 
 
 class Sampler(Protocol):
-    """A kernel. ``tilted`` says what its draws are meant to follow: μ·exp(δL) if true, μ itself if not."""
+    """A kernel. Two that are equal do the same: a captured step asks that before it replays what it recorded.
+
+    So it has to be hashable, and its fields must not change: a frozen dataclass is both.
+    """
 
     tilted: ClassVar[bool]
+    """What its draws are meant to follow: μ·exp(δL) if true, μ itself if not. By it TSAM finds its default δ."""
     independent: ClassVar[bool]
     """Whether a sample can be drawn without those before it, and so on another rank."""
     scale_free: ClassVar[bool]
-    """Whether gradients may come multiplied by some number (a GradScaler's): their direction alone counts."""
+    """Whether gradients may come multiplied by some number (a GradScaler's): their direction alone counts.
+
+    If false, they are unscaled at each evaluation.
+    """
 
     def begin(self, space: Space) -> Any:
         """Work that all samples of a step share; what it returns is handed to the first ``sample``."""
@@ -67,3 +75,11 @@ class Stateless:
 
     def begin(self, space: Space) -> None:
         """Nothing to share."""
+
+
+def drawn(sampler: Sampler, space: Space, index: int, state: Any) -> tuple[Draw, Any]:
+    """What a sampler's ``sample`` returns, if it is what it should be."""
+    found = sampler.sample(space, index, state)
+    if isinstance(found, Draw) or not isinstance(found, tuple) or len(found) != 2:
+        raise TypeError(f"{type(sampler).__name__}.sample must return (draw, state), got {type(found).__name__}")
+    return found

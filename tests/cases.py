@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+import friendly
 import tiltsam
 from tiltsam import samplers
 
@@ -59,6 +60,7 @@ METHODS = [
     Method("pgn", tiltsam.PGN, {"rho": 0.05, "alpha": 0.7}),
     Method("rsam", tiltsam.RSAM, {"rho": 0.05, "gamma": 0.05}),
     *TSAM_METHODS,
+    Method("friendly", friendly.FriendlySAM, {"rho": 0.05}),  # of somebody's own, which keeps a vector
 ]
 
 

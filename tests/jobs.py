@@ -200,17 +200,18 @@ def on_a_mesh(rank, kind, steps):
     return flat(model)
 
 
-def save_sharded(rank, folder, steps):
+def save_sharded(rank, method, folder, steps):
     model = sharded_model(init_device_mesh("cpu", (dist.get_world_size(),)))
-    optimizer = BY_NAME["tsam"](adamw(model.parameters()), model=model)
+    optimizer = BY_NAME[method](adamw(model.parameters()), model=model)
     train(model, optimizer, range(steps), rank, dist.get_world_size())
-    state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer.base)}
+    whole = optimizer.base if method == "tsam" else optimizer  # which has a vector of its own
+    state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, whole)}
     dcp.save(state, checkpoint_id=folder)
 
 
-def resume_sharded(rank, folder, start, steps, by_base):
+def resume_sharded(rank, method, folder, start, steps, by_base):
     model = sharded_model(init_device_mesh("cpu", (dist.get_world_size(),)))
-    optimizer = BY_NAME["tsam"](adamw(model.parameters()), model=model)
+    optimizer = BY_NAME[method](adamw(model.parameters()), model=model)
     load(model, optimizer.base if by_base else optimizer, folder)
     train(model, optimizer, range(start, start + steps), rank, dist.get_world_size())
     return flat(model), optimizer.param_groups[0]["steps_taken"]

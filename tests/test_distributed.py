@@ -175,24 +175,26 @@ def test_meshes_of_two_dimensions(four, kind):
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # what we want when one process loads alone
-def test_a_checkpoint_of_one_world_size_is_resumed_by_another(ranks, tmp_path):
+@pytest.mark.parametrize("method", ["tsam", "friendly"])
+def test_a_checkpoint_of_one_world_size_is_resumed_by_another(ranks, tmp_path, method):
     """Saved by two or three ranks, resumed by as many, by others, and by one process without any sharding.
 
-    The base holds all state there is, and the wrapper can stand for it.
+    The base holds all state there is, and the wrapper can stand for it; where a sampler keeps a vector, it has to.
     """
     folder = str(tmp_path / "checkpoint")
-    ranks(jobs.save_sharded, folder, 5)
-    expected = jobs.alone("tsam", "adamw", 10)
+    ranks(jobs.save_sharded, method, folder, 5)
+    expected = jobs.alone(method, "adamw", 10)
     others = Ranks(5 - ranks.size)
+    through_the_base = [(ranks, True)] if method == "tsam" else []
     try:
-        for world, by_base in ((ranks, True), (ranks, False), (others, False)):
-            for weights, steps in world(jobs.resume_sharded, folder, 5, 5, by_base):
+        for world, by_base in (*through_the_base, (ranks, False), (others, False)):
+            for weights, steps in world(jobs.resume_sharded, method, folder, 5, 5, by_base):
                 torch.testing.assert_close(weights, expected, **CLOSE)
                 assert steps == 10
     finally:
         others.close()
     model = jobs.mlp()
-    optimizer = jobs.BY_NAME["tsam"](jobs.adamw(model.parameters()), model=model)
+    optimizer = jobs.BY_NAME[method](jobs.adamw(model.parameters()), model=model)
     jobs.load(model, optimizer, folder)
     jobs.train(model, optimizer, range(5, 10))
     torch.testing.assert_close(jobs.flat(model), expected, **CLOSE)

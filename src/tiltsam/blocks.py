@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tiltsam import vectors
 from tiltsam.distributed import Sharding
+from tiltsam.memory import Memory
 
 __all__ = ["Block", "BlockVectors"]
 
@@ -56,6 +57,7 @@ class BlockVectors:
         self._blocks = _partition(like, [0] * len(like))
         self._group_blocks = _partition(like, groups)
         self._scratch: dict[str, list[Tensor]] = {}
+        self.memory = Memory()
 
     def _writes(self, x: object) -> None:
         """Called before a vector is written."""
@@ -71,6 +73,10 @@ class BlockVectors:
         kept = self.vector(name)
         self.copy_(kept, x)
         return [None if a is None else k for a, k in zip(x, kept, strict=True)]
+
+    def kept(self, name: str) -> list[Tensor]:
+        """See :class:`Space`."""
+        return self.memory.vector(name)
 
     def norm(self, x: Sequence[Tensor | None]) -> Tensor:
         """See :class:`Space`. Missing tensors count as zero."""
@@ -161,12 +167,13 @@ class BlockVectors:
                 vectors.keep_([a], ~mask.to(a.device), foreach=self.foreach)
 
     def map_(
-        self, x: Sequence[Tensor | None], function: Callable[..., Tensor], *others: Sequence[Tensor | None]
+        self, x: Sequence[Tensor | None], function: Callable[..., Tensor], *others: Sequence[Tensor | None] | Tensor
     ) -> None:
         """See :class:`Space`. Where ``x`` is missing, nothing happens; where another is, it counts as zero."""
         self._writes(x)
-        for a, *rest in zip(x, *others, strict=True):
+        for i, a in enumerate(x):
             if a is not None:
+                rest = (y.to(a.device) if isinstance(y, Tensor) else y[i] for y in others)
                 a.copy_(function(a, *(torch.zeros_like(a) if b is None else b for b in rest)))
 
     def _copy(self, x: list[Tensor], y: list[Tensor]) -> None:

@@ -124,6 +124,10 @@ class ChainSpace:
         """See :class:`~tiltsam.space.Space`."""
         return self.vector(name).copy_(x)
 
+    def kept(self, name: str) -> Tensor:
+        """See :class:`~tiltsam.space.Space`."""
+        return self.vector(f"kept {name}")
+
     def norm(self, x: Tensor) -> Tensor:
         """See :class:`~tiltsam.space.Space`."""
         norms: Tensor = torch.linalg.vector_norm(x, dim=1)

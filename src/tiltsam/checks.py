@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from tiltsam.distributed import Parallel, local_part
+from tiltsam.distributed import Parallel, World, local_part
 
 __all__ = [
     "NEEDS_CLOSURE",
@@ -20,6 +20,7 @@ __all__ = [
     "check_base",
     "check_count",
     "check_gradient",
+    "check_kept",
     "check_minimizes",
     "check_model",
     "check_nonnegative",
@@ -146,6 +147,10 @@ def check_sampler(sampler: Any) -> None:
     needed = ("begin", "sample", "tilted", "independent", "scale_free")
     if missing := [part for part in needed if not hasattr(sampler, part)]:
         raise TypeError(f"{name} is no sampler: it lacks {', '.join(missing)} (see tiltsam.samplers.Sampler)")
+    if isinstance(keeps := getattr(sampler, "keeps", ()), str):
+        raise TypeError(f"{name}.keeps must be a tuple of names, got {keeps!r}: write ({keeps!r},)")
+    if keeps and sampler.independent:
+        raise ValueError(f"{name} keeps vectors, so that its samples cannot be drawn apart: say independent = False")
     try:
         hash(sampler)
     except TypeError:
@@ -153,6 +158,12 @@ def check_sampler(sampler: Any) -> None:
             f"{name} cannot be hashed, so that nobody would notice if it changed: write @dataclass(frozen=True), with "
             "fields that can be"
         ) from None
+
+
+def check_kept(names: Sequence[str], world: World) -> None:
+    """Raise if every rank would keep vectors of its own, of which a checkpoint holds one."""
+    if names and world.local_ascent:
+        raise ValueError(f"ascent='local' would make each rank keep another {', '.join(names)}: leave it out")
 
 
 def check_gradient(gradient: Sequence[Tensor | None]) -> None:

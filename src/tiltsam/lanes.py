@@ -21,7 +21,7 @@ from tiltsam.fused import FusedVectors
 from tiltsam.parameters import ParameterSpace
 from tiltsam.samplers import Draw, Sampler, drawn
 
-__all__ = ["Lane", "Lanes", "Room", "fits", "rooms_for"]
+__all__ = ["Lane", "Lanes", "Room", "draws", "fits", "rooms_for"]
 
 
 class Room(NamedTuple):
@@ -112,6 +112,20 @@ class Lanes:
         for name in ("num_forwards", "num_backwards", "num_ascents"):
             setattr(self._space, name, sum(getattr(lane, name) for lane in self._lanes))
         return found
+
+
+def draws(
+    sampler: Sampler, space: ParameterSpace, samples: Sequence[int], lanes: Lanes | None
+) -> Iterator[tuple[ParameterSpace, Draw, Tensor]]:
+    """Samples, each with the space it was drawn in and its distance from θ: one by one, or first all in their lanes."""
+    if lanes is not None:
+        yield from lanes.draw(sampler, samples)
+        return
+    state = sampler.begin(space) if samples else None
+    for j in samples:
+        space.turn = j
+        draw, state = drawn(sampler, space, j, state)
+        yield space, draw, space.displacement()
 
 
 def fits(sampler: Sampler) -> bool:

@@ -141,6 +141,7 @@ class TSAM(SharpnessAware):
             )
 
     def check_settings(self) -> None:
+        """See :class:`SharpnessAware`."""
         super().check_settings()
         t, radius, delta = self.setting("t"), self.setting("radius"), self.setting("delta")
         check_nonnegative("t", t)
@@ -153,6 +154,7 @@ class TSAM(SharpnessAware):
         check_count("num_samples", self.num_samples)
 
     def write_settings(self, space: ParameterSpace) -> None:
+        """See :class:`SharpnessAware`."""
         super().write_settings(space)
         t, radius, delta = self.setting("t"), self.setting("radius"), self.setting("delta")
         if delta is None:
@@ -167,6 +169,7 @@ class TSAM(SharpnessAware):
         return self.setting("num_samples")  # type: ignore[no-any-return]
 
     def weighing(self, space: ParameterSpace) -> Weighing:
+        """See :class:`SharpnessAware`."""
         return StreamingTilt(space.setting("tilt"))
 
 
@@ -211,6 +214,7 @@ class ASAM(SharpnessAware):
         super().__init__(base, AdaptiveAscent(), {"rho": rho, "eta": eta}, **options)
 
     def check_settings(self) -> None:
+        """See :class:`SharpnessAware`."""
         super().check_settings()
         check_nonnegative("eta", self.setting("eta"))
 
@@ -246,6 +250,7 @@ class PGN(SharpnessAware):
         super().__init__(base, CenterThenAscent(), {"rho": rho, "alpha": alpha}, **options)
 
     def check_settings(self) -> None:
+        """See :class:`SharpnessAware`."""
         super().check_settings()
         alpha = self.setting("alpha")
         check_nonnegative("alpha", alpha)
@@ -258,6 +263,7 @@ class PGN(SharpnessAware):
         return 2
 
     def weighing(self, space: ParameterSpace) -> Weighing:
+        """See :class:`SharpnessAware`."""
         alpha = space.setting("alpha")
         return FixedWeights(torch.stack([1 - alpha, alpha]))
 
@@ -286,6 +292,7 @@ class RSAM(SharpnessAware):
         super().__init__(base, RandomAscent(), {"rho": rho, "gamma": gamma, "lam": lam}, **options)
 
     def check_settings(self) -> None:
+        """See :class:`SharpnessAware`."""
         super().check_settings()
         check_nonnegative("gamma", self.setting("gamma"))
         check_nonnegative("lam", self.setting("lam"))

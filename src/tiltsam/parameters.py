@@ -297,7 +297,7 @@ class ParameterSpace(BlockVectors, DeviceSettings):
             joined.add_row(row)
         weights = joined.numbers()["weights"]
         self.mean.join(weights[list(indices)].sum() if indices else self._zero, (seen > 0).tolist())
-        self.world.copy_from_first(self.passes.buffers())
+        self.world.copy_from_first([*self.passes.buffers(), *self.memory.tensors()])
         return joined
 
     def _table_of(self, gradient: list[Tensor | None]) -> Tensor | None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from tiltsam.memory import Memory
 from tiltsam.settings import GroupSettings
 
 __all__ = ["Shell"]
@@ -19,10 +20,12 @@ class Shell(Optimizer):
         base: The optimizer inside.
         settings: Own settings and their initial values, see :class:`~tiltsam.settings.GroupSettings`.
         per_group: Those that may differ between groups.
+        memory: Vectors that are kept beside the base's state.
     """
 
-    def __init__(self, base: Optimizer, settings: Mapping[str, Any], per_group: frozenset[str]) -> None:
+    def __init__(self, base: Optimizer, settings: Mapping[str, Any], per_group: frozenset[str], memory: Memory) -> None:
         self.base = base
+        self._memory = memory
         # Optimizer.__init__ would build groups and state of its own; torch's unpickling path sets up the rest of what
         # an Optimizer is (hooks, the profiled step) around ours.
         Optimizer.__setstate__(self, {"defaults": {**base.defaults}})
@@ -69,11 +72,11 @@ class Shell(Optimizer):
         self.base.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """The base's state, its groups carrying this method's settings and step count."""
+        """The base's state and what the sampler keeps, the groups carrying this method's settings and step count."""
         self._settings.fill()
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
-        state: dict[str, Any] = self.base.state_dict()
+        state = self._memory.save(self.base)
         for post in self._optimizer_state_dict_post_hooks.values():
             replaced = post(self, state)
             state = state if replaced is None else replaced
@@ -87,7 +90,7 @@ class Shell(Optimizer):
             state_dict = state_dict if replaced is None else replaced
         self._settings.fill()
         before = [dict(group) for group in self.param_groups]
-        self.base.load_state_dict(state_dict)
+        self._memory.load(self.base, state_dict)
         self._settings.fill(before)
         for post in self._optimizer_load_state_dict_post_hooks.values():
             post(self)

@@ -112,7 +112,14 @@ class Space(Protocol):
         ...
 
     def vector(self, name: str) -> Vector:
-        """A scratch vector of that name, kept from step to step."""
+        """A scratch vector of that name. What it holds at the start of a step is nobody's business: see ``kept``."""
+        ...
+
+    def kept(self, name: str) -> Vector:
+        """The vector of that name that the sampler keeps from step to step (see its ``keeps``): zero at the first.
+
+        It is written in place, in the optimizer's ``state_dict``, and what it was before if the step raises.
+        """
         ...
 
     def save(self, name: str, x: Vector) -> Vector:
@@ -159,8 +166,8 @@ class Space(Protocol):
         """``x <- y`` where ``mask``."""
         ...
 
-    def map_(self, x: Vector, function: Callable[..., Tensor], *others: Vector) -> None:
-        """``x_i <- function(x_i, others_i...)`` tensor by tensor."""
+    def map_(self, x: Vector, function: Callable[..., Tensor], *others: Vector | Tensor) -> None:
+        """``x_i <- function(x_i, others_i...)`` tensor by tensor; the others are vectors, or scalars."""
         ...
 
     def filter_norms(self, x: Vector) -> Vector:

@@ -22,6 +22,7 @@ from tiltsam.checks import (
     changes_nothing,
     check_base,
     check_count,
+    check_kept,
     check_minimizes,
     check_model,
     check_nonnegative,
@@ -32,10 +33,11 @@ from tiltsam.checks import (
 )
 from tiltsam.distributed import Parallel
 from tiltsam.info import NonfiniteCount, StepInfo
-from tiltsam.lanes import Lanes, fits
+from tiltsam.lanes import Lanes, draws, fits
+from tiltsam.memory import Memory
 from tiltsam.parameters import Closure, ParameterSpace
 from tiltsam.passes import Passes
-from tiltsam.samplers import Center, Draw, Sampler, drawn
+from tiltsam.samplers import Center, Sampler
 from tiltsam.settings import Schedule
 from tiltsam.shell import Shell
 from tiltsam.weighing import FixedWeights, Ledger, OneSample, Weighing
@@ -120,7 +122,8 @@ class SharpnessAware(Shell):
         self._own = tuple(name for name in settings if name not in self.per_group)
         self._run: Callable[[ParameterSpace], StepInfo] | None = None  # in place of execute
         self._lanes: Lanes | None = None  # where samples are drawn beside each other
-        super().__init__(base, {**settings, "every": every, "seed": seed, "steps_taken": 0}, self.per_group)
+        own = {**settings, "every": every, "seed": seed, "steps_taken": 0}
+        super().__init__(base, own, self.per_group, Memory(getattr(sampler, "keeps", ())))
         self.check_settings()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -246,6 +249,7 @@ class SharpnessAware(Shell):
         self._settings.follow_schedules()
         self.check_settings()
         space = self.current_space()
+        self._memory.fill(space.params)
         self.write_settings(space)
         return space
 
@@ -307,12 +311,12 @@ class SharpnessAware(Shell):
             return self.weighing(space) if num_samples > 1 else OneSample()
 
         space.scaling.free = sampler.scale_free
-        with space.visiting(num_samples):
+        with space.visiting(num_samples), self._memory.of_one_step(captured=space.branch.capturing):
             mine = space.world.my_samples(num_samples, independent=sampler.independent)
             ledger = space.ledger(weighing(), num_samples)
             if not mine:
                 space.stand_by()
-            for k, (there, draw, distance) in enumerate(_drawn(sampler, space, mine, self._lanes)):
+            for k, (there, draw, distance) in enumerate(draws(sampler, space, mine, self._lanes)):
                 share = ledger.add(draw, distance)
                 there.accumulate(draw.gradient, share, draw.valid, first=k == 0)
                 infos.append(draw.info)
@@ -369,24 +373,11 @@ class SharpnessAware(Shell):
         if self._space is None or key != self._space_key:
             devices = [p.device for group in groups for p in group]
             passes = Passes(self.model, devices=devices, **self._passes_options)
-            self._space = ParameterSpace(groups, passes=passes, parallel=self.parallel, foreach=self._foreach)
-            self._space_key = key
+            space = ParameterSpace(groups, passes=passes, parallel=self.parallel, foreach=self._foreach)
+            check_kept(self._memory.names, space.world)
+            space.memory, self._space, self._space_key = self._memory, space, key
             warn_low_precision(self._space.params)
         return self._space
-
-
-def _drawn(
-    sampler: Sampler, space: ParameterSpace, samples: Sequence[int], lanes: Lanes | None
-) -> Iterator[tuple[ParameterSpace, Draw, Tensor]]:
-    """Samples, each with the space it was drawn in and its distance from θ: one by one, or first all in their lanes."""
-    if lanes is not None:
-        yield from lanes.draw(sampler, samples)
-        return
-    state = sampler.begin(space) if samples else None
-    for j in samples:
-        space.turn = j
-        draw, state = drawn(sampler, space, j, state)
-        yield space, draw, space.displacement()
 
 
 def _released() -> Tensor:

@@ -1,8 +1,9 @@
 """Where a step looks: kernels that choose perturbations ε of the weights and evaluate the gradient there.
 
-A kernel is a small frozen object with two methods (``docs/add-a-method.md`` makes one). ``begin(space)`` runs once a step, ``sample(space, j, state)`` once
+A kernel is a small frozen object with two methods. ``begin(space)`` runs once a step, ``sample(space, j, state)`` once
 for each of the s samples; it leaves ``space.point`` at θ+ε_j and returns a :class:`Draw`. Everything a kernel needs of
 the world is the :class:`~tiltsam.space.Space` protocol, and every random number comes from the stream of sample j.
+``docs/add-a-method.md`` makes one.
 
 Which of them estimate the gradient of the tilted loss consistently (s→∞)?
 

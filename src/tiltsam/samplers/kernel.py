@@ -30,7 +30,9 @@ class Draw(NamedTuple):
 class Sampler(Protocol):
     """A kernel. Two that are equal do the same: a captured step asks that before it replays what it recorded.
 
-    So it has to be hashable, and its fields must not change: a frozen dataclass is both.
+    So it has to be hashable, and its fields must not change: a frozen dataclass is both. One that keeps vectors from
+    step to step names them in ``keeps``, a tuple, and finds them by ``kept`` of the space; its samples are not
+    ``independent`` then.
     """
 
     tilted: ClassVar[bool]

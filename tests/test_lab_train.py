@@ -5,6 +5,7 @@ import random
 import resource
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -13,6 +14,8 @@ import pytest
 import safetensors.torch
 import torch
 
+import tiltsam
+from friendly import FriendlySAM
 from lab_processes import files_named, start
 from tiltsam.cli import main
 from tiltsam.lab.batches import Batches
@@ -697,6 +700,30 @@ def test_every_field_is_documented_and_on_the_command_line(capsys):
     text = capsys.readouterr().out
     for name in set(docs) - {"task"}:
         assert f"--{name.replace('_', '-')}" in text
+
+
+def test_a_method_of_ones_own_is_one_of_those_that_can_be_compared(tmp_path, monkeypatch, capsys):
+    """It has SAM's settings, if it takes a rho; those that it has beyond are fixed where it is named."""
+    monkeypatch.setitem(tiltsam.METHODS, "friendly", FriendlySAM)
+    monkeypatch.setitem(tiltsam.METHODS, "slow", partial(FriendlySAM, lam=0.99))
+    monkeypatch.chdir(tmp_path)
+    own = ["friendly:rho=0.5", "slow", "friendly:rho_schedule=up"]
+    assert not main(["compare", "digits", "--methods", "sam", *own, "--epochs", "1", "--seeds", "1"])
+    table = capsys.readouterr().out
+    assert all(f"| {name} " in table for name in own)
+    assert not main(["methods"])
+    assert "slow      Friendly-SAM" in capsys.readouterr().out
+    config = replace(SMALL, method="friendly", rho=0.1)
+    assert config.key() != replace(config, rho=0.2).key()
+    assert config.key() == replace(config, lam=0.1).key()  # RSAM's
+    for bad in (["--methods", "friendly:lam=0.5"], ["--methods", "stranger"]):
+        assert main(["compare", "digits", *bad])
+    errors = capsys.readouterr().err
+    assert "friendly has no lam" in errors
+    assert "unknown method 'stranger': one of erm, sam, " in errors
+    grid = ["--grid", "rho=0.1", "--trials", "1", "--epochs", "1", "--workers", "2"]
+    assert main(["sweep", "digits", "--methods", "sam", "friendly", *grid])
+    assert "--workers 2 starts new processes, which do not know friendly" in capsys.readouterr().err
 
 
 def test_keys_ignore_other_methods_settings():

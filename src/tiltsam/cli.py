@@ -371,7 +371,7 @@ def _toys(args: argparse.Namespace) -> None:
 def _methods(args: argparse.Namespace) -> None:
     width = max(len(name) for name in tiltsam.METHODS)
     for name, method in tiltsam.METHODS.items():
-        first = (inspect.getdoc(method) or "").splitlines()[0].replace("``", "")
+        first = (inspect.getdoc(getattr(method, "func", method)) or "").splitlines()[0].replace("``", "")
         print(f"{name:{width}}  {first}")
 
 

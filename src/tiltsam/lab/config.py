@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import inspect
 import json
 import math
 from collections.abc import Callable, Collection
@@ -14,7 +15,7 @@ from torch.optim import Optimizer
 
 import tiltsam
 
-__all__ = ["ConfigError", "TrainConfig", "settings_of_others", "tilts_nothing"]
+__all__ = ["ConfigError", "TrainConfig", "methods", "settings_of", "settings_of_others", "tilts_nothing"]
 
 NOTHING_TO_WEIGH = "tsam has one sample and nothing to weigh, so that t does nothing: --num-samples 3, say"
 
@@ -174,8 +175,8 @@ class TrainConfig:
     """Pixels that image files are brought to; by default the task's own (see: tiltsam tasks)."""
 
     def __post_init__(self) -> None:
-        if self.method not in METHOD_SETTINGS:
-            raise ConfigError(f"unknown method {self.method!r}: one of {', '.join(METHOD_SETTINGS)}")
+        if self.method not in methods():
+            raise ConfigError(f"unknown method {self.method!r}: one of {', '.join(methods())}")
         for name in ("epochs", "batch_size", "lr", "num_samples", "every", "ascent_steps", "evaluate_every"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} must be > 0, got {getattr(self, name)}")
@@ -206,7 +207,7 @@ class TrainConfig:
 
     def method_options(self) -> dict[str, Any]:
         """What the method's constructor gets, beside the base and the model."""
-        own = {name: getattr(self, name) for name in METHOD_SETTINGS[self.method]}
+        own = {name: getattr(self, name) for name in settings_of(self.method)}
         if self.rho is None:
             own.pop("rho", None)
         for name in _OF_THE_LOOP:
@@ -219,11 +220,11 @@ class TrainConfig:
         """The smallest share of a batch that a pass sees."""
         if self.splits():
             return 1 / self.num_samples
-        return self.ascent_fraction if "ascent_fraction" in METHOD_SETTINGS[self.method] else 1.0
+        return self.ascent_fraction if "ascent_fraction" in settings_of(self.method) else 1.0
 
     def splits(self) -> bool:
         """Whether the samples of a step share the batch out among them."""
-        return self.split and "split" in METHOD_SETTINGS[self.method]
+        return self.split and "split" in settings_of(self.method)
 
     def constructor(self) -> Callable[..., tiltsam.SharpnessAware]:
         """The method's class; ``esam1`` is SAM, longer."""
@@ -267,7 +268,19 @@ def tilts_nothing(config: TrainConfig, names: Collection[str]) -> bool:
     return alone and not {"t", "t_schedule", "delta"}.isdisjoint(names)
 
 
+def methods() -> list[str]:
+    """The names of all methods: ours, and what somebody has put into :data:`tiltsam.METHODS`."""
+    return list(METHOD_SETTINGS | tiltsam.METHODS)
+
+
+def settings_of(method: str) -> tuple[str, ...]:
+    """The settings of a method; one of somebody's own has those of SAM if it takes a rho, and else none."""
+    if method in METHOD_SETTINGS:
+        return METHOD_SETTINGS[method]
+    return METHOD_SETTINGS["sam"] if "rho" in inspect.signature(tiltsam.METHODS[method]).parameters else ()
+
+
 def settings_of_others(method: str) -> set[str]:
     """What another method has and this one does not."""
-    others = set().union(*METHOD_SETTINGS.values()) - set(METHOD_SETTINGS[method])
+    others = set().union(*METHOD_SETTINGS.values()) - set(settings_of(method))
     return others - {"num_samples"} if method == "esam1" else others

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from tiltsam.lab.config import METHOD_SETTINGS, TrainConfig
+from tiltsam.lab.config import TrainConfig, settings_of
 
 __all__ = ["rate_factor", "set_rates"]
 
@@ -44,7 +44,7 @@ def set_rates(groups: Sequence[dict[str, Any]], config: TrainConfig, done: float
         rho: The method's rho, at the full height of its schedule.
     """
     lr = config.lr * rate_factor(config, done)
-    own = METHOD_SETTINGS[config.method]
+    own = settings_of(config.method)
     shares = {"up": done, "down": 1 - done}
     for group in groups:
         group["lr"] = lr

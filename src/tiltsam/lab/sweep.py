@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import tiltsam
 from tiltsam.lab import own
-from tiltsam.lab.config import TrainConfig
+from tiltsam.lab.config import METHOD_SETTINGS, TrainConfig
 from tiltsam.lab.files import write_json
 from tiltsam.lab.loading import load_data
 from tiltsam.lab.sweeping.grids import SweepError, points
@@ -118,6 +119,9 @@ def sweep(
         raise SweepError(f"--seeds must be at least 0, got {seeds}")
     if workers < 1:
         raise SweepError(f"--workers must be at least 1, got {workers}")
+    if workers > 1 and (strangers := [m for m in methods if m not in METHOD_SETTINGS and m in tiltsam.METHODS]):
+        told = f"--workers {workers} starts new processes, which do not know {', '.join(strangers)}"
+        raise SweepError(f"{told}: start your script as often, side by side, each with one worker")
     if not heartbeat > 0:
         raise SweepError(f"--heartbeat must be > 0, got {heartbeat}")
     if not base.validation > 0:

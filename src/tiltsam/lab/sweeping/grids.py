@@ -15,7 +15,8 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import torch
 
-from tiltsam.lab.config import METHOD_SETTINGS, NOTHING_TO_WEIGH, ConfigError, TrainConfig, tilts_nothing
+from tiltsam.lab.config import METHOD_SETTINGS, NOTHING_TO_WEIGH, ConfigError, TrainConfig, settings_of, tilts_nothing
+from tiltsam.lab.config import methods as all_methods
 
 __all__ = ["PAPER", "Point", "SweepError", "parse_grid", "points"]
 
@@ -138,8 +139,8 @@ def _check_names(methods: Sequence[str], grid: Mapping[str, Sequence[Any]]) -> N
     if not methods:
         raise SweepError("a sweep needs a method")
     for method in methods:
-        if method not in METHOD_SETTINGS:
-            raise SweepError(f"unknown method {method!r}: one of {', '.join(METHOD_SETTINGS)}")
+        if method not in all_methods():
+            raise SweepError(f"unknown method {method!r}: one of {', '.join(all_methods())}")
     if not grid:
         raise SweepError("a sweep needs a grid: --grid NAME=VALUE,VALUE,… or --grid paper")
     for name, values in grid.items():
@@ -158,8 +159,8 @@ def _check_names(methods: Sequence[str], grid: Mapping[str, Sequence[Any]]) -> N
 def _setting(name: str) -> str:
     """The field that a name of the grid means."""
     owner, colon, setting = name.rpartition(":")
-    if colon and owner not in METHOD_SETTINGS:
-        raise SweepError(f"--grid {name}: unknown method {owner!r}: one of {', '.join(METHOD_SETTINGS)}")
+    if colon and owner not in all_methods():
+        raise SweepError(f"--grid {name}: unknown method {owner!r}: one of {', '.join(all_methods())}")
     fields = [f.name for f in dataclasses.fields(TrainConfig) if f.name not in FIXED]
     if setting in FIXED:
         raise SweepError(f"--grid {name}: {setting} is the same for all trials")
@@ -194,7 +195,7 @@ def _value(setting: str, text: str) -> Any:
 
 def _takes(method: str, setting: str) -> bool:
     """Whether a setting is this method's: its own, or one of training itself."""
-    return setting in METHOD_SETTINGS[method] or all(setting not in own for own in METHOD_SETTINGS.values())
+    return setting in settings_of(method) or all(setting not in own for own in METHOD_SETTINGS.values())
 
 
 def _axes(method: str, grid: Mapping[str, Sequence[Any]]) -> dict[str, tuple[Any, ...]]:

@@ -89,10 +89,9 @@ class Memory:
         """The state dict of the base, and in it what is kept."""
         saved: dict[str, Any] = base.state_dict()
         state = dict(saved["state"])
-        self._make(
-            [p for _, p in _numbered(saved, base) if p.requires_grad]
-        )  # what loads a checkpoint asks what there is
-        for i, p in _numbered(saved, base):
+        numbered = _numbered(saved, base)
+        self._make([p for _, p in numbered if p.requires_grad])  # what loads a checkpoint asks what there is
+        for i, p in numbered:
             entries = {_PREFIX + name: value for name, value in self._kept.get(p, {}).items()}
             if entries:
                 state[i] = {**state.get(i, {}), **entries}

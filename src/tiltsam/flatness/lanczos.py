@@ -132,8 +132,9 @@ def thick_restart(
             filled = kept
             exhausted = False
     basis.turn(filled, rotation[:, wanted])
-    # The relation holds to within rounding, which no residual is below.
-    return RitzPairs(values[wanted], residuals.clamp_min(eps * scale), converged, basis.blocks[0][: len(wanted)])
+    # The relation holds to within rounding, which no residual is below: eps * scale in each column that a pair is of.
+    rounding = math.sqrt(filled) * eps * scale
+    return RitzPairs(values[wanted], residuals.clamp_min(rounding), converged, basis.blocks[0][: len(wanted)])
 
 
 def quadrature(

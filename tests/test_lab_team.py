@@ -76,6 +76,26 @@ def texts(tmp_path):
     return f"text:{path}"
 
 
+LEFT_BEHIND = """
+import os, sys
+from tiltsam.cli import main
+code = main(sys.argv[1:])
+names = [open(f"/proc/self/task/{t}/comm").read() for t in os.listdir("/proc/self/task")]
+sys.exit(code or [name for name in names if "gloo" in name] or 0)
+"""
+
+
+@pytest.mark.parametrize("split", ["samples", "data"])
+def test_a_team_that_has_ended_leaves_no_threads_behind(tmp_path, split):
+    """A process that ends beside one of gloo's is aborted now and again, after all the work is done."""
+    script = tmp_path / "script.py"
+    script.write_text(LEFT_BEHIND)
+    team = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", str(script)]
+    command = [*team, "train", "digits", *METHOD, "--epochs", "0.2", "--parallel", split, "--out", str(tmp_path)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    ended(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+
+
 @pytest.mark.parametrize("split", ["samples", "data"])
 def test_a_team_trains_what_one_process_trains(tmp_path, texts, split):
     flags = ["--epochs", "1", "--batch-size", "32"]  # the longer, the likelier that rounding switches some ReLU

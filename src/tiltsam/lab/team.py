@@ -13,6 +13,8 @@ starts all of them again from the last checkpoint.
 
 from __future__ import annotations
 
+import gc
+import importlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -135,6 +137,9 @@ def team_of_this_process(split: Split, device: str, *, timeout: float = 300.0) -
     try:
         yield Team(dist.get_rank(), size, split, f"cuda:{local}" if on_gpu else "cpu")
     finally:
+        # Whoever holds on to the group, as an optimizer in a cycle does, keeps gloo's threads alive, and now and again
+        # one of them aborts the process on its way out.
+        gc.collect()
         dist.destroy_process_group()
 
 
@@ -144,6 +149,7 @@ def _connect(backend: str, timeout: float) -> None:
     The store through which they find each other outlives them when ``torchrun`` starts them again. Under the old names
     they would find the addresses of the dead, and be refused or wait for ever.
     """
+    importlib.import_module("torch._dynamo")  # loaded later, with the first optimizer, it holds on to the group
     store, rank, size = next(iter(rendezvous("env://")))
     own = PrefixStore(f"restart-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     dist.init_process_group(backend, store=own, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))

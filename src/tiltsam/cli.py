@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import tiltsam
+from tiltsam.lab.interrupts import heeding_interrupts
 from tiltsam.provenance import code_digest
 
 __all__ = ["main"]
@@ -61,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if unknown:  # of the command they were given to, whose usage is of use
         commands.choices[args.command].error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
-        with _plain_warnings(args.command):
+        with _plain_warnings(args.command), heeding_interrupts():
             _needs(args.command)
             args.run(args)
     except (UserError, ImportError) as error:

@@ -1,15 +1,12 @@
 """The command line as a user meets it."""
 
-import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
 import tiltsam
 from tiltsam.cli import main
-from tiltsam.lab.interrupts import heeding_interrupts
 from tiltsam.provenance import code_digest
 
 
@@ -137,20 +134,3 @@ def test_a_tilt_of_one_sample_is_told(tmp_path, capsys):
         assert not capsys.readouterr().err
     assert main(["compare", *small, "--methods", "erm", "tsam", "--seeds", "1", "--t", "5"]) == 0
     assert f"tiltsam compare: {told}" in capsys.readouterr().err
-
-
-def test_an_interrupt_that_python_drops_comes_again():
-    """Where a destructor or a weak reference's callback runs, what is raised is dropped."""
-
-    class Interrupted:
-        def __del__(self):
-            raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        with heeding_interrupts():
-            Interrupted()
-            with pytest.raises(KeyboardInterrupt):
-                time.sleep(10)
-    finally:
-        signal.signal(signal.SIGINT, before)

@@ -32,6 +32,7 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution, Floa
 from optuna.trial import FrozenTrial, TrialState
 
 from tiltsam.lab.config import TrainConfig
+from tiltsam.lab.interrupts import uninterrupted
 from tiltsam.lab.record import Record
 from tiltsam.lab.sweeping.store import Store
 
@@ -221,9 +222,10 @@ class Ticket:
             self._end(TrialState.FAIL, None, ended="given up" if kind is None else f"given up: {kind.__name__}")
 
     def _end(self, state: TrialState, value: float | None, **notes: Any) -> None:
-        self._over.set()
-        self._thread.join()
-        self.lost = not self._board._end(self._trial_id, state, value, **notes)
+        with uninterrupted():  # or the others would take us for running
+            self._over.set()
+            self._thread.join()
+            self.lost = not self._board._end(self._trial_id, state, value, **notes)
 
     def _live(self) -> None:
         storage = self._board.store.storage

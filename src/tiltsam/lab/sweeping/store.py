@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from tiltsam.lab.interrupts import uninterrupted
 from tiltsam.lab.sweeping.grids import SweepError
 
 if TYPE_CHECKING:
@@ -57,14 +58,15 @@ class Store:
         )
 
     def insist(self, action: Callable[[], T]) -> T:
-        """Do something with the database; while it is away, try again for a minute."""
+        """Do something with the database, to its end; while it is away, try again for a minute."""
         import optuna
         import sqlalchemy
 
         start = time.monotonic()
         while True:
             try:
-                return action()
+                with uninterrupted():
+                    return action()
             except (optuna.exceptions.StorageInternalError, sqlalchemy.exc.SQLAlchemyError) as error:
                 self.absences += 1
                 if time.monotonic() - start > PATIENCE_SECONDS:
@@ -74,8 +76,9 @@ class Store:
 
     def close(self) -> None:
         """Give the connections back."""
-        self.storage.remove_session()
-        self.storage.engine.dispose()
+        with uninterrupted():
+            self.storage.remove_session()
+            self.storage.engine.dispose()
 
 
 def open_store(url: str) -> Store:

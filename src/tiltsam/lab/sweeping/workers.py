@@ -14,6 +14,7 @@ from pathlib import Path
 
 from tiltsam.lab.config import ConfigError
 from tiltsam.lab.errors import DataError
+from tiltsam.lab.interrupts import heeding_interrupts
 from tiltsam.lab.record import RecordError
 from tiltsam.lab.sweeping.grids import SweepError
 from tiltsam.lab.sweeping.plan import Desk, Plan
@@ -128,7 +129,8 @@ def work(plan: Plan, device: str | None = None, parent: int | None = None) -> in
 
 def main() -> int:
     """A worker as a program of its own: its plan comes by the standard input."""
-    return work(*pickle.load(sys.stdin.buffer))
+    with heeding_interrupts():
+        return work(*pickle.load(sys.stdin.buffer))
 
 
 if __name__ == "__main__":

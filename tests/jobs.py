@@ -60,6 +60,15 @@ def train(model, optimizer, steps, part=0, parts=1, before_step=lambda step: Non
         optimizer.step(closure)
 
 
+def refusal(action):
+    """What a step says that cannot be."""
+    try:
+        action()
+    except ValueError as error:
+        return str(error)
+    return None
+
+
 def flat(model):
     """All parameters, gathered where they are sharded."""
     parts = [p.detach().full_tensor() if hasattr(p, "full_tensor") else p.detach() for p in model.parameters()]
@@ -115,12 +124,12 @@ def what_ddp_cannot(rank, options, joined, parallel):
     """The error of a step under DDP with such options, or inside ``join``."""
     model = DistributedDataParallel(mlp(), **options)
     optimizer = tiltsam.SAM(sgd(model.parameters()), model=model, parallel=parallel)
-    try:
+
+    def steps():
         with model.join(enable=joined):
             train(model, optimizer, range(2), rank, dist.get_world_size())
-    except ValueError as error:
-        return str(error)
-    return None
+
+    return refusal(steps)
 
 
 def local_ascent_by_hand(steps, parts):
@@ -339,11 +348,7 @@ def samples_of_different_models(rank):
     optimizer = tiltsam.TSAM(
         sgd(model.parameters()), num_samples=2, model=model, parallel=tiltsam.Parallel(samples=dist.group.WORLD)
     )
-    try:
-        train(model, optimizer, range(1))
-    except ValueError as error:
-        return str(error)
-    return None
+    return refusal(lambda: train(model, optimizer, range(1)))
 
 
 def samples_among_data_ranks(rank, kind):
@@ -351,11 +356,7 @@ def samples_among_data_ranks(rank, kind):
     parallel = tiltsam.Parallel(samples=dist.group.WORLD, data=dist.group.WORLD if kind == "said" else None)
     model = {"ddp": DistributedDataParallel, "fsdp": fully_shard, "said": lambda model: model}[kind](mlp())
     optimizer = tiltsam.TSAM(sgd(model.parameters()), num_samples=4, model=model, parallel=parallel)
-    try:
-        train(model, optimizer, range(1))
-    except ValueError as error:
-        return str(error)
-    return None
+    return refusal(lambda: train(model, optimizer, range(1)))
 
 
 def samples_without_a_word_about_the_data(rank):
@@ -363,8 +364,4 @@ def samples_without_a_word_about_the_data(rank):
     model = mlp()
     parallel = tiltsam.Parallel(samples=mesh["samples"].get_group())
     optimizer = tiltsam.TSAM(sgd(model.parameters()), num_samples=3, model=model, parallel=parallel)
-    try:
-        train(model, optimizer, range(1))
-    except ValueError as error:
-        return str(error)
-    return None
+    return refusal(lambda: train(model, optimizer, range(1)))

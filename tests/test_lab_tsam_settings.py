@@ -7,6 +7,7 @@ import torch
 
 import tiltsam
 from tiltsam.lab.config import ConfigError, TrainConfig
+from tiltsam.lab.flags import parse_method
 from tiltsam.lab.record import Record
 from tiltsam.lab.train import train
 
@@ -104,3 +105,7 @@ def test_several_ascents_to_a_sample():
         tiltsam.TSAM(base, sampler=sampler, share_ascent=True)
     with pytest.raises(ValueError, match="num_steps"):
         tiltsam.samplers.Ascent(num_steps=0)
+
+
+def test_a_radius_that_is_none_is_the_default_for_one_method_too():
+    assert parse_method("tsam:radius=none,t=5") == {"method": "tsam", "radius": None, "t": 5.0}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import math
 import textwrap
 import types
 import typing
@@ -14,7 +15,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from tiltsam.lab.config import NOTHING_TO_WEIGH, ConfigError, TrainConfig, settings_of_others, tilts_nothing
 
-__all__ = ["add_arguments", "field_docs", "from_arguments", "given", "parse_method", "remarks"]
+__all__ = ["add_arguments", "field_docs", "from_arguments", "given", "parse_method", "parse_setting", "remarks"]
 
 _FOR_ALL = ("task", "seed", "device")  # not for one method alone
 
@@ -97,33 +98,47 @@ def parse_method(text: str) -> dict[str, Any]:
     method, colon, rest = text.partition(":")
     TrainConfig(method=method)  # one that is unknown is refused
     found: dict[str, Any] = {"method": method}
-    hints = get_type_hints(TrainConfig)
+    fields = {field.name for field in dataclasses.fields(TrainConfig)}
     for pair in rest.split(",") if colon else ():
         name, equals, value = (part.strip() for part in pair.partition("="))
         name = name.replace("-", "_")
         if not equals or name in found:
             raise ConfigError(f"{text!r}: after the colon settings, as in asam:rho=5 or tsam:num_samples=3,t=100")
-        if name not in hints or name in _FOR_ALL:
+        if name not in fields or name in _FOR_ALL:
             raise ConfigError(f"{text!r}: {name} cannot be set for one method alone")
-        found[name] = _value(text, name, hints[name], value)
+        try:
+            found[name] = parse_setting(name, value)
+        except ConfigError as error:
+            raise ConfigError(f"{text!r}: {name}: {error}") from None
     if others := [name for name in found if name in settings_of_others(method)]:
         raise ConfigError(f"{text!r}: {method} has no {', '.join(others)}")
     return found
 
 
-def _value(text: str, name: str, hint: Any, value: str) -> Any:
-    if hint is bool:
-        if value.lower() not in ("true", "false"):
-            raise ConfigError(f"{text!r}: {name} is true or false, got {value!r}")
-        return value.lower() == "true"
+def parse_setting(name: str, text: str) -> Any:
+    """A value of a setting, from its text; ``none`` where there may be none.
+
+    Raises:
+        ConfigError: The text is no such value; the message does not name the setting.
+    """
+    hint = get_type_hints(TrainConfig)[name]
     if get_origin(hint) is Literal:
-        if value not in get_args(hint):
-            raise ConfigError(f"{text!r}: {name} is one of {', '.join(get_args(hint))}, got {value!r}")
-        return value
+        if text not in get_args(hint):
+            raise ConfigError(f"{text!r} is none of {', '.join(get_args(hint))}")
+        return text
+    if hint is bool:
+        if text.lower() not in ("true", "false"):
+            raise ConfigError(f"{text!r} is neither true nor false")
+        return text.lower() == "true"
+    if type(None) in get_args(hint) and text.lower() == "none":
+        return None
     try:
-        return _parser_of(hint)(value)
+        value = _parser_of(hint)(text)
     except ArgumentTypeError as error:
-        raise ConfigError(f"{text!r}: {error}") from None
+        raise ConfigError(str(error)) from None
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"{text} is not finite")
+    return value
 
 
 def _plain(hint: Any) -> type:

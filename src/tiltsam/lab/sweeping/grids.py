@@ -6,17 +6,15 @@ import dataclasses
 import hashlib
 import itertools
 import json
-import math
-import types
-import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any
 
 import torch
 
 from tiltsam.lab.config import METHOD_SETTINGS, NOTHING_TO_WEIGH, ConfigError, TrainConfig, settings_of, tilts_nothing
 from tiltsam.lab.config import methods as all_methods
+from tiltsam.lab.flags import parse_setting
 
 __all__ = ["PAPER", "Point", "SweepError", "parse_grid", "points"]
 
@@ -170,27 +168,10 @@ def _setting(name: str) -> str:
 
 
 def _value(setting: str, text: str) -> Any:
-    """A value of a setting, from its text; ``none`` where there may be none."""
-    hint = get_type_hints(TrainConfig)[setting]
-    if get_origin(hint) is Literal:
-        if text not in get_args(hint):
-            raise SweepError(f"--grid {setting}: {text!r} is none of {', '.join(get_args(hint))}")
-        return text
-    kinds = get_args(hint) if get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
-    if type(None) in kinds and text.lower() == "none":
-        return None
-    (kind,) = (k for k in kinds if k is not type(None))
-    if kind is bool:
-        if text.lower() not in ("true", "false"):
-            raise SweepError(f"--grid {setting}: {text!r} is neither true nor false")
-        return text.lower() == "true"
     try:
-        value = kind(text)
-    except ValueError:
-        raise SweepError(f"--grid {setting}: {text!r} is not {'an' if kind is int else 'a'} {kind.__name__}") from None
-    if kind is float and not math.isfinite(value):
-        raise SweepError(f"--grid {setting}: {text} is not finite")
-    return value
+        return parse_setting(setting, text)
+    except ConfigError as error:
+        raise SweepError(f"--grid {setting}: {error}") from None
 
 
 def _takes(method: str, setting: str) -> bool:

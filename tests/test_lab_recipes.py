@@ -131,6 +131,12 @@ def test_the_promised_tables_and_figures_are_there():
     ]
     assert len(find_recipe("images").cells) == 8 * 7
     assert len(find_recipe("glue").cells) == 9 * 5
+    assert [(c.row, c.config.num_samples, c.config.ascent_steps) for c in find_recipe("hmc-steps/dtd-vit").cells] == [
+        ("TSAM, N=1 (s=3)", 3, 1),
+        ("TSAM, N=1 (s=5)", 5, 1),
+        ("TSAM, N=2 (s=3)", 3, 2),
+        ("TSAM, N=3 (s=3)", 3, 3),
+    ]
     for name in RECIPES:
         recipe = find_recipe(name)
         assert recipe.source
@@ -176,7 +182,8 @@ def test_the_papers_averages_are_those_of_its_numbers():
     for column, printed in paper.SAMPLES.items():
         assert printed["sam"][0].value == paper.IMAGES[column]["sam"][0].value
     for column, printed in paper.HMC_STEPS.items():
-        assert printed["N=1"][0].value == paper.SAMPLES[column]["s=3"][0].value
+        for s in (3, 5):
+            assert printed[f"1,{s}"][0].value == paper.SAMPLES[column][f"s={s}"][0].value
 
 
 def test_passes_a_step():

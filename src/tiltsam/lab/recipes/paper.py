@@ -90,13 +90,14 @@ SAMPLES = _columns(
 HMC_STEPS = _columns(
     "tab:N",
     """
-          cifar100-resnet18 dtd-vit
-    N=1   77.40             68.82
-    N=2   77.45             68.83
-    N=3   77.52             68.80
+        cifar100-resnet18 dtd-vit
+    1,3 77.40             68.82
+    1,5 77.78             68.70
+    2,3 77.45             68.83
+    3,3 77.52             68.80
     """,
 )
-"""Test accuracy of TSAM with s=3, printed as shares of one; a fourth row, N=1 with s=5, is that of ``table:s``."""
+"""Test accuracy of TSAM by N and s, printed as shares of one."""
 
 SAM_EARLY_STOPPED = Number(69.18, "fig:multiple_t")
 """Accuracy of SAM on noisy CIFAR-100, stopped early: told in the caption."""

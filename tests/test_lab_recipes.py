@@ -12,6 +12,7 @@ import torch
 
 import lab_files
 from tiltsam.cli import main
+from tiltsam.lab import compare as compare_module
 from tiltsam.lab import models
 from tiltsam.lab.augment import normalise
 from tiltsam.lab.config import TrainConfig
@@ -20,12 +21,13 @@ from tiltsam.lab.loading import load_data, load_model
 from tiltsam.lab.recipes import cost, measures, paper
 from tiltsam.lab.recipes.book import RECIPES, find_recipe
 from tiltsam.lab.recipes.measures import Thoroughness
-from tiltsam.lab.recipes.reproduce import Plan, reproduce
+from tiltsam.lab.recipes.reproduce import Outcome, Plan, reproduce
 from tiltsam.lab.recipes.settings import COLUMNS, DISTILBERT, VIT, column_config
 from tiltsam.lab.recipes.tables import ours, tables, write_json
 from tiltsam.lab.record import Record
 from tiltsam.lab.tables import GLUE
 from tiltsam.lab.tasks import find_task
+from tiltsam.lab.train import TrainError
 
 # -------------------------------------------------------------------------------- two steps of every recipe
 
@@ -304,6 +306,90 @@ def test_losses_are_those_of_the_objectives_and_remembered(here, narrow, two, mo
     assert values[0] == pytest.approx(loss_uphill(*outcome.records(recipe.cells[1])[:1], two["root"], 0.05), rel=1e-4)
     monkeypatch.setattr(measures, "cross_runs", None)  # would fail if called
     assert reproduce(plan, **two).measured == outcome.measured
+
+
+@pytest.mark.parametrize("name", ["losses", "sharpness", "eigenvalues"])
+def test_measured_tables_say_how_many_runs_they_are_of(name, here, narrow, two):
+    recipe = find_recipe(name).only(methods=["erm", "sam"])
+    plan = Plan(recipe, seeds=2, scale=0.005, device="cpu")
+    outcome = reproduce(plan, **two)
+    sam = recipe.cells[1]
+
+    def runs():
+        (rows, *_) = [table.rows for table in tables(outcome)]
+        if name == "losses":
+            return [rows[0][-1], rows[1][-1], rows[2][-1]]
+        return [text for text in rows[-1] if text]
+
+    assert runs() == ["runs", "2", "2"]
+    outcome.diverged[plan.configs(sam)[1]] = "it was too sharp"
+    outcome.measured[1].pop("sam")
+    assert runs() == ["runs", "2", "1 of 2, 1 diverged"]
+
+
+def test_a_seed_that_is_not_measured_keeps_its_place_and_is_told(here, narrow, tmp_path, capsys, monkeypatch):
+    real, calls = measures.cross_runs, []
+
+    def sharp(*args, **options):
+        calls.append(args)
+        if len(calls) == 1:
+            raise ValueError("the loss around tsam is not finite")
+        return real(*args, **options)
+
+    monkeypatch.setattr(measures, "cross_runs", sharp)
+    run = ["reproduce", "losses", "--scale", "0.005", "--seeds", "2", "--methods", "tsam"]
+    run += ["--data-root", str(here / "data"), "--out", str(tmp_path), "--device", "cpu"]
+    assert main(run) == 0
+    out = capsys.readouterr().out
+    assert out.index("| TSAM") < out.rindex("seed 0 was not measured: the loss around tsam is not finite")
+    assert "1 of 2" in out
+    numbers = json.loads((tmp_path / "reproduced" / "losses" / "numbers.json").read_text())
+    assert numbers["not_measured"] == {"0": "the loss around tsam is not finite"}
+    first, second = numbers["measured"]
+    assert first == {}
+    assert set(second["tsam"]) == {"train", "test"}
+
+
+def test_a_share_of_training_at_which_nothing_was_evaluated_has_no_number(here, narrow, two):
+    recipe = find_recipe("convergence/cifar100-resnet18").only(methods=["erm"])
+    outcome = reproduce(Plan(recipe, seeds=1, scale=0.01, device="cpu"), **two)  # two epochs
+    ((heading, row),) = [table.rows for table in tables(outcome)]
+    shown = dict(zip(heading, row, strict=True))
+    assert shown["ours: at 25%"] == "–"
+    assert "–" not in (shown["ours: at 50%"], shown["ours: at 75%"], shown["ours: at 100%"])
+
+
+def test_all_that_the_tables_show_is_in_the_file(here, narrow, two, tmp_path):
+    recipe = find_recipe("tilt/noisy-resnet18").only(methods=["sam"])
+    outcome = reproduce(Plan(recipe, seeds=1, scale=0.01, device="cpu"), **two)
+    write_json(outcome, tmp_path / "numbers.json")
+    (cell,) = json.loads((tmp_path / "numbers.json").read_text())["cells"]
+    (table,) = tables(outcome)
+    assert list(cell["along"]) == ["0.25", "0.5", "0.75", "1"]
+    assert f"{cell['along']['1']['value']:.2f}" == table.rows[1][4]
+    assert f"{cell['at_best_validation']['value']:.2f}" == table.rows[1][5]
+    assert cell["stopped_early"] == [{"value": 69.18, "source": "fig:multiple_t", "error": None}]
+    losses = find_recipe("losses").only(methods=["tsam"])
+    write_json(reproduce(Plan(losses, seeds=1, scale=0.005, device="cpu"), **two), tmp_path / "numbers.json")
+    (cell,) = json.loads((tmp_path / "numbers.json").read_text())["cells"]
+    assert cell["paper_losses"]["train"] == {"ERM": 0.1763, "SAM": 0.27, "TSAM": 0.46}
+    assert cell["paper_losses"]["test"] == {"ERM": 0.7163, "SAM": 0.9, "TSAM": 1.08}
+    write_json(Outcome(Plan(find_recipe("glue")), two["out"]), tmp_path / "numbers.json")
+    average = json.loads((tmp_path / "numbers.json").read_text())["average"]["tsam"]
+    assert average["paper"]["value"] == 78.01
+    assert average["ours"] == {"value": None, "error": None, "runs": 0}
+
+
+def test_runs_are_called_as_their_rows(here, narrow, tmp_path, capsys, monkeypatch):
+    """Five runs of one method and seed follow each other in a recipe; which of them diverged has to be told."""
+
+    def bursts(config, record, **rest):
+        raise TrainError("the loss is nan")
+
+    monkeypatch.setattr(compare_module, "train", bursts)
+    run = ["reproduce", "hmc-steps/cifar100-resnet18", "--scale", "0.005", "--seeds", "1"]
+    assert main([*run, "--data-root", str(here / "data"), "--out", str(tmp_path), "--device", "cpu"]) == 0
+    assert "cifar100 TSAM, N=2 (s=3) seed 0: the loss is nan" in capsys.readouterr().out
 
 
 def loss_uphill(record, root, rho):

@@ -15,7 +15,14 @@ from tiltsam.lab.report import write_report
 from tiltsam.lab.report.figures import flatness_figures, task_figures
 from tiltsam.lab.report.runs import read_runs
 from tiltsam.lab.report.settings import Mean, arrange, best_of, mean_of
-from tiltsam.lab.report.tables import _number, comparable, flatness_table, overview_table, results_table, runs_table
+from tiltsam.lab.report.tables import (
+    comparable,
+    flatness_table,
+    number_cell,
+    overview_table,
+    results_table,
+    runs_table,
+)
 from tiltsam.lab.report.writing import latex_table, markdown_table
 from tiltsam.lab.train import Diverged, train
 from tiltsam.palette import METHOD_COLORS
@@ -162,7 +169,7 @@ def test_best_needs_a_lead_beyond_the_error():
     ],
 )
 def test_numbers_are_shown_to_the_digits_that_count(value, error, digits, text):
-    assert _number(Mean(value, error, 2), digits).text == text
+    assert number_cell(Mean(value, error, 2), digits).text == text
 
 
 def test_settings_and_their_numbers(tmp_path):

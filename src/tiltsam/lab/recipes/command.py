@@ -120,7 +120,7 @@ def _run(plan: Plan, args: argparse.Namespace) -> None:
     from tiltsam.lab.screen import Screen
 
     _announce(plan)
-    with Screen() as screen, Bars() as bars:
+    with Screen(plan.names()) as screen, Bars() as bars:
         outcome = reproduce(
             plan,
             args.out,
@@ -155,15 +155,15 @@ def _show(outcome: Outcome) -> None:
     for table in tables(outcome):
         print_table(table.title, table.rows)
     spread = "" if plan.seeds == 1 else ", mean ± standard error"
-    print(
-        f"\nours: {_seeds(plan)}{spread}; paper: in parentheses the error that it prints; –: the paper prints no number"
-    )
+    print(f"\nours: {_seeds(plan)}{spread}; paper: in parentheses the error that it prints; –: there is no number")
     for line in plan.changes():
         print(line)
     for column, told in outcome.data.items():
         print(f"{column}: {told}")
     for column, problem in outcome.problems.items():
         print(f"{column} was not run: {problem}")
+    for seed, problem in outcome.unmeasured.items():
+        print(f"seed {seed} was not measured: {problem}")
     folder = outcome.out / "reproduced" / plan.recipe.name.replace("/", "-")
     write_json(outcome, folder / "numbers.json")
     print(f"numbers: {folder / 'numbers.json'}")

@@ -55,6 +55,10 @@ class Plan:
         config = replace(cell.config, epochs=epochs, device=self.device, precision=self.precision)
         return [replace(config, seed=seed) for seed in range(self.seeds)]
 
+    def names(self) -> dict[str, str]:
+        """What runs are called, by their configs' keys: a recipe may have several of one method."""
+        return {config.key(): cell.row for cell in self.recipe.cells for config in self.configs(cell)}
+
     def changes(self) -> list[str]:
         """What differs from the recipe as it stands, in words."""
         found = []
@@ -86,6 +90,8 @@ class Outcome:
     diverged: dict[TrainConfig, str] = field(default_factory=dict)
     measured: list[dict[str, dict[str, Any]]] = field(default_factory=list)
     """A seed each: by method what :func:`tiltsam.lab.recipes.measures.measure` gave."""
+    unmeasured: dict[int, str] = field(default_factory=dict)
+    """By seed: why nothing was measured."""
 
     def records(self, cell: Cell) -> list[Record]:
         """The finished runs of a cell."""
@@ -137,10 +143,11 @@ def reproduce(
     """
     resolve_device(plan.device)  # before a folder is made
     outcome = Outcome(plan, out)
+    names = plan.names()
 
     def failed(config: TrainConfig, error: TrainError) -> None:
         outcome.diverged[config] = str(error)
-        say(f"{config.task} {config.method} seed {config.seed}: {error}")
+        say(f"{config.task} {names[config.key()]} seed {config.seed}: {error}")
 
     missing: DataError | None = None
     for column in plan.recipe.columns:
@@ -198,4 +205,6 @@ def _measure(
         try:
             outcome.measured.append(measure(plan.recipe.kind, runs, plan.much, **options) if runs else {})
         except ValueError as error:  # a model so sharp that the loss around it is not finite
+            outcome.measured.append({})
+            outcome.unmeasured[seed] = str(error)
             say(f"seed {seed} is not measured: {error}")

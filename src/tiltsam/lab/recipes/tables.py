@@ -13,15 +13,16 @@ import tiltsam
 from tiltsam.lab.recipes import paper
 from tiltsam.lab.recipes.book import Cell
 from tiltsam.lab.recipes.paper import Number
-from tiltsam.lab.recipes.reproduce import Outcome
+from tiltsam.lab.recipes.reproduce import MEASURED, Outcome
 from tiltsam.lab.recipes.settings import COLUMNS
 from tiltsam.lab.report.settings import Mean, mean_of
+from tiltsam.lab.report.tables import number_cell
 from tiltsam.lab.tables import GLUE
 
 __all__ = ["Table", "ours", "tables", "write_json"]
 
 NOT_RUN = "not run"
-NOT_PRINTED = "–"  # only a figure shows it
+NO_NUMBER = "–"  # only a figure of the paper shows it; or we have none
 SHARES = (0.25, 0.5, 0.75, 1.0)  # of a run, at which curves are compared
 
 
@@ -81,13 +82,19 @@ def _scores(outcome: Outcome) -> list[Table]:
 def _glue_average(outcome: Outcome) -> Table:
     """The mean of all numbers in a method's row, once there are all."""
     rows = [["", "ours", "paper"]]
+    for method, mean in _glue_averages(outcome).items():
+        rows.append([method.upper(), _mean(mean, 2), _printed(paper.GLUE_AVERAGE[method], 2)])
+    return Table(f"GLUE, the mean of all numbers ({outcome.plan.recipe.source})", rows)
+
+
+def _glue_averages(outcome: Outcome) -> dict[str, Mean]:
+    found = {}
     for method in dict.fromkeys(cell.config.method for cell in outcome.plan.recipe.cells):
         cells = [cell for cell in outcome.plan.recipe.cells if cell.config.method == method]
         means = [mean for cell in cells for mean in ours(outcome, cell)]
         error = math.sqrt(math.fsum(m.error**2 for m in means)) / len(means)
-        mean = Mean(math.fsum(m.value for m in means) / len(means), error, min(m.runs for m in means))
-        rows.append([method.upper(), _mean(mean, 2), _printed(paper.GLUE_AVERAGE[method], 2)])
-    return Table(f"GLUE, the mean of all numbers ({outcome.plan.recipe.source})", rows)
+        found[method] = Mean(math.fsum(m.value for m in means) / len(means), error, min(m.runs for m in means))
+    return found
 
 
 def _minutes(outcome: Outcome) -> list[Table]:
@@ -119,10 +126,7 @@ def _curves(outcome: Outcome) -> list[Table]:
         shares = [f"ours: at {100 * share:g}%" for share in SHARES]
         rows = [["test accuracy ×100", *shares, "ours: at best validation", "paper: at the end", "runs"]]
         for cell in cells:
-            lines = [rows_of_run for record in outcome.records(cell) if (rows_of_run := record.metrics()[0])]
-            along = [mean_of([100 * _at(line, share) for line in lines]) for share in SHARES]
-            best = mean_of([100 * r.get("score_at_best_validation", math.nan) for r in outcome.results(cell)])
-            means = [_mean(mean, 2) for mean in (*along, best)]
+            means = [_mean(mean, 2) for mean in (*_along(outcome, cell), _at_best(outcome, cell))]
             rows.append([cell.row, *means, _printed(cell.paper, 2), _runs(outcome, cell)])
             if cell.stopped_early:
                 known = _printed(cell.stopped_early, 2)
@@ -131,11 +135,21 @@ def _curves(outcome: Outcome) -> list[Table]:
     return found
 
 
+def _along(outcome: Outcome, cell: Cell) -> list[Mean]:
+    """Our test accuracy in percent at each of the shares of training."""
+    lines = [rows for record in outcome.records(cell) if (rows := record.metrics()[0])]
+    return [mean_of([100 * _at(line, share) for line in lines]) for share in SHARES]
+
+
 def _at(rows: Sequence[dict[str, Any]], share: float) -> float:
-    """The test accuracy when that share of a run was over: at the last epoch that had ended, or the first."""
+    """The test accuracy when that share of a run was over: at the last epoch that had ended, NaN before the first."""
     last = share * rows[-1]["epoch"]
-    row = next((row for row in reversed(rows) if row["epoch"] <= last + 1e-9), rows[0])
-    return float(row["test_accuracy"])
+    return next((float(row["test_accuracy"]) for row in reversed(rows) if row["epoch"] <= last + 1e-9), math.nan)
+
+
+def _at_best(outcome: Outcome, cell: Cell) -> Mean:
+    """Our test accuracy in percent where the validation split was best."""
+    return mean_of([100 * r.get("score_at_best_validation", math.nan) for r in outcome.results(cell)])
 
 
 # ------------------------------------------------------------------------------------------------- measured
@@ -145,7 +159,7 @@ def _losses(outcome: Outcome) -> list[Table]:
     found = []
     for split in ("train", "test"):
         objectives = list(paper.LOSSES[split])
-        rows = [["trained by", *(f"{o}: {who}" for o in objectives for who in ("ours", "paper"))]]
+        rows = [["trained by", *(f"{o}: {who}" for o in objectives for who in ("ours", "paper")), "runs"]]
         for cell in outcome.plan.recipe.cells:
             row, method = [cell.row], cell.config.method
             for objective in objectives:
@@ -154,21 +168,23 @@ def _losses(outcome: Outcome) -> list[Table]:
                     _mean(mean, 4),
                     _printed(paper.LOSSES[split][objective][method], 4 if objective == "ERM" else 2),
                 ]
-            rows.append(row)
+            rows.append([*row, _runs(outcome, cell)])
         found.append(Table(f"{split} losses under the objectives of ERM, SAM and TSAM ({_source(outcome)})", rows))
     return found
 
 
 def _neighborhood(outcome: Outcome) -> list[Table]:
     stds: list[float] = next((n["std"] for seed in outcome.measured for n in seed.values()), [])
-    methods = [cell.config.method for cell in outcome.plan.recipe.cells]
+    cells = outcome.plan.recipe.cells
     found = []
     for what in ("mean", "variance"):
-        rows = [["std of the noise", *(f"{m.upper()}: ours" for m in methods)]]
+        rows = [["std of the noise", *(f"{cell.row}: ours" for cell in cells)]]
         for k, std in enumerate(stds):
-            rows.append([f"{std:g}", *(_mean(_measured(outcome, m, what, k), None) for m in methods)])
+            means = [_measured(outcome, cell.config.method, what, k) for cell in cells]
+            rows.append([f"{std:g}", *(number_cell(m, None).text if m.runs else NOT_RUN for m in means)])
+        rows.append(["runs", *(_runs(outcome, cell) for cell in cells)])
         title = f"{what} of the training loss around the minimum ({_source(outcome)}: a figure, no numbers printed)"
-        found.append(Table(title, rows if stds else [*rows, [NOT_RUN, *(NOT_RUN for _ in methods)]]))
+        found.append(Table(title, rows))
     return found
 
 
@@ -183,6 +199,7 @@ def _eigenvalues(outcome: Outcome) -> list[Table]:
                 _printed(cell.paper[k : k + 1], 2),
             ]
         rows.append(row)
+    rows.append(["runs", *(text for cell in cells for text in (_runs(outcome, cell), ""))])
     return [Table(f"largest eigenvalues of the Hessian of the training loss ({_source(outcome)})", rows)]
 
 
@@ -227,26 +244,29 @@ def _title(outcome: Outcome, column: str) -> str:
     return f"{COLUMNS[column].title} ({_source(outcome)})"
 
 
-def _mean(mean: Mean, digits: int | None, *, spread: bool = True) -> str:
+def _mean(mean: Mean, digits: int, *, spread: bool = True) -> str:
     if not mean.runs:
         return NOT_RUN
     if math.isnan(mean.value):
-        return NOT_PRINTED  # there was no validation split
-    form = ".4g" if digits is None else f".{digits}f"
-    error = f" ± {mean.error:{'.2g' if digits is None else form}}" if spread and math.isfinite(mean.error) else ""
-    return f"{mean.value:{form}}{error}"
+        return NO_NUMBER  # there was no validation split, or nothing was evaluated by then
+    error = f" ± {mean.error:.{digits}f}" if spread and math.isfinite(mean.error) else ""
+    return f"{mean.value:.{digits}f}{error}"
 
 
 def _printed(numbers: Sequence[Number], digits: int) -> str:
     if not numbers:
-        return NOT_PRINTED
+        return NO_NUMBER
     return " / ".join(f"{n.value:.{digits}f}" + ("" if n.error is None else f" ({n.error:g})") for n in numbers)
 
 
 def _runs(outcome: Outcome, cell: Cell) -> str:
     """How many seeds came to a number, where not all did."""
     configs = outcome.plan.configs(cell)
-    done, lost = len(outcome.results(cell)), sum(config in outcome.diverged for config in configs)
+    if outcome.plan.recipe.kind in MEASURED:
+        done = sum(cell.config.method in seed for seed in outcome.measured)
+    else:
+        done = len(outcome.results(cell))
+    lost = sum(config in outcome.diverged for config in configs)
     told = f"{done}" if done == len(configs) else f"{done} of {len(configs)}"
     return told + (f", {lost} diverged" if lost else "")
 
@@ -258,6 +278,17 @@ def write_json(outcome: Outcome, path: Path) -> None:
     cells = []
     for cell in recipe.cells:
         results = outcome.results(cell)
+        more: dict[str, Any] = {}
+        if recipe.kind == "curves":
+            along = zip(SHARES, _along(outcome, cell), strict=True)
+            more["along"] = {f"{share:g}": mean._asdict() for share, mean in along}
+            more["at_best_validation"] = _at_best(outcome, cell)._asdict()
+            more["stopped_early"] = [asdict(number) for number in cell.stopped_early]
+        if recipe.kind == "losses":
+            more["paper_losses"] = {
+                split: {objective: by[cell.config.method][0].value for objective, by in table.items()}
+                for split, table in paper.LOSSES.items()
+            }
         cells.append(
             {
                 "column": cell.column,
@@ -268,6 +299,7 @@ def write_json(outcome: Outcome, path: Path) -> None:
                 "passes": mean_of([r["passes"] for r in results])._asdict(),
                 "minutes": mean_of([r["seconds"] / 60 for r in results])._asdict(),
                 "paper": [asdict(number) for number in cell.paper],
+                **more,
             }
         )
     content = {
@@ -279,9 +311,15 @@ def write_json(outcome: Outcome, path: Path) -> None:
         "changes": plan.changes(),
         "data": outcome.data,
         "not_run": outcome.problems,
+        "not_measured": outcome.unmeasured,
         "cells": cells,
         "measured": outcome.measured,
     }
+    if recipe.name == "glue":
+        content["average"] = {
+            method: {"ours": mean._asdict(), "paper": asdict(paper.GLUE_AVERAGE[method][0])}
+            for method, mean in _glue_averages(outcome).items()
+        }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(_finite(content), indent=1) + "\n")
 

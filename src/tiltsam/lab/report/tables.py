@@ -12,7 +12,7 @@ from typing import Any
 from tiltsam.lab.report.runs import Problem, Run
 from tiltsam.lab.report.settings import Mean, Setting, Task, best_of, mean_of, shown
 
-__all__ = ["Cell", "Table", "flatness_table", "overview_table", "results_table", "runs_table"]
+__all__ = ["Cell", "Table", "flatness_table", "number_cell", "overview_table", "results_table", "runs_table"]
 
 MEANS = "mean ± standard error over seeds"
 BOLD = "Bold: ahead of the next by more than the standard error of their difference."
@@ -80,7 +80,7 @@ def overview_table(tasks: Sequence[Task]) -> Table:
         chosen = {s.method: s.final("score", 100) for s in task.chosen}
         means = [chosen.get(method, mean_of([])) for method in methods]
         best = best_of(means)
-        columns.append([_number(mean, 2, best=i == best) for i, mean in enumerate(means)])
+        columns.append([number_cell(mean, 2, best=i == best) for i, mean in enumerate(means)])
     rows = [[Cell(method, method=method), *cells] for method, *cells in zip(methods, *columns, strict=True)]
     caption = f"Test scores of each method's setting that was best on the validation split, {MEANS}. "
     headings = ["method", *(f"{task.name}: {task.metric} ({task.unit})" for task in tasks)]
@@ -98,10 +98,10 @@ def runs_table(task: Task) -> Table:
             cells = [
                 Cell(setting.name, method=setting.method),
                 Cell(str(run.seed), seed),
-                _number(mean_of([100 * run.score] if run.finished else []), 2),
-                _number(mean_of([last["epoch"]] if last else []), None),
-                _number(mean_of([last["passes"]] if "passes" in last else []), 0),
-                _number(mean_of([last["seconds"]] if "seconds" in last else []), 1),
+                number_cell(mean_of([100 * run.score] if run.finished else []), 2),
+                number_cell(mean_of([last["epoch"]] if last else []), None),
+                number_cell(mean_of([last["passes"]] if "passes" in last else []), 0),
+                number_cell(mean_of([last["seconds"]] if "seconds" in last else []), 1),
                 Cell(run.state),
                 Cell(_machine(run)),
                 Cell(str(run.folder)),
@@ -224,16 +224,16 @@ def _of_settings(name: str, caption: str, settings: Sequence[Setting], columns: 
         means = [column.of(setting) for setting in settings]
         best = None if column.highest is None else best_of(means, highest=column.highest)
         for i, (row, mean) in enumerate(zip(rows, means, strict=True)):
-            row.append(_number(mean, column.digits, best=i == best))
+            row.append(number_cell(mean, column.digits, best=i == best))
     headings = ["method", *(["settings"] if differ else []), *(column.heading for column in columns)]
     return Table(name, caption, headings, rows, [False, *([False] if differ else []), *(True for _ in columns)])
 
 
-def _number(mean: Mean, digits: int | None, *, best: bool = False) -> Cell:
+def number_cell(mean: Mean, digits: int | None, *, best: bool = False) -> Cell:
     """``value ± error`` to a number of digits after the point, by default as many as the error leaves standing.
 
     Example:
-        >>> _number(Mean(4.87e-5, 2.04e-5, 3), None).text
+        >>> number_cell(Mean(4.87e-5, 2.04e-5, 3), None).text
         '(4.9 ± 2.0)e-5'
     """
     if not math.isfinite(mean.value):

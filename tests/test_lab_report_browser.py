@@ -165,6 +165,38 @@ def test_a_phones_width(browser, page):
     assert browser.run(outside) == []
 
 
+def test_names_break_where_they_have_to_and_nowhere_else(browser, tmp_path):
+    long = "own:/a_folder/" + "of_my_own_data_" * 8
+    for seed in range(2):
+        write_run(tmp_path, method="sam", task=long, seed=seed, model="hf:" + "m" * 90)
+        write_run(tmp_path, method="sam", task=long, seed=seed, rho=5.0, flatness=flatness())
+        write_run(tmp_path, method="tsam", task=long, seed=seed, t=1.0, flatness=flatness())
+    browser.look(width=360, height=740, phone=True)
+    browser.open(write_report([tmp_path], tmp_path / "report", figures=False).page)
+    browser.run("document.querySelectorAll('details').forEach(d => d.open = true)")
+    assert browser.run("document.documentElement.scrollWidth") == 360
+    cut = (
+        "[...document.querySelectorAll('p, h1')].filter(p => p.scrollWidth > p.clientWidth + 1).map(p => p.textContent)"
+    )
+    assert browser.run(cut) == []
+    # A range over a word has one box for every line that it is on.
+    words = """[...document.querySelectorAll('table[data-table="flatness"] td.text')].flatMap(cell => {
+        const text = cell.lastChild;
+        return [...text.textContent.matchAll(/\\S+/g)].map(word => {
+            const range = document.createRange();
+            range.setStart(text, word.index);
+            range.setEnd(text, word.index + word[0].length);
+            return [word[0], range.getClientRects().length];
+        });
+    })"""
+    lines = dict(browser.run(words))
+    assert lines["rho=default"] == lines["model=auto"] == 1
+    widths = browser.run(
+        "[...document.querySelectorAll('table[data-table=\"results\"] td.text')].map(c => c.clientWidth)"
+    )
+    assert max(widths) < 300  # the name of ninety letters is broken
+
+
 def test_text_from_a_run_does_nothing(browser, tmp_path):
     folder = write_run(tmp_path, method="sam", notes=EVIL, flatness=flatness(label=EVIL))
     config = json.loads((folder / "config.json").read_text()) | {"task": EVIL, "method": EVIL, "seed": EVIL}

@@ -10,6 +10,8 @@ from tiltsam.palette import METHOD_COLORS
 
 __all__ = ["html_table", "latex_table", "markdown_table", "method_class"]
 
+LONG_WORD = 24  # letters; a longer one, such as a path, may be broken anywhere
+
 _LATEX = {
     "\\": r"\textbackslash{}",
     "{": r"\{",
@@ -34,7 +36,8 @@ _LATEX = {
 def html_table(table: Table) -> str:
     """The table with a button in each heading, which page.js makes sort."""
     heads = "".join(
-        f'<th scope="col" aria-sort="none"{_number_class(numeric)}><button type="button">{escape(text)}</button></th>'
+        f'<th scope="col" aria-sort="none" class="{"number" if numeric else "text"}">'
+        f'<button type="button">{escape(text)}</button></th>'
         for text, numeric in zip(table.headings, table.numeric, strict=True)
     )
     rows = "\n".join(
@@ -53,11 +56,10 @@ def _html_cell(cell: Cell, numeric: bool) -> str:
     data = "" if cell.value is None else f' data-value="{cell.value!r}"'
     data += "" if cell.error is None else f' data-error="{cell.error!r}"'
     text = f"<b>{escape(cell.text)}</b>" if cell.best else escape(cell.text)
-    return f"<td{_number_class(numeric)}{data}>{_dot(cell.method) if cell.method else ''}{text}</td>"
-
-
-def _number_class(numeric: bool) -> str:
-    return f' class="{"number" if numeric else "text"}"'
+    kind = "number" if numeric else "text"
+    if not numeric and any(len(word) > LONG_WORD for word in cell.text.split()):
+        kind = "text long"
+    return f'<td class="{kind}"{data}>{_dot(cell.method) if cell.method else ""}{text}</td>'
 
 
 def _dot(method: str) -> str:

@@ -209,6 +209,10 @@ def test_overview_of_several_tasks(tmp_path):
     assert [row[0].text for row in table.rows] == ["erm", "sam", "tsam"]
     assert [row[2].text for row in table.rows] == ["–", "75.56", "–"]
     assert [row[1].best for row in table.rows] == [False, False, True]
+    assert "over seeds, of 1 to 3 runs each. Bold" in table.caption
+    assert (
+        "over seeds, of 3 runs each. Bold" in overview_table([task for task in tasks if task.name == "digits"]).caption
+    )
 
 
 def test_every_run_is_listed_as_recorded(tmp_path):
@@ -246,6 +250,7 @@ def test_curves_are_the_means_of_the_records(tmp_path):
     assert (figures["tilt"].ticks, tilt.x) == (["1", "20"], [0.0, 1.0])
     assert tilt.y == pytest.approx([setting.final("score", 100).value for setting in task.settings[2:]])
     assert [s.name for s in figures["tilt-curves"].series] == ["t = 1", "t = 20"]
+    assert min(s.shade for s in figures["tilt-curves"].series) >= 0.5  # paler lines are lost on white and on dark
 
 
 def test_axes_have_units(tmp_path):
@@ -297,6 +302,7 @@ def test_the_flatness_table_shows_rises_and_calls_no_loss_the_best(tmp_path):
     assert [cell.value for cell in columns["mean rise at 0.01"]] == pytest.approx([0.2005, 0.0205])
     assert [cell.best for cell in columns["mean rise at 0.01"]] == [False, True]
     assert "largest rise nearby" in table.caption  # the radius is not in these records
+    assert "over seeds, of 2 runs each; losses" in table.caption
 
 
 def test_more_draws_do_not_make_other_examples(tmp_path):
@@ -362,6 +368,21 @@ def test_drawn_curves_have_the_methods_colours(tmp_path, monkeypatch):
     low, high = drawn[-1].axes[0].get_ylim()
     assert low < 1
     assert high > 3  # from one sample to all
+
+
+@pytest.mark.parametrize("epochs", [4, 6, 15])
+def test_ticks_of_few_epochs_are_whole(epochs, tmp_path, monkeypatch):
+    from matplotlib.figure import Figure as Canvas
+
+    from tiltsam.lab.report.drawing import draw
+
+    write_run(tmp_path, method="sam", lines=rows(epochs), epochs=epochs)
+    (task,) = arrange(read_runs([tmp_path]))
+    drawn = []
+    monkeypatch.setattr(Canvas, "savefig", lambda self, *a, **k: drawn.append(self))
+    draw(task_figures(task)[0], tmp_path / "x")
+    (ax,) = drawn[0].axes
+    assert all(float(tick).is_integer() for tick in ax.get_xticks())
 
 
 def test_matplotlib_reads_no_mathematics_into_a_name(tmp_path):

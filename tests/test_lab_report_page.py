@@ -201,3 +201,15 @@ def test_headlines_say_no_more_than_the_numbers(tmp_path):
     assert "says little" in said("single", erm=[0.5], sam=[0.7])
     assert said("alone", erm=[0.9]).startswith("erm reaches a test accuracy of 80.00")
     assert "No run has finished" in said("none", erm=[0])
+    for rho in (0.1, 0.2):
+        write_run(tmp_path / "tuned", method="sam", rho=rho, lines=rows(3, 0.8 + rho))
+    (task,) = arrange(read_runs([tmp_path / "tuned"]))
+    assert headline(task).startswith(
+        "Of 2 settings, the best on validation, sam rho=0.2, reaches a test accuracy of 88.89"
+    )
+
+
+def test_a_reader_without_scripts_is_told_before_the_empty_figures(made):
+    runs, _ = made
+    text = (runs / "report" / "report.html").read_text()
+    assert text.index("<noscript>") < text.index("<section")

@@ -46,7 +46,7 @@ def draw(figure: Figure, path: Path, *, dpi: int = 150) -> list[Path]:
             side.set_major_formatter("{x:g}")
             side.set_minor_locator(NullLocator())
         else:
-            side.set_major_locator(MaxNLocator(5))
+            side.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))  # as on the page
     if figure.ticks is not None:
         ax.set_xticks(range(len(figure.ticks)), [_plain(name) for name in figure.ticks])
         ax.set_xlim(-0.5, len(figure.ticks) - 0.5)

@@ -156,7 +156,7 @@ def _tilt(task: Task, score: str, test: str) -> list[Figure]:
     )
     chosen = {s.name for s in task.chosen}
     family = next((f for f in families.values() if any(s.name in chosen for s in f)), next(iter(families.values())))
-    weakest = 0.35  # of the method's colour: still seen on white and on dark
+    weakest = 0.55  # of the method's colour: still seen on white and on dark
     curves = [
         replace(
             _line(setting, "epoch", test, 100),

@@ -92,10 +92,11 @@ def render(chapters: Sequence[Chapter], overview: Table | None, problems: Sequen
 {f'<nav aria-label="tasks">{links}</nav>' if len(names) > 1 else ""}
 </header>
 <main>
+<noscript><p>The figures are drawn by this page's script, which does not run here: look for them beside the page, in
+the folder figures.</p></noscript>
 {_missing(problems)}
 {front}
 {body}
-<noscript><p>The figures are drawn by this page's script; they are also beside it as PNG and PDF.</p></noscript>
 </main>
 <footer>
 <p>Written by tiltsam {escape(tiltsam.__version__)}. Everything on this page is in this file.</p>
@@ -142,7 +143,8 @@ def headline(task: Task) -> str:
     score = f"test {task.metric} of {mean.value:.2f}" + ("" if math.isnan(mean.error) else f" ± {mean.error:.2f}")
     unit = " %" if task.unit == "%" else " (×100)"
     if not rest:
-        return f"{first} reaches a {score}{unit}."
+        among = f"Of {len(task.settings)} settings, the best on validation, " if len(task.settings) > 1 else ""
+        return f"{among}{first}{',' if among else ''} reaches a {score}{unit}."
     second, next_mean = rest[0]
     margin = f"{mean.value - next_mean.value:.2f}"
     if best_of([mean, next_mean]) == 0:

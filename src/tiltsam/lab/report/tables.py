@@ -76,13 +76,15 @@ def overview_table(tasks: Sequence[Task]) -> Table:
     """Methods against tasks: of each method the setting that was best on the validation split."""
     methods = list(dict.fromkeys(s.method for task in tasks for s in task.settings))
     columns: list[list[Cell]] = []
+    counts: list[int] = []
     for task in tasks:
         chosen = {s.method: s.final("score", 100) for s in task.chosen}
         means = [chosen.get(method, mean_of([])) for method in methods]
+        counts += [mean.runs for mean in means]
         best = best_of(means)
         columns.append([number_cell(mean, 2, best=i == best) for i, mean in enumerate(means)])
     rows = [[Cell(method, method=method), *cells] for method, *cells in zip(methods, *columns, strict=True)]
-    caption = f"Test scores of each method's setting that was best on the validation split, {MEANS}. "
+    caption = f"Test scores of each method's setting that was best on the validation split, {MEANS}{_of_runs(counts)}. "
     headings = ["method", *(f"{task.name}: {task.metric} ({task.unit})" for task in tasks)]
     return Table("overview", caption + BOLD, headings, rows, [False, *(True for _ in tasks)])
 
@@ -171,8 +173,9 @@ def flatness_table(settings: Sequence[Setting], task: Task, std: float = 0.01) -
     runs = [run for setting in settings for run in setting.runs]
     about = _about(runs[0])
     where = f"{about.get('examples', '?')} {about.get('split', '?')} examples of {about.get('task', '?')}"
+    means = MEANS + _of_runs([len(setting.runs) for setting in settings])
     caption = (
-        f"Flatness at the trained weights on {where}, {MEANS}; losses in {task.loss_unit}. Mean rise and "
+        f"Flatness at the trained weights on {where}, {means}; losses in {task.loss_unit}. Mean rise and "
         f"variance: of the loss under noise of standard deviation {std:g} on every weight; worst cases: its largest "
         f"rise {_nearby(runs)}; λ1 and trace: of the Hessian. {BOLD}"
     )
@@ -227,6 +230,16 @@ def _of_settings(name: str, caption: str, settings: Sequence[Setting], columns: 
             row.append(number_cell(mean, column.digits, best=i == best))
     headings = ["method", *(["settings"] if differ else []), *(column.heading for column in columns)]
     return Table(name, caption, headings, rows, [False, *([False] if differ else []), *(True for _ in columns)])
+
+
+def _of_runs(counts: Sequence[int]) -> str:
+    """Of how many runs the means of a table are, which has no column that tells."""
+    some = [count for count in counts if count]
+    if not some:
+        return ""
+    few, most = min(some), max(some)
+    told = f"{few} to {most} runs" if few < most else "1 run" if most == 1 else f"{most} runs"
+    return f", of {told} each"
 
 
 def number_cell(mean: Mean, digits: int | None, *, best: bool = False) -> Cell:

@@ -188,6 +188,19 @@ def test_the_papers_averages_are_those_of_its_numbers():
             assert printed[f"1,{s}"][0].value == paper.SAMPLES[column][f"s={s}"][0].value
 
 
+def test_the_papers_numbers_have_the_digits_that_it_prints(tmp_path):
+    def shown(recipe):
+        return [row for table in tables(Outcome(Plan(find_recipe(recipe)), tmp_path)) for row in table.rows]
+
+    assert [row[2] for row in shown("glue/cola")][1:3] == ["52 / 80.34", "52 / 80.48"]
+    assert [row[2] for row in shown("glue/mnli")][1:3] == ["79.6", "81.1"]
+    assert [row[2] for row in shown("glue/stsb")][1:3] == ["86.6 / 86.3", "87.0 / 86.5"]
+    assert [row[2] for row in shown("images/tiny-resnet34")][1] == "74.90 (0.1)"
+    assert [row[2] for row in shown("runtime/dtd-vit")][1:3] == ["5", "6"]
+    assert shown("losses")[1][2::2] == ["0.1283", "1.35", "3.48"]
+    assert shown("eigenvalues")[1][2::2] == ["342.11", "232.60", "140.91"]
+
+
 def test_passes_a_step():
     def passes(method, **options):
         return cost.passes_per_step(TrainConfig(method=method, **options))
@@ -368,7 +381,7 @@ def test_all_that_the_tables_show_is_in_the_file(here, narrow, two, tmp_path):
     assert list(cell["along"]) == ["0.25", "0.5", "0.75", "1"]
     assert f"{cell['along']['1']['value']:.2f}" == table.rows[1][4]
     assert f"{cell['at_best_validation']['value']:.2f}" == table.rows[1][5]
-    assert cell["stopped_early"] == [{"value": 69.18, "source": "fig:multiple_t", "error": None}]
+    assert cell["stopped_early"] == [{"value": 69.18, "source": "fig:multiple_t", "error": None, "digits": 2}]
     losses = find_recipe("losses").only(methods=["tsam"])
     write_json(reproduce(Plan(losses, seeds=1, scale=0.005, device="cpu"), **two), tmp_path / "numbers.json")
     (cell,) = json.loads((tmp_path / "numbers.json").read_text())["cells"]

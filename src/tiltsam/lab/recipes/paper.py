@@ -31,6 +31,8 @@ class Number:
     """Label of the table or figure."""
     error: float | None = None
     """What the table has in parentheses beside it; the paper does not say of how many runs."""
+    digits: int = 2
+    """After the point, as printed."""
 
 
 def _columns(source: str, rows: str) -> dict[str, dict[str, tuple[Number, ...]]]:
@@ -39,7 +41,10 @@ def _columns(source: str, rows: str) -> dict[str, dict[str, tuple[Number, ...]]]
 
     def cell(text: str) -> tuple[Number, ...]:
         parts = [part.partition("(") for part in text.rstrip(")").split("/")]
-        return tuple(Number(float(value), source, float(error) if error else None) for value, _, error in parts)
+        return tuple(
+            Number(float(value), source, float(error) if error else None, len(value.partition(".")[2]))
+            for value, _, error in parts
+        )
 
     return {column: {line[0]: cell(line[k]) for line in lines} for k, column in enumerate(heading, 1)}
 

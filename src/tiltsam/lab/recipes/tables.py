@@ -67,7 +67,7 @@ def _scores(outcome: Outcome) -> list[Table]:
                 [
                     cell.row,
                     " / ".join(_mean(m, 2) for m in ours(outcome, cell)),
-                    _printed(cell.paper, 2),
+                    _printed(cell.paper),
                     _mean(passes, 0, spread=False),
                     _mean(minutes, 1, spread=False),
                     _runs(outcome, cell),
@@ -83,7 +83,7 @@ def _glue_average(outcome: Outcome) -> Table:
     """The mean of all numbers in a method's row, once there are all."""
     rows = [["", "ours", "paper"]]
     for method, mean in _glue_averages(outcome).items():
-        rows.append([method.upper(), _mean(mean, 2), _printed(paper.GLUE_AVERAGE[method], 2)])
+        rows.append([method.upper(), _mean(mean, 2), _printed(paper.GLUE_AVERAGE[method])])
     return Table(f"GLUE, the mean of all numbers ({outcome.plan.recipe.source})", rows)
 
 
@@ -101,7 +101,6 @@ def _minutes(outcome: Outcome) -> list[Table]:
     found = []
     for column, cells in _by_column(outcome):
         means = {c.row: mean_of([r["seconds"] / 60 for r in outcome.results(c)]) for c in cells}
-        printed = {c.row: c.paper[0].value for c in cells}
         rows = [["", "ours: minutes", "paper: minutes", "ours: times ERM", "paper: times ERM", "runs"]]
         for cell in cells:
             mean, base = means[cell.row], means.get("ERM", mean_of([]))
@@ -110,9 +109,9 @@ def _minutes(outcome: Outcome) -> list[Table]:
                 [
                     cell.row,
                     _mean(mean, 2),
-                    f"{printed[cell.row]:.0f}",
+                    _printed(cell.paper),
                     ratio,
-                    f"{printed[cell.row] / paper.MINUTES[column]['erm'][0].value:.2f}",
+                    f"{cell.paper[0].value / paper.MINUTES[column]['erm'][0].value:.2f}",
                     _runs(outcome, cell),
                 ]
             )
@@ -127,9 +126,9 @@ def _curves(outcome: Outcome) -> list[Table]:
         rows = [["test accuracy ×100", *shares, "ours: at best validation", "paper: at the end", "runs"]]
         for cell in cells:
             means = [_mean(mean, 2) for mean in (*_along(outcome, cell), _at_best(outcome, cell))]
-            rows.append([cell.row, *means, _printed(cell.paper, 2), _runs(outcome, cell)])
+            rows.append([cell.row, *means, _printed(cell.paper), _runs(outcome, cell)])
             if cell.stopped_early:
-                known = _printed(cell.stopped_early, 2)
+                known = _printed(cell.stopped_early)
                 rows.append([f"{cell.row}, stopped early", *[""] * len(SHARES), means[-1], known, ""])
         found.append(Table(_title(outcome, column), rows))
     return found
@@ -164,10 +163,7 @@ def _losses(outcome: Outcome) -> list[Table]:
             row, method = [cell.row], cell.config.method
             for objective in objectives:
                 mean = _measured(outcome, method, split, objective)
-                row += [
-                    _mean(mean, 4),
-                    _printed(paper.LOSSES[split][objective][method], 4 if objective == "ERM" else 2),
-                ]
+                row += [_mean(mean, 4), _printed(paper.LOSSES[split][objective][method])]
             rows.append([*row, _runs(outcome, cell)])
         found.append(Table(f"{split} losses under the objectives of ERM, SAM and TSAM ({_source(outcome)})", rows))
     return found
@@ -196,7 +192,7 @@ def _eigenvalues(outcome: Outcome) -> list[Table]:
         for cell in cells:
             row += [
                 _mean(_measured(outcome, cell.config.method, "values", k), 2),
-                _printed(cell.paper[k : k + 1], 2),
+                _printed(cell.paper[k : k + 1]),
             ]
         rows.append(row)
     rows.append(["runs", *(text for cell in cells for text in (_runs(outcome, cell), ""))])
@@ -253,10 +249,10 @@ def _mean(mean: Mean, digits: int, *, spread: bool = True) -> str:
     return f"{mean.value:.{digits}f}{error}"
 
 
-def _printed(numbers: Sequence[Number], digits: int) -> str:
+def _printed(numbers: Sequence[Number]) -> str:
     if not numbers:
         return NO_NUMBER
-    return " / ".join(f"{n.value:.{digits}f}" + ("" if n.error is None else f" ({n.error:g})") for n in numbers)
+    return " / ".join(f"{n.value:.{n.digits}f}" + ("" if n.error is None else f" ({n.error:g})") for n in numbers)
 
 
 def _runs(outcome: Outcome, cell: Cell) -> str:

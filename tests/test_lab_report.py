@@ -253,6 +253,20 @@ def test_curves_are_the_means_of_the_records(tmp_path):
     assert min(s.shade for s in figures["tilt-curves"].series) >= 0.5  # paler lines are lost on white and on dark
 
 
+def test_methods_of_ones_own_are_told_apart(tmp_path):
+    """They have one colour, which is no method's of ours, and so lines of several kinds."""
+    for name in ("mine", "yours"):
+        for rho in (0.1, 0.2):
+            folder = write_run(tmp_path / name, method="sam", rho=rho)
+            config = json.loads((folder / "config.json").read_text()) | {"method": name}
+            (folder / "config.json").write_text(json.dumps(config))
+    write_run(tmp_path, method="sam")
+    (task,) = arrange(read_runs([tmp_path]))
+    dashes = {series.name: series.dash for series in task_figures(task)[0].series}
+    names = ["sam", "mine rho=0.1", "mine rho=0.2", "yours rho=0.1", "yours rho=0.2"]
+    assert dashes == dict(zip(names, [0, 0, 1, 2, 3], strict=True))
+
+
 def test_axes_have_units(tmp_path):
     (task,) = arrange(read_runs([write_runs(tmp_path)]))
     labels = {

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from tiltsam.lab.config import METHOD_SETTINGS, TrainConfig
 from tiltsam.lab.report.runs import Problem, Reading, Row, Run
+from tiltsam.palette import METHOD_COLORS, OTHER_COLOR
 
 __all__ = ["Mean", "Setting", "Task", "arrange", "best_of", "mean_of"]
 
@@ -75,7 +76,7 @@ class Setting:
     differs: dict[str, Any]
     """The settings that are not the same throughout the task."""
     number: int
-    """Its place among the settings of its method, from 0."""
+    """Its place, from 0, among the settings that have its colour: those of its method, or of all that are not ours."""
 
     @cached_property
     def finished(self) -> list[Run]:
@@ -170,13 +171,14 @@ def _task(name: str, runs: list[Run], problems: list[Problem]) -> Task:
     )
     options = [_options(group[0]) for group in ordered]
     methods = [group[0].method for group in ordered]
+    colors = [METHOD_COLORS.get(method, OTHER_COLOR) for method in methods]
     varying = _varying(options)
     own = {m: _varying([o for o, method in zip(options, methods, strict=True) if method == m]) for m in set(methods)}
     settings = []
     for i, group in enumerate(ordered):
         label = " ".join([methods[i], *(f"{k}={shown(v)}" for k, v in options[i].items() if k in own[methods[i]])])
         differs = {k: v for k, v in options[i].items() if k in varying}
-        place = methods[:i].count(methods[i])
+        place = sum(color == colors[i] for color in colors[:i])
         settings.append(
             Setting(methods[i], options[i], sorted(group, key=lambda r: str(r.seed)), label, differs, place)
         )

@@ -384,7 +384,7 @@ def test_drawn_curves_have_the_methods_colours(tmp_path, monkeypatch):
     assert high > 3  # from one sample to all
 
 
-@pytest.mark.parametrize("epochs", [4, 6, 15])
+@pytest.mark.parametrize("epochs", [2, 3, 4, 6, 15])
 def test_ticks_of_few_epochs_are_whole(epochs, tmp_path, monkeypatch):
     from matplotlib.figure import Figure as Canvas
 
@@ -397,6 +397,24 @@ def test_ticks_of_few_epochs_are_whole(epochs, tmp_path, monkeypatch):
     draw(task_figures(task)[0], tmp_path / "x")
     (ax,) = drawn[0].axes
     assert all(float(tick).is_integer() for tick in ax.get_xticks())
+
+
+def test_a_long_name_stays_within_its_figure(tmp_path, monkeypatch):
+    from matplotlib.figure import Figure as Canvas
+
+    from tiltsam.lab.report.drawing import draw
+
+    for letter in "abc":
+        write_run(tmp_path, method="sam", model="hf:an-organisation/" + 130 * letter, lr=ord(letter) / 1000)
+    (task,) = arrange(read_runs([tmp_path]))
+    drawn = []
+    monkeypatch.setattr(Canvas, "savefig", lambda self, *a, **k: drawn.append(self))
+    draw(task_figures(task)[0], tmp_path / "x")
+    figure = drawn[0]
+    figure.canvas.draw()
+    box, whole = figure.legends[0].get_window_extent(), figure.bbox
+    assert whole.x0 <= box.x0 < box.x1 <= whole.x1
+    assert figure.axes[0].bbox.y1 <= box.y0 < box.y1 <= whole.y1  # above the axes
 
 
 def test_matplotlib_reads_no_mathematics_into_a_name(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from tiltsam.palette import METHOD_COLORS, OTHER_COLOR
 __all__ = ["draw"]
 
 MOST_NAMES = 12  # in a legend
+LONGEST_LINE = 56  # letters in a legend
 ROW = 0.19  # inches a row of the legend takes
 
 
@@ -25,9 +27,10 @@ def draw(figure: Figure, path: Path, *, dpi: int = 150) -> list[Path]:
     shown = [series for series in figure.series if series.shown]
     # A canvas of its own, not pyplot's: nothing global is touched and no window system is needed. The room for labels
     # is set by hand, since working it out costs as much time again as drawing.
-    named = shown if len(shown) <= MOST_NAMES else []
-    columns = max(1, min(4, 62 // (max((len(s.name) for s in named), default=0) + 6)))
-    rows = math.ceil(len(named) / columns)
+    named = [_label(series.name) for series in shown] if len(shown) <= MOST_NAMES else []
+    columns = max(1, min(4, 62 // (max(map(len, named), default=0) + 6)))
+    lines = sum(name.count("\n") + 1 for name in named)  # as many as names, where there are several columns
+    rows = math.ceil(lines / columns)
     height = 3.4 + ROW * rows
     canvas = Canvas(figsize=(5.2, height))
     FigureCanvasAgg(canvas)
@@ -46,7 +49,8 @@ def draw(figure: Figure, path: Path, *, dpi: int = 150) -> list[Path]:
             side.set_major_formatter("{x:g}")
             side.set_minor_locator(NullLocator())
         else:
-            side.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))  # as on the page
+            counts = side is ax.xaxis and all(float(x).is_integer() for x in values)  # epochs, mostly
+            side.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10], integer=counts))
     if figure.ticks is not None:
         ax.set_xticks(range(len(figure.ticks)), [_plain(name) for name in figure.ticks])
         ax.set_xlim(-0.5, len(figure.ticks) - 0.5)
@@ -78,7 +82,7 @@ def _draw(ax: Any, series: Series, figure: Figure) -> None:
     pattern = DASHES[series.dash % len(DASHES)]
     # The page's dashes are in pixels of a line two wide; matplotlib's are in widths of the line.
     style: Any = (0, tuple(x / 2 for x in pattern)) if pattern else "-"
-    name = _plain(series.name)
+    name = _label(series.name)
     x, y, most = series.x, series.y, max(series.count, default=0)
     if figure.points:
         error = [0.0 if math.isnan(e) else e for e in series.error]
@@ -114,6 +118,11 @@ def _shaded(color: str, shade: float) -> str:
     """The colour, mixed with white."""
     parts = [int(color[i : i + 2], 16) for i in (1, 3, 5)]
     return "#" + "".join(f"{round(255 - shade * (255 - part)):02x}" for part in parts)
+
+
+def _label(name: str) -> str:
+    """A name as the legend has it, on several lines where it is longer than the figure is wide."""
+    return "\n".join(map(_plain, textwrap.wrap(name, LONGEST_LINE)))
 
 
 def _plain(text: str) -> str:

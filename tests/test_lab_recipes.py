@@ -479,6 +479,19 @@ def test_the_list_shows_all_with_passes_and_hours(capsys, monkeypatch):
     assert len(timed) == len(set(timed)) == 6  # each model once at each size of its inputs
 
 
+def test_the_list_of_some_methods_has_the_recipes_that_have_any(capsys, monkeypatch):
+    monkeypatch.setattr(cost, "_timed", lambda config, device: 0.36)
+    monkeypatch.setattr(cost, "_TIMES", {})
+    assert main(["reproduce", "--list", "--methods", "erm", "sam", "--device", "cpu"]) == 0
+    out = capsys.readouterr().out
+    rows = {cells[1].strip(): cells[2].strip() for line in out.splitlines() if len(cells := line.split("|")) > 5}
+    assert rows["images"] == str(8 * 2 * 3)
+    assert rows["samples"] == str(3 * 3)  # no ERM there
+    assert "hmc-steps" not in rows
+    assert main(["reproduce", "--list", "--methods", "erm", "nonsense", "--device", "cpu"]) == 2
+    assert "no recipe has a method 'nonsense'" in capsys.readouterr().err
+
+
 def test_the_timing_is_of_the_model(narrow):
     seconds = cost.seconds_per_pass(column_config("dtd-wrn", "tsam"), "cpu")
     assert 0 < seconds < 60

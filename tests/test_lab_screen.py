@@ -22,7 +22,7 @@ from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.download import Remote, download
 from tiltsam.lab.loading import load_data
 from tiltsam.lab.record import Record
-from tiltsam.lab.screen import Screen
+from tiltsam.lab.screen import Screen, print_table
 from tiltsam.lab.train import Progress, train
 
 CONFIG = TrainConfig(method="sam", epochs=2)
@@ -47,6 +47,13 @@ def test_a_run_shows_loss_score_speed_and_time_left(terminal, capsys):
     out = capsys.readouterr().out
     assert "2:46:30 left" in out
     assert "loss" not in out
+
+
+def test_a_narrow_terminal_cuts_no_number(monkeypatch, capsys):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "40")
+    print_table("losses", [["trained by", *["at best validation"] * 4], ["TSAM", *["118.6722 ± 12.1214"] * 4]])
+    assert "…" not in capsys.readouterr().out
 
 
 def test_two_bars_are_not_drawn_over_each_other(monkeypatch, capsys):

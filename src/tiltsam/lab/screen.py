@@ -135,7 +135,7 @@ def print_table(title: str, cells: Sequence[Sequence[str]]) -> None:
 
         table = Table(title=title)
         for i, heading in enumerate(cells[0]):
-            table.add_column(heading, justify="left" if i == 0 else "right")
+            table.add_column(heading, justify="left" if i == 0 else "right", overflow="fold")  # a number is not cut
         for row in cells[1:]:
             table.add_row(*row)
         Console().print(table)

@@ -16,7 +16,7 @@ from tiltsam.lab.recipes import paper
 from tiltsam.lab.recipes.paper import Number
 from tiltsam.lab.recipes.settings import COLUMNS, column_config
 
-__all__ = ["RECIPES", "Cell", "Recipe", "RecipeError", "find_recipe"]
+__all__ = ["RECIPES", "Cell", "Recipe", "RecipeError", "find_recipe", "having"]
 
 METHODS = ("erm", "sam", "esam1", "esam2", "pgn", "rsam", "tsam")
 THREE = ("cifar100-resnet18", "dtd-vit", "noisy-resnet18")  # "the three datasets", with their models
@@ -66,6 +66,11 @@ class Recipe:
         """The columns, in order."""
         return list(dict.fromkeys(cell.column for cell in self.cells))
 
+    @property
+    def methods(self) -> set[str]:
+        """The methods that are trained for it."""
+        return {cell.config.method for cell in self.cells}
+
     def only(self, *, columns: Sequence[str] | None = None, methods: Sequence[str] | None = None) -> Recipe:
         """Some of its columns, or some methods.
 
@@ -74,7 +79,7 @@ class Recipe:
         """
         for what, wanted, there in (
             ("column", columns, set(self.columns)),
-            ("method", methods, {cell.config.method for cell in self.cells}),
+            ("method", methods, self.methods),
         ):
             if odd := [name for name in wanted or () if name not in there]:
                 raise RecipeError(f"{self.name} has no {what} {odd[0]!r}: it has {', '.join(sorted(there))}")
@@ -102,6 +107,20 @@ def find_recipe(name: str) -> Recipe:
         raise RecipeError(f"no recipe {name!r}: one of {', '.join(RECIPES)}, or NAME/COLUMN (see: reproduce --list)")
     found = RECIPES[first]()
     return found.only(columns=[column]) if slash else found
+
+
+def having(recipes: Sequence[Recipe], methods: Sequence[str] | None) -> list[Recipe]:
+    """Of recipes those that have any of the methods, with these alone.
+
+    Raises:
+        RecipeError: None has one of the methods.
+    """
+    if methods is None:
+        return list(recipes)
+    known = {recipe.name: recipe.methods.intersection(methods) for recipe in recipes}
+    if odd := [method for method in methods if method not in set().union(*known.values())]:
+        raise RecipeError(f"no recipe has a method {odd[0]!r}")
+    return [recipe.only(methods=sorted(known[recipe.name])) for recipe in recipes if known[recipe.name]]
 
 
 def _methods(column: str, methods: Sequence[str], printed: dict[str, tuple[Number, ...]]) -> list[Cell]:

@@ -47,12 +47,14 @@ def add_reproduce(commands: argparse._SubParsersAction[argparse.ArgumentParser])
 
 
 def _reproduce(args: argparse.Namespace) -> None:
-    from tiltsam.lab.recipes.book import RECIPES, RecipeError, find_recipe
+    from tiltsam.lab.recipes.book import RECIPES, RecipeError, find_recipe, having
     from tiltsam.lab.recipes.reproduce import Plan
 
     if args.list:
-        recipes = [find_recipe(args.name)] if args.name else [make() for make in RECIPES.values()]
-        recipes = [recipe.only(methods=args.methods) for recipe in recipes]
+        if args.name:
+            recipes = [find_recipe(args.name).only(methods=args.methods)]
+        else:
+            recipes = having([make() for make in RECIPES.values()], args.methods)
         _list([Plan(r, args.seeds, args.scale, args.device, args.precision) for r in recipes])
         return
     if args.name is None:

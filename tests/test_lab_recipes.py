@@ -453,6 +453,8 @@ def test_the_command_says_what_was_scaled(here, narrow, tmp_path, capsys):
     assert numbers["scale"] == 0.01
     assert numbers["changes"]
     assert [cell["row"] for cell in numbers["cells"]] == ["ERM", "TSAM"]
+    whole = Plan(find_recipe("losses"), scale=0.01).changes()[-1]  # as many examples as ever
+    assert whole == "not scaled: training examples, batch size, learning rate, samples, model, examples measured on"
     full = Plan(find_recipe("sharpness"))
     assert full.changes() == []
     half = Plan(find_recipe("sharpness"), precision="bf16")

@@ -34,7 +34,10 @@ def add_reproduce(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     )
     parser.add_argument("--list", action="store_true", help="all names, with passes and hours on this device")
     parser.add_argument(
-        "--scale", type=float, default=1.0, help="share of the epochs, and of what is measured (default: 1, all)"
+        "--scale",
+        type=float,
+        default=1.0,
+        help="share of the epochs, and of what sharpness and eigenvalues measure (default: 1, all)",
     )
     parser.add_argument("--seeds", type=int, default=3, help="runs a cell, seeds 0, 1, … (default: %(default)s)")
     parser.add_argument("--methods", nargs="+", metavar="METHOD", help="some of the methods (default: all)")

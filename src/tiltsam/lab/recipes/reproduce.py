@@ -32,7 +32,7 @@ class Plan:
     seeds: int = 3
     """Runs of each cell."""
     scale: float = 1.0
-    """Share of the epochs, and of what is measured."""
+    """Share of the epochs, and of what is measured; ``losses`` are of all examples."""
     device: str = "auto"
     precision: Literal["fp32", "bf16"] = "fp32"
 
@@ -71,7 +71,8 @@ class Plan:
                 found.append(f"scaled to {self.scale:g}: examples measured on {full.examples} → {less.examples}")
             if self.recipe.kind == "neighborhood":
                 found.append(f"scaled to {self.scale:g}: draws at each std {full.draws} → {less.draws}")
-            found.append("not scaled: training examples, batch size, learning rate, samples, model")
+            whole = ", examples measured on" if self.recipe.kind == "losses" else ""
+            found.append(f"not scaled: training examples, batch size, learning rate, samples, model{whole}")
         if self.precision != "fp32":
             found.append(f"precision: {self.precision}, where the recipe has fp32")
         return found

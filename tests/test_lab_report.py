@@ -384,6 +384,21 @@ def test_drawn_curves_have_the_methods_colours(tmp_path, monkeypatch):
     assert high > 3  # from one sample to all
 
 
+def test_the_papers_five_tilts_have_lines_of_different_kinds(tmp_path, monkeypatch):
+    from matplotlib.figure import Figure as Canvas
+
+    from tiltsam.lab.report.drawing import draw
+
+    for t in (0.0, 1.0, 5.0, 20.0, 100.0):
+        write_run(tmp_path, method="tsam", t=t)
+    (task,) = arrange(read_runs([tmp_path]))
+    drawn = []
+    monkeypatch.setattr(Canvas, "savefig", lambda self, *a, **k: drawn.append(self))
+    draw(task_figures(task)[0], tmp_path / "x")
+    patterns = {str(line._dash_pattern) for line in drawn[0].axes[0].get_lines()}
+    assert len(patterns) == 5
+
+
 @pytest.mark.parametrize("epochs", [2, 3, 4, 6, 15])
 def test_ticks_of_few_epochs_are_whole(epochs, tmp_path, monkeypatch):
     from matplotlib.figure import Figure as Canvas

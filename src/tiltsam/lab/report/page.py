@@ -31,7 +31,7 @@ from tiltsam.palette import METHOD_COLORS, METHOD_COLORS_ON_DARK, OTHER_COLOR
 
 __all__ = ["DASHES", "Chapter", "render"]
 
-DASHES: tuple[tuple[float, ...], ...] = ((), (7, 4), (2, 4), (9, 4, 2, 4))
+DASHES: tuple[tuple[float, ...], ...] = ((), (7, 4), (2, 4), (9, 4, 2, 4), (15, 5), (9, 4, 2, 4, 2, 4))
 """Line styles, in pixels on and off; the first is a whole line."""
 
 READING = (

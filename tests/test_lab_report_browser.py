@@ -197,6 +197,18 @@ def test_names_break_where_they_have_to_and_nowhere_else(browser, tmp_path):
     assert max(widths) < 300  # the name of ninety letters is broken
 
 
+def test_a_logarithmic_axis_over_little_has_ticks(browser, tmp_path):
+    measured = flatness()
+    measured["neighborhood"]["mean"] = [4.57, 4.6, 5.3]
+    write_run(tmp_path, method="sam", flatness=measured)
+    browser.open(write_report([tmp_path], tmp_path / "report", figures=False).page)
+    browser.run("dispatchEvent(new Event('beforeprint'))")
+    names = "document.querySelectorAll('figure[data-name=\"noise-mean\"] text[text-anchor=end]')"
+    ticks = [float(text) for text in browser.run(f"[...{names}].map(name => name.textContent)")]
+    assert len(ticks) >= 3
+    assert all(4.5 < tick < 5.4 for tick in ticks)
+
+
 def test_text_from_a_run_does_nothing(browser, tmp_path):
     folder = write_run(tmp_path, method="sam", notes=EVIL, flatness=flatness(label=EVIL))
     config = json.loads((folder / "config.json").read_text()) | {"task": EVIL, "method": EVIL, "seed": EVIL}

@@ -76,7 +76,8 @@ function axis(low, high, start, end, { log = false, names = null, wanted = 5 } =
   }
   const [a, b] = log ? [Math.log10(low), Math.log10(high)] : [low, high];
   const place = (v) => start + (((log ? Math.log10(v) : v) - a) / (b - a)) * (end - start);
-  const ticks = log ? logTicks(low, high, wanted) : linearTicks(low, high, wanted);
+  // Over little, a logarithmic axis is nearly even, and may have no 1, 2 or 5 within it.
+  const ticks = log && high > 5 * low ? logTicks(low, high, wanted) : linearTicks(low, high, wanted);
   return { place, ticks: ticks.map((t) => [t, say(t)]) };
 }
 

@@ -351,6 +351,21 @@ def test_what_a_killed_process_was_writing_goes(tmp_path):
     assert [p.name for p in tmp_path.rglob(".*")] == [".flatness.json.1"]
 
 
+def test_what_a_run_needs_no_more_goes_also_if_it_was_interrupted_in_its_last_moment(tmp_path, monkeypatch):
+    config, record = replace(SMALL, method="erm"), Record(tmp_path)
+    train(config, record, until=0.5)
+    with monkeypatch.context() as patch:
+        patch.setattr("tiltsam.lab.record.shutil.rmtree", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            train(config, record)
+    assert record.result() is not None
+    for name in ("config.json", "environment.json", "model.safetensors", "result.json", "diverged.txt"):
+        (tmp_path / f".{name}.1").write_text("half")
+    train(config, record)
+    assert not (tmp_path / "checkpoints").exists()
+    assert not list(tmp_path.rglob(".*"))
+
+
 def test_a_half_written_line_of_metrics_is_named_and_passed_over(tmp_path):
     record = Record(tmp_path)
     record.log(epoch=1, loss=2.0)

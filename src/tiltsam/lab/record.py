@@ -44,6 +44,8 @@ from tiltsam.provenance import code_digest
 __all__ = ["Checkpoint", "Record", "RecordError", "folders_of_runs", "is_number", "read_metrics", "task_folder"]
 
 LONGEST_NAME = 200  # bytes of a folder's name; file systems take 255, and a sweep adds to it
+# What only the process that holds the run writes by a draft: other commands may just be writing theirs.
+DRAFTED = ("config.json", "environment.json", "model.safetensors", "result.json", "diverged.txt")
 ATTEMPTS = 50  # to make and lock a folder that others remove meanwhile, 10 ms apart
 
 
@@ -115,8 +117,7 @@ class Record:
             epoch: Where it goes on; what had begun there or later came to nothing.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
-        for half in self.folder.glob(".model.safetensors.*"):  # of a process that was killed
-            half.unlink(missing_ok=True)
+        self._drop_drafts()
         (self.folder / "diverged.txt").unlink(missing_ok=True)
         write_json(self.folder / "config.json", dataclasses.asdict(config))
         here = _environment(device) | ({"data": data} if data else {})
@@ -171,7 +172,17 @@ class Record:
         """The trained model, then the final numbers: a run with a result is finished."""
         save_tensors(self.folder / "model.safetensors", model)
         write_json(self.folder / "result.json", numbers)
+        self.tidy()
+
+    def tidy(self) -> None:
+        """Remove what a finished run needs no more, and what a process was writing that was killed."""
         shutil.rmtree(self.folder / "checkpoints", ignore_errors=True)
+        self._drop_drafts()
+
+    def _drop_drafts(self) -> None:
+        for name in DRAFTED:
+            for half in self.folder.glob(f".{name}.*"):
+                half.unlink(missing_ok=True)
 
     def diverge(self, reason: str) -> None:
         """Training cannot go on: whoever looks at the run is told so, until it is begun again."""

@@ -98,6 +98,8 @@ def train(
         finished: dict[str, Any] | None = team.tell(record.result())
         if finished is not None:
             record.check_data(own.fingerprint(config.task))
+            if team.first:
+                record.tidy()  # the process that finished it may have been killed in its last moment
             if board is not None and not (record.folder / "tensorboard").exists():
                 board.update()
             return finished

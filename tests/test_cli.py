@@ -1,7 +1,9 @@
 """The command line as a user meets it."""
 
+import os
 import subprocess
 import sys
+from unittest.mock import Mock
 
 import pytest
 
@@ -113,6 +115,39 @@ def test_an_interrupted_run_says_how_it_goes_on(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(training, "train", interrupt)
     assert main(["train", "digits", "--out", str(tmp_path)]) == 130
     assert "goes on from the last checkpoint, or begins anew where there is none" in capsys.readouterr().err
+
+
+def test_an_interrupt_while_the_command_is_read_is_no_traceback(capsys, monkeypatch):
+    monkeypatch.setattr("tiltsam.cli._add_lab", Mock(side_effect=KeyboardInterrupt))
+    assert main(["methods"]) == 130
+    assert capsys.readouterr().err == "tiltsam: interrupted\n"
+
+
+def test_a_second_interrupt_finds_nothing_left_to_break_off(capsys, monkeypatch):
+    """What the first one brings about imports nothing, which would take its time."""
+    monkeypatch.setattr("tiltsam.cli._known_mistakes", Mock(side_effect=KeyboardInterrupt))
+    monkeypatch.setattr("tiltsam.cli._methods", Mock(side_effect=KeyboardInterrupt))
+    assert main(["methods"]) == 130
+    assert capsys.readouterr().err == "tiltsam methods: interrupted\n"
+
+
+@pytest.mark.parametrize("arguments", [["methods"], ["--help"]])
+def test_nobody_reads_what_a_command_prints(arguments):
+    reader, writer = os.pipe()
+    os.close(reader)
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    command = [sys.executable, "-m", "tiltsam", *arguments]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, env=buffered)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_run_whose_lines_nobody_reads_is_told_to_be_unfinished(tmp_path, capsys, monkeypatch):
+    """As by tiltsam train … | head, which ended it without a word."""
+    monkeypatch.setattr("tiltsam.lab.screen.Screen.report", Mock(side_effect=BrokenPipeError))
+    assert main(["train", "digits", "--epochs", "1", "--out", str(tmp_path)]) == 141
+    said = "tiltsam train: stopped, for nobody reads its output any more; the same command goes on"
+    assert capsys.readouterr().err.startswith(said)
 
 
 def test_a_setting_that_the_method_does_not_have_is_told(tmp_path, capsys):

@@ -186,7 +186,7 @@ def test_ctrl_c_leaves_a_study_that_the_same_command_continues(tmp_path):
     process.send_signal(signal.SIGINT)
     _, error = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert error == "tiltsam sweep: interrupted\n"
+    assert error == "tiltsam sweep: interrupted; the same command goes on\n"
     plan = plan_of(tmp_path, sqlite_url(tmp_path), epochs=4000)
     assert plan.folder.exists()  # a call from Python finds the study of the command
     with Desk(plan) as desk:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import inspect
 import math
-import os
 import shutil
+import signal
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import tiltsam
-from tiltsam.lab.interrupts import heeding_interrupts
+from tiltsam.lab.interrupts import GOES_ON, end, heeding_interrupts, let_go_of_output
 from tiltsam.provenance import code_digest
 
 __all__ = ["main"]
@@ -37,6 +37,34 @@ class _Version(argparse.Action):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
+    command = ""
+    try:
+        with heeding_interrupts():
+            args = _parse(argv)
+            command = args.command
+            with _plain_warnings(command):
+                _needs(command)
+                args.run(args)
+            print(end="", flush=True)
+    except KeyboardInterrupt:  # first: to know the mistakes takes imports, and a second one may come meanwhile
+        return end(130, command, f"interrupted{GOES_ON.get(command, '')}")
+    except (UserError, ImportError) as error:
+        return end(2, command, error)
+    except _known_mistakes() as error:
+        return end(2, command, error)
+    except BrokenPipeError:  # `tiltsam … | head` is no error, but there may be work left
+        if command not in GOES_ON:
+            return 0
+        return end(128 + signal.SIGPIPE, command, f"stopped, for nobody reads its output any more{GOES_ON[command]}")
+    except OSError as error:  # a full disk, an unwritable folder: what was saved before is intact
+        where = f" ({error.filename})" if error.filename else ""
+        return end(2, command, f"{error.strerror or error}{where}")
+    finally:
+        let_go_of_output()
+    return 0
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="tiltsam",
         description="Tilted sharpness-aware minimisation and its relatives: flat minima for any torch optimizer.",
@@ -61,27 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args, unknown = parser.parse_known_args(argv)
     if unknown:  # of the command they were given to, whose usage is of use
         commands.choices[args.command].error(f"unrecognized arguments: {' '.join(unknown)}")
-    try:
-        with _plain_warnings(args.command), heeding_interrupts():
-            _needs(args.command)
-            args.run(args)
-    except (UserError, ImportError) as error:
-        return _mistake(args.command, error)
-    except _known_mistakes() as error:
-        return _mistake(args.command, error)
-    except BrokenPipeError:  # `tiltsam … | head` is no error
-        sys.stderr.close()
-        return 0
-    except OSError as error:  # a full disk, an unwritable folder: what was saved before is intact
-        where = f" ({error.filename})" if error.filename else ""
-        return _mistake(args.command, f"{error.strerror or error}{where}")
-    except KeyboardInterrupt:
-        resumes = args.command in ("train", "compare", "reproduce")
-        goes_on = "; the same command goes on from the last checkpoint, or begins anew where there is none"
-        more = goes_on if resumes else ""
-        print(f"tiltsam {args.command}: interrupted{more}", file=sys.stderr)
-        return 130
-    return 0
+    return args
 
 
 @contextmanager
@@ -101,12 +109,6 @@ def _needs(command: str) -> None:
     missing = [name for name in ("numpy", "safetensors") if find_spec(name) is None]
     if missing and command not in ("methods", "report", "toys"):
         raise UserError(f"needs {' and '.join(missing)}: pip install 'tiltsam[lab]'")
-
-
-def _mistake(command: str, error: object) -> int:
-    if os.environ.get("LOCAL_RANK", "0") == "0":  # of the processes of a host one speaks
-        print(f"tiltsam {command}: {error}", file=sys.stderr)
-    return 2
 
 
 def _add_lab(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -12,6 +12,7 @@ from collections import Counter
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import optuna
 import pytest
@@ -25,7 +26,7 @@ from tiltsam.lab.sweeping.board import Board, Job
 from tiltsam.lab.sweeping.grids import SweepError, points
 from tiltsam.lab.sweeping.plan import Desk, Plan
 from tiltsam.lab.sweeping.store import open_store, sqlite_url
-from tiltsam.lab.sweeping.workers import run_workers, work
+from tiltsam.lab.sweeping.workers import _start, run_workers, work
 from tiltsam.lab.train import train
 
 BASE = TrainConfig("digits", method="erm", epochs=3, batch_size=256)
@@ -191,6 +192,46 @@ def test_ctrl_c_leaves_a_study_that_the_same_command_continues(tmp_path):
     assert plan.folder.exists()  # a call from Python finds the study of the command
     with Desk(plan) as desk:
         assert not running(desk)
+
+
+def test_an_interrupt_while_workers_start_stops_those_that_did(tmp_path, monkeypatch):
+    """Who calls from Python goes on living, and so would they."""
+    first = Mock()
+    monkeypatch.setattr("tiltsam.lab.sweeping.workers._start", Mock(side_effect=[first, KeyboardInterrupt]))
+    with pytest.raises(KeyboardInterrupt):
+        run_workers(plan_of(tmp_path, "sqlite://"), ["cpu", "cpu"], look=lambda: None, say=pytest.fail)
+    first.send_signal.assert_called_once_with(signal.SIGINT)
+    first.wait.assert_called()
+
+
+def test_a_second_interrupt_kills_the_workers(tmp_path, monkeypatch):
+    slow = [Mock(**{"poll.return_value": None, "wait.side_effect": [KeyboardInterrupt, None]}) for _ in range(2)]
+    monkeypatch.setattr("tiltsam.lab.sweeping.workers._start", Mock(side_effect=slow))
+    with pytest.raises(KeyboardInterrupt):
+        run_workers(
+            plan_of(tmp_path, "sqlite://"), ["cpu", "cpu"], look=Mock(side_effect=KeyboardInterrupt), say=pytest.fail
+        )
+    for process in slow:
+        process.kill.assert_called_once()
+
+
+def test_a_worker_that_is_interrupted_at_its_imports_is_gone(tmp_path, monkeypatch):
+    """Torch, for one, drops an interrupt that comes while it imports NumPy."""
+    (tmp_path / "tiltsam").mkdir()
+    (tmp_path / "tiltsam" / "__init__.py").write_text(
+        "import signal\ntry:\n    signal.raise_signal(signal.SIGINT)\nexcept KeyboardInterrupt:\n    pass\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    process = _start(plan_of(tmp_path, "sqlite://"), "cpu", tmp_path / "log", 1)
+    assert process.wait(60) == -signal.SIGINT
+
+
+def test_a_worker_whose_parent_is_gone_stops_within_its_epoch(tmp_path, monkeypatch):
+    monkeypatch.setattr("tiltsam.lab.train.TICK_SECONDS", 0.0)
+    parent = Mock(side_effect=[None, KeyboardInterrupt])
+    with Desk(plan_of(tmp_path, sqlite_url(tmp_path)), pause=parent) as desk, pytest.raises(KeyboardInterrupt):
+        desk.work()
+    assert not files_named("metrics.jsonl", tmp_path)
 
 
 # ---------------------------------------------------------------- machines that share the database alone

@@ -180,18 +180,21 @@ class Desk:
         ticket.finish(result["score"], result)
 
     def _train(self, job: Job, ticket: Ticket) -> dict[str, Any]:
-        def report(progress: Progress) -> None:
+        def tick(progress: Progress) -> None:
             ticket.share = min(progress.done, 1.0)
-            self._report()
             self._pause()
             if ticket.lost:
                 raise _LostError
+
+        def report(progress: Progress) -> None:
+            tick(progress)
+            self._report()
 
         config = replace(job.config, device=self._device) if self._device else job.config
         if own.fingerprint(config.task) != self.plan.data:
             raise SweepError(f"the data of {config.task} have changed since this sweep began: use another --out")
         record = Record.of(self.plan.out, config)
-        return train(config, record, root=self.plan.root, download=self.plan.download, report=report)
+        return train(config, record, root=self.plan.root, download=self.plan.download, report=report, tick=tick)
 
 
 class _LostError(Exception):

@@ -24,6 +24,13 @@ __all__ = ["main", "run_workers", "work"]
 
 LOOK_SECONDS = 0.5
 STOP_SECONDS = 20.0  # for a worker to put its job back
+# An interrupt ends it at once until all is imported: torch drops one that comes while it imports NumPy.
+PROGRAM = f"""\
+import signal, sys
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+from {__name__} import main
+sys.exit(main())
+"""
 
 
 def run_workers(plan: Plan, devices: Sequence[str], look: Callable[[], None], say: Callable[[str], None]) -> None:
@@ -42,11 +49,11 @@ def run_workers(plan: Plan, devices: Sequence[str], look: Callable[[], None], sa
         SweepError: What a worker says is wrong; none is left.
     """
     plan.folder.mkdir(parents=True, exist_ok=True)
-    workers = {
-        k: _start(plan, device, plan.folder / f"worker-{k}.log", len(devices)) for k, device in enumerate(devices, 1)
-    }
+    workers: dict[int, subprocess.Popen[bytes]] = {}
     finished = False
     try:
+        for k, device in enumerate(devices, 1):
+            workers[k] = _start(plan, device, plan.folder / f"worker-{k}.log", len(devices))
         while workers:
             time.sleep(LOOK_SECONDS)
             look()
@@ -72,7 +79,7 @@ def _start(plan: Plan, device: str, log: Path, number: int) -> subprocess.Popen[
     environment = {"OMP_NUM_THREADS": str(threads), **os.environ}
     with open(log, "w") as file:
         process = subprocess.Popen(
-            [sys.executable, "-m", __name__],
+            [sys.executable, "-c", PROGRAM],
             stdin=subprocess.PIPE,
             stdout=file,
             stderr=file,
@@ -87,13 +94,16 @@ def _start(plan: Plan, device: str, log: Path, number: int) -> subprocess.Popen[
 
 
 def _stop(workers: Sequence[subprocess.Popen[bytes]]) -> None:
-    for process in workers:
-        process.send_signal(signal.SIGINT)
-    for process in workers:
-        try:
-            process.wait(STOP_SECONDS)
-        except subprocess.TimeoutExpired:  # its lock goes with it, and so its job is free
-            process.kill()
+    """Stop workers in order; those that are slow, and all if we are interrupted once more, without."""
+    try:
+        for process in workers:
+            process.send_signal(signal.SIGINT)
+        for process in workers:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(STOP_SECONDS)
+    finally:
+        for process in workers:  # its lock goes with it, and so its job is free
+            process.kill()  # does nothing to one that has ended
             process.wait()
 
 
@@ -129,9 +139,7 @@ def work(plan: Plan, device: str | None = None, parent: int | None = None) -> in
 
 def main() -> int:
     """A worker as a program of its own: its plan comes by the standard input."""
+    told = pickle.load(sys.stdin.buffer)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     with heeding_interrupts():
-        return work(*pickle.load(sys.stdin.buffer))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        return work(*told)

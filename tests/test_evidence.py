@@ -4,6 +4,7 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -205,6 +206,17 @@ def test_what_is_broken_off_in_writing_leaves_no_half(done, tmp_path, monkeypatc
     with pytest.raises(KeyboardInterrupt):
         weights(STUDY, out, RATES, None, ["erm"])
     assert not (Record.of(out, STUDY.winner("erm", out, RATES)).folder / "model.safetensors").exists()
+
+
+def test_rates_that_are_broken_off_in_writing_leave_those_before(tmp_path, monkeypatch):
+    """The clock they were measured by cannot be had again."""
+    path = tmp_path / "rates.json"
+    measure_rates(replace(STUDY, unit="thousand passes"), path, None)
+    before = path.read_text()
+    monkeypatch.setattr("os.fsync", Mock(side_effect=KeyboardInterrupt))  # all is written, but not all on the disk
+    with pytest.raises(KeyboardInterrupt):
+        measure_rates(replace(STUDY, unit="thousand passes"), path, None)
+    assert path.read_text() == before
 
 
 def test_labels_of_another_study_are_passed_over(done, capsys):

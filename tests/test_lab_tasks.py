@@ -3,6 +3,8 @@
 import csv
 import gzip
 import hashlib
+import threading
+import time
 import warnings
 
 import numpy as np
@@ -150,6 +152,27 @@ def test_broken_rows_of_qqp_are_left_out_and_counted(tmp_path):
 
 
 # --- one's own data ---
+
+
+def test_an_interrupt_does_not_wait_for_all_images_that_are_asked_for(monkeypatch):
+    asked, decoded = threading.Event(), []
+
+    class Interrupted(list):
+        def __iter__(self):
+            yield from super().__iter__()
+            asked.set()
+            raise KeyboardInterrupt
+
+    def decode(path, size):
+        asked.wait()
+        time.sleep(0.01)
+        decoded.append(path)
+        return np.zeros((size, size, 3), np.uint8)
+
+    monkeypatch.setattr(readers, "_decode", decode)
+    with pytest.raises(KeyboardInterrupt):
+        readers.read_images(Interrupted(range(1000)), 2)
+    assert len(decoded) < 1000
 
 
 def test_own_images_in_one_folder_and_in_two(tmp_path):

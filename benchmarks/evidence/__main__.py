@@ -37,7 +37,7 @@ from tiltsam.flatness.objectives import ErmLoss, Objective, SamLoss, TsamLoss
 from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.data import Data
 from tiltsam.lab.devices import suited_to
-from tiltsam.lab.files import drafted
+from tiltsam.lab.files import drafted, write_json
 from tiltsam.lab.flat import cross_runs, measure_runs, save_flatness
 from tiltsam.lab.loading import data_key, load_data
 from tiltsam.lab.recipes.cost import passes_per_step
@@ -143,7 +143,7 @@ def measure_rates(study: Study, path: Path, root: Path | None) -> None:
     before["a_step"] = {label: scale * cost for label, cost in found.items()} | before["a_step"]
     before["measured"].append({"environment": environment(torch.device(study.base.device)), "a_step": found})
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(known, indent=1) + "\n")
+    write_json(path, known)
     print(json.dumps(found))
 
 
@@ -273,7 +273,7 @@ def cross(study: Study, out: Path, rates: Rates, root: Path | None, path: Path) 
         }
         found = cross_runs(runs, objectives, batch_size=study.base.batch_size, device=study.base.device, root=root)
         known[str(seed)] = [entry._asdict() for entry in found.entries]
-        path.write_text(json.dumps(known, indent=1) + "\n")
+        write_json(path, known)
         for entry in found.entries:
             print(f"seed {seed} {entry.split} {entry.model} under {entry.objective}: {entry.loss:.4f}", flush=True)
 

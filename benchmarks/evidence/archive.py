@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tiltsam.lab.files import drafted
+from tiltsam.lab.files import drafted, write_json
 from tiltsam.lab.record import Record, folders_of_runs
 
 __all__ = ["collect", "restore"]
@@ -54,7 +54,7 @@ def restore(path: Path, out: Path) -> int:
             record.log(**row)
         for name in _FILES:  # the result last, as in training: a run that has one is finished
             if name in entry:
-                (record.folder / f"{name}.json").write_text(json.dumps(entry[name], indent=1) + "\n")
+                write_json(record.folder / f"{name}.json", entry[name])
         if entry["diverged"]:
             record.diverge("the loss was not finite")
         count += 1

@@ -120,9 +120,13 @@ def read_images(paths: Sequence[Path], size: int, *, what: str = "images", progr
         images[index] = torch.from_numpy(_decode(path, size)).permute(2, 0, 1)
 
     with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:  # Pillow lets go of the interpreter while decoding
-        for done, _ in enumerate(pool.map(decode, enumerate(paths)), 1):
-            if progress is not None and (done % 256 == 0 or done == len(paths)):
-                progress(f"reading {what}", done, len(paths))
+        try:
+            for done, _ in enumerate(pool.map(decode, enumerate(paths)), 1):
+                if progress is not None and (done % 256 == 0 or done == len(paths)):
+                    progress(f"reading {what}", done, len(paths))
+        except BaseException:
+            pool.shutdown(cancel_futures=True)  # or a Ctrl-C would wait for all that are left
+            raise
     return images
 
 

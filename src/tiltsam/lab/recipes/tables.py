@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import tiltsam
+from tiltsam.lab import files
 from tiltsam.lab.recipes import paper
 from tiltsam.lab.recipes.book import Cell
 from tiltsam.lab.recipes.paper import Number
@@ -317,7 +317,7 @@ def write_json(outcome: Outcome, path: Path) -> None:
             for method, mean in _glue_averages(outcome).items()
         }
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(_finite(content), indent=1) + "\n")
+    files.write_json(path, _finite(content))
 
 
 def _finite(x: Any) -> Any:

@@ -123,6 +123,16 @@ def test_an_interrupt_while_the_command_is_read_is_no_traceback(capsys, monkeypa
     assert capsys.readouterr().err == "tiltsam: interrupted\n"
 
 
+def test_a_command_looks_for_no_garbage_at_its_exit():
+    """With torch loaded that takes a second and more, in which a Ctrl-C would seem to do nothing."""
+    code = "import atexit, gc; from tiltsam.cli import main; main(['methods']); atexit._run_exitfuncs()"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{code}; print(gc.get_freeze_count())"], capture_output=True, text=True
+    )
+    assert int(done.stdout.split()[-1]) > 10_000
+    assert not done.stderr
+
+
 def test_a_second_interrupt_finds_nothing_left_to_break_off(capsys, monkeypatch):
     """What the first one brings about imports nothing, which would take its time."""
     monkeypatch.setattr("tiltsam.cli._known_mistakes", Mock(side_effect=KeyboardInterrupt))

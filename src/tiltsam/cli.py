@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import tiltsam
-from tiltsam.lab.interrupts import GOES_ON, end, heeding_interrupts, let_go_of_output
+from tiltsam.lab.interrupts import GOES_ON, end, ending_soon, heeding_interrupts, let_go_of_output
 from tiltsam.provenance import code_digest
 
 __all__ = ["main"]
@@ -38,6 +38,7 @@ class _Version(argparse.Action):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     command = ""
+    ending_soon()
     try:
         with heeding_interrupts():
             args = _parse(argv)
@@ -48,8 +49,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(end="", flush=True)
     except KeyboardInterrupt:  # first: to know the mistakes takes imports, and a second one may come meanwhile
         return end(130, command, f"interrupted{GOES_ON.get(command, '')}")
-    except (UserError, ImportError) as error:
-        return end(2, command, error)
     except _known_mistakes() as error:
         return end(2, command, error)
     except BrokenPipeError:  # `tiltsam … | head` is no error, but there may be work left
@@ -209,7 +208,7 @@ def _known_mistakes() -> tuple[type[Exception], ...]:
     from tiltsam.lab.config import ConfigError
     from tiltsam.lab.errors import DataError, RecordError
 
-    known = ConfigError, DataError, RecordError
+    known = UserError, ImportError, ConfigError, DataError, RecordError
     try:
         from tiltsam.lab.recipes.book import RecipeError
         from tiltsam.lab.sweeping.grids import SweepError

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
 import signal
 import sys
@@ -11,7 +13,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
-__all__ = ["GOES_ON", "end", "heeding_interrupts", "let_go_of_output", "uninterrupted"]
+__all__ = ["GOES_ON", "end", "ending_soon", "heeding_interrupts", "let_go_of_output", "uninterrupted"]
 
 _BY_CHECKPOINTS = "; the same command goes on from the last checkpoint, or begins anew where there is none"
 GOES_ON = dict.fromkeys(("train", "compare", "reproduce"), _BY_CHECKPOINTS) | {"sweep": "; the same command goes on"}
@@ -32,6 +34,12 @@ def let_go_of_output() -> None:
         print(end="", flush=True)
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def ending_soon() -> None:
+    """Let this process look for no garbage at its exit: after all work is done, torch's takes it a second and more."""
+    atexit.unregister(gc.freeze)
+    atexit.register(gc.freeze)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tiltsam.lab.config import ConfigError
 from tiltsam.lab.errors import DataError
-from tiltsam.lab.interrupts import heeding_interrupts
+from tiltsam.lab.interrupts import ending_soon, heeding_interrupts
 from tiltsam.lab.record import RecordError
 from tiltsam.lab.sweeping.grids import SweepError
 from tiltsam.lab.sweeping.plan import Desk, Plan
@@ -139,6 +139,7 @@ def work(plan: Plan, device: str | None = None, parent: int | None = None) -> in
 
 def main() -> int:
     """A worker as a program of its own: its plan comes by the standard input."""
+    ending_soon()
     told = pickle.load(sys.stdin.buffer)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     with heeding_interrupts():

@@ -28,11 +28,10 @@ def test_an_interrupt_that_python_drops_comes_again():
             raise KeyboardInterrupt
 
     start = time.monotonic()
-    with heeding_interrupts():
+    with heeding_interrupts(), pytest.raises(KeyboardInterrupt):  # which a slow machine may still be in when it comes
         Interrupted()
-        with pytest.raises(KeyboardInterrupt):
-            time.sleep(10)
-    assert time.monotonic() - start < 5  # it wakes a thread that sleeps
+        time.sleep(60)
+    assert time.monotonic() - start < 50  # it wakes a thread that sleeps
 
 
 def ctrl_c() -> None:

@@ -71,16 +71,19 @@ def test_a_finished_run_is_not_trained_again(tmp_path):
 
 @pytest.fixture
 def slow(monkeypatch):
-    """Time goes by in training alone, by what each of these takes: a second a step, an hour an evaluation."""
+    """By the clock of training a step takes a second and an evaluation an hour, on any machine."""
     now = [0.0]
     monkeypatch.setattr(training, "time", Mock(perf_counter=lambda: now[0]))
-    for name, seconds in {"take_step": 1.0, "_evaluate": 3600.0}.items():
 
-        def work(self, *args, original=getattr(Run, name), seconds=seconds):
+    def taking(seconds, original):
+        def work(self, *args):
             now[0] += seconds
             return original(self, *args)
 
-        monkeypatch.setattr(Run, name, work)
+        return work
+
+    monkeypatch.setattr(Run, "take_step", taking(1.0, Run.take_step))
+    monkeypatch.setattr(Run, "_evaluate", taking(3600.0, Run._evaluate))
 
 
 def test_budgets(tmp_path, slow):

@@ -2,7 +2,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tiltsam.tilting import (
@@ -20,13 +20,15 @@ from tiltsam.tilting import (
 
 LOSSES = st.lists(st.floats(-1e4, 1e4), min_size=1, max_size=12).map(lambda x: torch.tensor(x, dtype=torch.float64))
 TILTS = st.one_of(st.just(0.0), st.floats(1e-9, 1e6))
+# The same examples everywhere and always, however long a busy machine takes to make them.
+EXAMPLES = settings(deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 
 
 def close(a, b, scale=1.0):
     return torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9 * max(1.0, scale))
 
 
-@settings(deadline=None)
+@EXAMPLES
 @given(LOSSES, TILTS)
 def test_between_mean_and_max(x, t):
     value = tilted_loss(x, t)
@@ -37,7 +39,7 @@ def test_between_mean_and_max(x, t):
         assert value >= x.max() - math.log(len(x)) / t - slack  # SPEC 9.3
 
 
-@settings(deadline=None)
+@EXAMPLES
 @given(LOSSES, TILTS, st.floats(-1e3, 1e3))
 def test_shift_adds_and_leaves_weights_alone(x, t, c):
     close(tilted_loss(x + c, t), tilted_loss(x, t) + c, 1e4)
@@ -45,7 +47,7 @@ def test_shift_adds_and_leaves_weights_alone(x, t, c):
     torch.testing.assert_close(tilted_weights(x + c, t), tilted_weights(x, t), rtol=1e-9, atol=1e-9 + t * 1e-11)
 
 
-@settings(deadline=None)
+@EXAMPLES
 @given(LOSSES, TILTS, st.randoms(use_true_random=False))
 def test_order_and_chunks_do_not_matter(x, t, random):
     order = list(range(len(x)))
@@ -59,7 +61,7 @@ def test_order_and_chunks_do_not_matter(x, t, random):
     close(tilt.mean(), tilted_mean(x, t), 1e4)
 
 
-@settings(deadline=None)
+@EXAMPLES
 @given(LOSSES, TILTS)
 def test_shares_rebuild_the_weighted_mean(x, t):
     tilt, running = StreamingTilt(t), torch.zeros((), dtype=torch.float64)

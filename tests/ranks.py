@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+PATIENCE = 300  # seconds that ranks wait for each other; slow machines share their cores
+
 
 class Ranks:
     """A world of processes on this machine, connected by gloo.
@@ -16,7 +18,7 @@ class Ranks:
     Calling it runs a function (of a module, so that it can be pickled) on every rank and returns what each returned.
     """
 
-    def __init__(self, size, timeout=60):
+    def __init__(self, size):
         self.size = size
         self._folder = tempfile.TemporaryDirectory()
         context = mp.get_context("spawn")
@@ -24,7 +26,7 @@ class Ranks:
         for rank in range(size):
             mine, theirs = context.Pipe()
             store = os.path.join(self._folder.name, "store")
-            process = context.Process(target=_serve, args=(rank, size, store, timeout, theirs), daemon=True)
+            process = context.Process(target=_serve, args=(rank, size, store, theirs), daemon=True)
             process.start()
             theirs.close()
             self.pipes.append(mine)
@@ -34,10 +36,10 @@ class Ranks:
         for pipe in self.pipes:
             pipe.send((function, args))
 
-    def receive(self, rank, timeout=120):
+    def receive(self, rank):
         """What that rank's job returned; an error in it is raised here."""
-        if not self.pipes[rank].poll(timeout):
-            raise TimeoutError(f"rank {rank} gave no answer in {timeout} s")
+        if not self.pipes[rank].poll(2 * PATIENCE):
+            raise TimeoutError(f"rank {rank} gave no answer in {2 * PATIENCE} s")
         result, error = self.pipes[rank].recv()
         if error is not None:
             raise RuntimeError(error)
@@ -54,10 +56,10 @@ class Ranks:
         self._folder.cleanup()
 
 
-def _serve(rank, size, store, timeout, pipe):
+def _serve(rank, size, store, pipe):
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=timeout)
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=PATIENCE)
     )
     while True:
         try:

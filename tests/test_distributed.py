@@ -202,13 +202,13 @@ def test_a_checkpoint_of_one_world_size_is_resumed_by_another(ranks, tmp_path, m
 
 @pytest.mark.parametrize("kind", ["ddp", "samples"])
 def test_a_rank_that_dies_leaves_the_others_with_a_clear_error(kind):
-    world = Ranks(2, timeout=20)
+    world = Ranks(2)
     try:
         world.send(jobs.die_in_a_step, kind)
-        seconds, untouched, note = world.receive(0, timeout=60)
+        seconds, untouched, note = world.receive(0)
     finally:
         world.close()
-    assert seconds < 25
+    assert seconds < 60  # it does not sit out gloo's time
     assert untouched
     assert "step 2 broke off on rank 0 of 2" in note
     assert "another rank died" in note

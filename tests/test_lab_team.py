@@ -52,7 +52,7 @@ def start(out, *flags, task="digits", processes=1, restarts=0, checkpoint_second
 
 
 def ended(process):
-    output, _ = process.communicate(timeout=180)
+    output, _ = process.communicate(timeout=600)
     assert process.returncode == 0, output
     return output
 
@@ -115,7 +115,7 @@ def test_a_killed_worker_is_started_again_and_the_run_ends_where_it_should(tmp_p
     flags = ("--epochs", "8")
     unbroken = start(tmp_path / "unbroken", *flags, processes=2)
     killed = start(tmp_path / "killed", *flags, processes=2, restarts=3, checkpoint_seconds="0")
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while not files_named("manifest.json", tmp_path / "killed"):  # the first checkpoint
         assert killed.poll() is None
         assert time.monotonic() < deadline
@@ -133,7 +133,7 @@ def test_a_killed_worker_is_started_again_and_the_run_ends_where_it_should(tmp_p
 
 def test_a_mistake_is_told_once(tmp_path):
     process = start(tmp_path, "--batch-size", "63", processes=2)
-    output, _ = process.communicate(timeout=120)
+    output, _ = process.communicate(timeout=600)
     assert process.returncode != 0
     assert output.count("a batch of 63 cannot be divided evenly among 2 processes") == 1
 

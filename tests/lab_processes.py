@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -24,6 +25,14 @@ def start(*arguments):
 def files_named(name, below):
     """Files of that name; unlike ``rglob`` it can look while a run writes and removes checkpoints."""
     return [Path(place) / name for place, _, files in os.walk(below) if name in files]
+
+
+def wait_for(condition, seconds=300):
+    """Look again and again until something holds; slow machines share their cores."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.02)
 
 
 def _run(arguments):

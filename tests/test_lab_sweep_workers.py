@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import postgres
-from lab_processes import files_named
+from lab_processes import files_named, wait_for
 from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.record import Record
 from tiltsam.lab.sweep import sweep
@@ -97,13 +97,6 @@ def tickets(storage: str, study: str) -> list[optuna.trial.FrozenTrial]:
 
 def epochs_of(run: Path) -> list[float]:
     return [json.loads(line)["epoch"] for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
-def wait_for(condition, seconds=300):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.02)
 
 
 def running(desk: Desk):

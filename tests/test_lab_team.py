@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from unittest import mock
 
@@ -13,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lab_processes import files_named
+from lab_processes import files_named, wait_for
 from ranks import Ranks
 from tiltsam.cli import main
 from tiltsam.lab.config import ConfigError, TrainConfig
@@ -115,11 +114,8 @@ def test_a_killed_worker_is_started_again_and_the_run_ends_where_it_should(tmp_p
     flags = ("--epochs", "8")
     unbroken = start(tmp_path / "unbroken", *flags, processes=2)
     killed = start(tmp_path / "killed", *flags, processes=2, restarts=3, checkpoint_seconds="0")
-    deadline = time.monotonic() + 300
-    while not files_named("manifest.json", tmp_path / "killed"):  # the first checkpoint
-        assert killed.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_for(lambda: killed.poll() is not None or files_named("manifest.json", tmp_path / "killed"))
+    assert killed.poll() is None  # it has its first checkpoint, and is at work
     os.kill(children(killed.pid)[1], signal.SIGKILL)
     ended(unbroken)
     ended(killed)

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import tiltsam
-from tiltsam.lab.interrupts import GOES_ON, end, ending_soon, heeding_interrupts, let_go_of_output
+from tiltsam.lab.exits import GOES_ON, end, ending_soon, let_go_of_output
+from tiltsam.lab.interrupts import heeding_interrupts
 from tiltsam.provenance import code_digest
 
 __all__ = ["main"]

@@ -1,6 +1,6 @@
 """Colours of every figure: Okabe and Ito's palette, told apart by colour-blind readers; one colour per method."""
 
-__all__ = ["METHOD_COLORS", "METHOD_COLORS_ON_DARK", "OKABE_ITO", "OTHER_COLOR", "color_of"]
+__all__ = ["METHOD_COLORS", "METHOD_COLORS_ON_DARK", "OKABE_ITO", "OTHER_COLOR", "color_of", "method_color"]
 
 OKABE_ITO = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
 """Blue, vermilion, green, purple, orange, sky blue, black, yellow."""
@@ -24,6 +24,11 @@ METHOD_COLORS_ON_DARK = METHOD_COLORS | {"asam": "#F2F2F2"}
 
 OTHER_COLOR = "#808080"
 """Of what is no method of ours."""
+
+
+def method_color(method: str) -> str:
+    """The colour of a method; all that are not ours have one."""
+    return METHOD_COLORS.get(method, OTHER_COLOR)
 
 
 def color_of(name: str, number: int = 0) -> str:

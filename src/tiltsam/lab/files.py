@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tiltsam.lab.errors import RecordError
 
-__all__ = ["drafted", "load_tensors", "save_tensors", "write_json"]
+__all__ = ["drafted", "drop_drafts", "load_tensors", "save_tensors", "write_json"]
 
 
 @contextmanager
@@ -26,6 +26,12 @@ def drafted(path: Path) -> Iterator[Path]:
     except BaseException:
         draft.unlink(missing_ok=True)
         raise
+
+
+def drop_drafts(path: Path) -> None:
+    """Remove what processes that were killed have left of writing a file; nobody may be writing it now."""
+    for draft in path.parent.glob(f".{path.name}.*"):
+        draft.unlink(missing_ok=True)
 
 
 def write_json(path: Path, content: Any, *, allow_nan: bool = True) -> None:

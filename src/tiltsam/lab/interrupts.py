@@ -1,45 +1,16 @@
-"""How commands end before their time: a Ctrl-C gets through, and in order, and a closed pipe without a complaint."""
+"""A Ctrl-C that gets through, and in order."""
 
 from __future__ import annotations
 
-import atexit
-import gc
-import os
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-__all__ = ["GOES_ON", "end", "ending_soon", "heeding_interrupts", "let_go_of_output", "uninterrupted"]
-
-_BY_CHECKPOINTS = "; the same command goes on from the last checkpoint, or begins anew where there is none"
-GOES_ON = dict.fromkeys(("train", "compare", "reproduce"), _BY_CHECKPOINTS) | {"sweep": "; the same command goes on"}
-"""What those that were stopped are told, by the command that can be gone on with."""
-
-
-def end(code: int, command: str, why: object) -> int:
-    """Say in one line why a command ends; returns its exit code."""
-    if os.environ.get("LOCAL_RANK", "0") == "0":  # of the processes of a host one speaks
-        with suppress(OSError):  # nobody may read this, either
-            print(f"{f'tiltsam {command}'.strip()}: {why}", file=sys.stderr)
-    return code
-
-
-def let_go_of_output() -> None:
-    """Write what is still to be written; what cannot be goes nowhere, or Python would complain of it at its exit."""
-    try:
-        print(end="", flush=True)
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def ending_soon() -> None:
-    """Let this process look for no garbage at its exit: after all work is done, torch's takes it a second and more."""
-    atexit.unregister(gc.freeze)
-    atexit.register(gc.freeze)
+__all__ = ["heeding_interrupts", "uninterrupted"]
 
 
 @contextmanager

@@ -38,7 +38,7 @@ from tiltsam.lab import checkpoints
 from tiltsam.lab.checkpoints import Checkpoint
 from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.errors import RecordError
-from tiltsam.lab.files import drafted, load_tensors, save_tensors, write_json
+from tiltsam.lab.files import drafted, drop_drafts, load_tensors, save_tensors, write_json
 from tiltsam.provenance import code_digest
 
 __all__ = ["Checkpoint", "Record", "RecordError", "folders_of_runs", "is_number", "read_metrics", "task_folder"]
@@ -181,8 +181,7 @@ class Record:
 
     def _drop_drafts(self) -> None:
         for name in DRAFTED:
-            for half in self.folder.glob(f".{name}.*"):
-                half.unlink(missing_ok=True)
+            drop_drafts(self.folder / name)
 
     def diverge(self, reason: str) -> None:
         """Training cannot go on: whoever looks at the run is told so, until it is begun again."""

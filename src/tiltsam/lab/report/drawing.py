@@ -9,7 +9,7 @@ from typing import Any
 
 from tiltsam.lab.report.figures import Figure, Series
 from tiltsam.lab.report.page import DASHES
-from tiltsam.palette import METHOD_COLORS, OTHER_COLOR
+from tiltsam.palette import method_color
 
 __all__ = ["draw"]
 
@@ -78,7 +78,7 @@ def draw(figure: Figure, path: Path, *, dpi: int = 150) -> list[Path]:
 
 
 def _draw(ax: Any, series: Series, figure: Figure) -> None:
-    color = _shaded(METHOD_COLORS.get(series.method, OTHER_COLOR), series.shade)
+    color = _shaded(method_color(series.method), series.shade)
     pattern = DASHES[series.dash % len(DASHES)]
     # The page's dashes are in pixels of a line two wide; matplotlib's are in widths of the line.
     style: Any = (0, tuple(x / 2 for x in pattern)) if pattern else "-"

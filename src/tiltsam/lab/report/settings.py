@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from tiltsam.lab.config import METHOD_SETTINGS, TrainConfig
 from tiltsam.lab.report.runs import Problem, Reading, Row, Run
-from tiltsam.palette import METHOD_COLORS, OTHER_COLOR
+from tiltsam.palette import method_color
 
 __all__ = ["Mean", "Setting", "Task", "arrange", "best_of", "mean_of"]
 
@@ -171,7 +171,7 @@ def _task(name: str, runs: list[Run], problems: list[Problem]) -> Task:
     )
     options = [_options(group[0]) for group in ordered]
     methods = [group[0].method for group in ordered]
-    colors = [METHOD_COLORS.get(method, OTHER_COLOR) for method in methods]
+    colors = [method_color(method) for method in methods]
     varying = _varying(options)
     own = {m: _varying([o for o, method in zip(options, methods, strict=True) if method == m]) for m in set(methods)}
     settings = []

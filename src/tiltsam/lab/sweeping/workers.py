@@ -14,7 +14,8 @@ from pathlib import Path
 
 from tiltsam.lab.config import ConfigError
 from tiltsam.lab.errors import DataError
-from tiltsam.lab.interrupts import ending_soon, heeding_interrupts
+from tiltsam.lab.exits import ending_soon
+from tiltsam.lab.interrupts import heeding_interrupts
 from tiltsam.lab.record import RecordError
 from tiltsam.lab.sweeping.grids import SweepError
 from tiltsam.lab.sweeping.plan import Desk, Plan

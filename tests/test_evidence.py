@@ -325,6 +325,18 @@ def test_weights_that_a_record_does_not_hold_are_trained_again(done, tmp_path, c
     assert all(torch.equal(was[name], now[name]) for name in was)
 
 
+def test_what_was_trained_again_and_came_back_without_weights_is_trained_once_more(done, tmp_path, capsys):
+    collect(done, tmp_path / "runs.jsonl.gz")
+    restore(tmp_path / "runs.jsonl.gz", tmp_path / "first")
+    weights(STUDY, tmp_path / "first", RATES, None, ["erm"])
+    collect(tmp_path / "first", tmp_path / "again.jsonl.gz")
+    restore(tmp_path / "again.jsonl.gz", tmp_path / "second")
+    weights(STUDY, tmp_path / "second", RATES, None, ["erm"])
+    winner = STUDY.winner("erm", tmp_path / "second", RATES)
+    assert (Record.of(tmp_path / "second", winner).folder / "model.safetensors").exists()
+    assert capsys.readouterr().out.count("erm again") == 2
+
+
 def test_weights_of_several_studies_are_trained_apart(tmp_path):
     found = []
     for smoothing in (0.0, 0.1):

@@ -225,6 +225,8 @@ def weights(study: Study, out: Path, rates: Rates, root: Path | None, labels: li
         if config is None or (kept := Record.of(out, config).folder / "model.safetensors").exists():
             continue
         again = Record.of(out / "again", config)
+        if again.result() is not None and not (again.folder / "model.safetensors").exists():
+            shutil.rmtree(again.folder)  # it came from a record, too
         result = train(config, again, root=root)
         with drafted(kept) as draft:
             shutil.copy(again.folder / "model.safetensors", draft)

@@ -221,6 +221,24 @@ NOISY_RATES = Variants(
     title=NOISY.title,
 )
 
+# With averages ERM, SAM and TSAM all chose the largest rate of their trials, and ERM came out best: is there more
+# beyond it, and does a smaller ascent, at that rate, do better than none? Nothing is chosen here. The epochs are those
+# of the chosen ones, in SAM's seconds.
+NOISY_BEYOND = Variants(
+    "noisy-beyond",
+    {
+        "erm, lr 0.2": replace(NOISY.base, method="erm", lr=0.2, epochs=116.3, evaluate_every=10, average=True),
+        "sam, lr 0.1, rho 0.1": replace(
+            NOISY.base, method="sam", lr=0.1, rho=0.1, epochs=59.5, evaluate_every=5, average=True
+        ),
+        "sam, lr 0.2, rho 0.1": replace(
+            NOISY.base, method="sam", lr=0.2, rho=0.1, epochs=59.5, evaluate_every=5, average=True
+        ),
+    },
+    seeds=(0,),
+    title=NOISY.title,
+)
+
 # ---------------------------------------------------------------- batches in parts, for a transformer
 
 # Batches in parts won on digits; parts of eight examples do not fill a GPU and run beside each other.
@@ -241,6 +259,7 @@ _ALL: list[Study | Variants] = [
     NOISY_AVERAGED,
     NOISY_FALLING,
     NOISY_RATES,
+    NOISY_BEYOND,
     *FINE_TUNING_AVERAGED,
     *FINE_TUNING_BESIDE,
     RTE_WHOLE,

@@ -30,6 +30,7 @@ __all__ = [
 _STYLES = ("-", "--", ":", "-.")  # of labels that share their method's colour
 _KINDS = {"final": "at the end", "best": "at the best epoch"}
 _SHOWN = 12.0  # points below the best that a figure of variants shows; what collapsed is told in words
+_ABREAST = 4  # panels in a line, at most
 _SETTINGS = ("lr", "rho", "radius", "t", "num_samples", "alpha", "lam", "num_points", "ascent_fraction", "every")
 
 
@@ -184,20 +185,28 @@ def draw_variants(study: Variants, out: Path, path: Path) -> None:
     found = {label: runs for label, runs in found.items() if runs["seeds"]}
     names = list(dict.fromkeys(label.rpartition(" ")[0] for label in found))
     several = any(_samples(runs["config"]) > 1 for runs in found.values())
-    highest = max(statistics.fmean(runs[kind]) for runs in found.values() for kind in ("final", "best"))
-    floor = highest - _SHOWN
+    scores = [runs[kind] for runs in found.values() for kind in ("final", "best")]
+    floor = max(map(statistics.fmean, scores)) - _SHOWN
+    top = max(statistics.fmean(score) + _error(score) for score in scores) + 0.1 * _SHOWN
+    heights = (2, 1)[: 1 + several]
+    lines = math.ceil(len(names) / _ABREAST)
+    columns = math.ceil(len(names) / lines)
     figure, axes = plt.subplots(
-        1 + several,
-        len(names),
-        figsize=(max(4.5, 3 * len(names)), 3.3 + 1.5 * several),  # of a single panel the title is the widest
+        lines * len(heights),
+        columns,
+        figsize=(max(4.5, 3 * columns), lines * (3.3 + 1.5 * several)),  # of a single panel the title is the widest
         layout="constrained",
         sharey="row",
-        height_ratios=(2, 1)[: 1 + several],
+        height_ratios=heights * lines,
         squeeze=False,
     )
-    for column, name in enumerate(names):
+    for panel in axes[-len(heights) :, len(names) - (lines - 1) * columns :].flat:
+        panel.set_visible(False)
+    for number, name in enumerate(names):
+        line, column = divmod(number, columns)
+        panels = axes[line * len(heights) : (line + 1) * len(heights), column]
         mine = {label.rpartition(" ")[2]: runs for label, runs in found.items() if label.rpartition(" ")[0] == name}
-        at, above = range(len(mine)), axes[0][column]
+        at, above = range(len(mine)), panels[0]
         for (kind, told), color, marker in zip(_KINDS.items(), OKABE_ITO, ("o-", "s--"), strict=False):
             means = [statistics.fmean(runs[kind]) for runs in mine.values()]
             errors = [_error(runs[kind]) for runs in mine.values()]
@@ -207,17 +216,19 @@ def draw_variants(study: Variants, out: Path, path: Path) -> None:
                     above.annotate(f"{mean:.0f} ↓", (place, floor), ha="center", va="bottom")
         if several:
             shares = [statistics.fmean(runs["size"]) / _samples(runs["config"]) for runs in mine.values()]
-            axes[1][column].plot(at, shares, "o-", color=color_of("tsam"))
-            axes[1][column].set_ylim(0, 1.05)
-        for panel in axes[:, column]:
+            panels[1].plot(at, shares, "o-", color=color_of("tsam"))
+            panels[1].set_ylim(0, 1.05)
+        for panel in panels:
             panel.set_xticks(at, [])
             panel.grid(alpha=0.3)
-        axes[-1][column].set_xticks(at, mine)
-        axes[-1][column].set_xlabel(name.rstrip(":"))
-    axes[0][0].set(ylabel="test score, ×100", ylim=(floor, highest + 0.1 * _SHOWN))
-    if several:
-        axes[1][0].set_ylabel("effective samples / s")
-    axes[0][0].legend(loc="lower left")
+        panels[-1].set_xticks(at, mine)
+        panels[-1].set_xlabel(name.rstrip(":"))
+        above.set_ylim(floor, top)
+        if column == 0:
+            above.set_ylabel("test score, ×100")
+        if column == 0 and several:
+            panels[1].set_ylabel("effective samples / s")
+    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
     figure.suptitle(study.title)
     figure.savefig(path, dpi=160)
     plt.close(figure)

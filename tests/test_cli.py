@@ -174,8 +174,14 @@ def test_a_tilt_of_one_sample_is_told(tmp_path, capsys):
     told = "tsam has one sample and nothing to weigh, so that t does nothing: --num-samples 3, say\n"
     assert main([*tsam, "--t", "5"]) == 0
     assert capsys.readouterr().err == f"tiltsam train: {told}"
-    for fine in ([], ["--t", "5", "--num-samples", "2"], ["--t", "5", "--sampler", "hmc"]):
+    for fine in ([], ["--t", "0"], ["--t", "5", "--num-samples", "2"], ["--t", "5", "--sampler", "hmc"]):
         assert main([*tsam, *fine]) == 0
         assert not capsys.readouterr().err
     assert main(["compare", *small, "--methods", "erm", "tsam", "--seeds", "1", "--t", "5"]) == 0
     assert f"tiltsam compare: {told}" in capsys.readouterr().err
+    entries = ["tsam:num_samples=2", "tsam:average=true"]
+    assert main(["compare", *small, "--methods", *entries, "--seeds", "1", "--t", "5"]) == 0
+    told = told.replace("tsam", entries[1])
+    assert [line for line in capsys.readouterr().err.splitlines() if "weigh" in line] == [
+        f"tiltsam compare: {told}".strip()
+    ]

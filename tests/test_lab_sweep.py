@@ -83,8 +83,12 @@ def test_a_small_grid_is_taken_whole_and_made_finer():
 
 
 def test_a_grid_of_tilts_for_one_sample_is_told():
-    assert points(replace(SMALL, num_samples=1), ["tsam"], {"t": (0.0, 5.0)})[1] == [NOTHING_TO_WEIGH]
+    assert points(replace(SMALL, num_samples=1), ["tsam"], {"t": (0.0, 5.0)})[1] == [f"tsam has {NOTHING_TO_WEIGH}"]
     assert not points(SMALL, ["tsam"], {"t": (0.0, 5.0)})[1]
+    assert not points(replace(SMALL, num_samples=1), ["tsam:t=0"], RATES)[1]  # no tilt is asked for
+    entries = ["tsam:num_samples=3", "tsam:num_samples=1", "tsam:num_samples=1,average=true,t=5"]
+    _, notes = points(SMALL, entries, {"t": (0.0, 5.0), **RATES}, 4)
+    assert notes[-2:] == [f"{name} has {NOTHING_TO_WEIGH}" for name in entries[1:]]
     with pytest.raises(SweepError, match=r"sam has 2 points in its grid and 5 trials to make"):
         points(SMALL, ["sam"], {"rho": (0.1, 0.5)}, 5)
 
@@ -154,6 +158,171 @@ def test_mistakes_are_one_line_and_exit_2(arguments, says, tmp_path, capsys):
     assert says in error
     assert "secret" not in error
     assert len(error.splitlines()) == 1
+
+
+# ---------------------------------------------------------------- methods with settings of their own
+
+ENTRIES = ["sam", "sam:average=true", "tsam:num_samples=1", "tsam:num_samples=3"]
+GRID = {"lr": (0.01, 0.1), "rho": (0.1, 0.5)}
+
+
+def test_a_method_with_settings_of_its_own_is_a_row_of_its_own(tmp_path, pretend, capsys):
+    pretend.scores = lambda c: (c.lr * c.rho + 0.01 * c.average + 0.02 * (c.num_samples == 3), 0.5)
+    outcome = sweep(SMALL, ENTRIES, GRID, tmp_path, trials=4, seeds=2)
+    assert [s.method for s in outcome.standings] == ENTRIES
+    assert [(len(s.trials), len(s.scores)) for s in outcome.standings] == [(4, 2)] * 4
+    assert len(pretend.ran) == 4 * (4 + 2)
+    best = {name: (c.method, c.average, c.lr, c.rho) for name, c in outcome.best.items()}
+    assert best == {name: (name.partition(":")[0], "average" in name, 0.1, 0.5) for name in ENTRIES}
+    assert [outcome.best[name].num_samples for name in ENTRIES] == [2, 2, 1, 3]
+    written = json.loads(outcome.path.read_text())["methods"]
+    assert list(written) == ENTRIES
+    assert written["sam:average=true"]["settings"] == {"lr": 0.1, "rho": 0.5}
+    assert TrainConfig(**written["sam:average=true"]["config"]) == outcome.best["sam:average=true"]
+    for study, number in ((outcome.study, 4), (f"{outcome.study}-test", 2)):
+        shown = [trial.params["method"] for trial in trials_of(tmp_path, study)]
+        assert sorted(shown) == sorted(ENTRIES * number)
+    grids = ["--grid", "lr=0.01,0.1", "--grid", "rho=0.1,0.5", "--trials", "4", "--seeds", "2"]
+    assert main(["sweep", "digits", "--methods", *ENTRIES, *grids, "--out", str(tmp_path / "command")]) == 0
+    out = capsys.readouterr().out
+    assert f"4 trials for each of {', '.join(ENTRIES)}" in out
+    assert "sam:average=true 4/4  lr=0.1 rho=0.5: validation" in out
+    assert "tsam:num_samples=3 seed 1: test 50.00" in out
+    assert all(f"| {name} " in out for name in ENTRIES)
+
+
+def test_a_grid_for_what_is_fixed_is_left_out_and_that_is_told():
+    grid = {**GRID, "sam:rho": (1.0, 2.0), "sam:every": (1, 2)}
+    found, notes = points(SMALL, ["sam", "sam:rho=0.3", "tsam"], grid, 4)
+    assert {p.config.rho for p in found["sam"]} == {1.0, 2.0}
+    assert {(p.config.rho, p.config.every) for p in found["sam:rho=0.3"]} == {(0.3, 1), (0.3, 2)}
+    assert "rho" not in found["sam:rho=0.3"][0].settings
+    assert {p.config.rho for p in found["tsam"]} == {0.1, 0.5}
+    assert [note for note in notes if "left out" in note] == [
+        "sam:rho=0.3: the grid's rho left out, which it sets itself"
+    ]
+    _, notes = points(SMALL, ["esam1:num_samples=3", "tsam"], {**RATES, "num_samples": (3, 5)}, 4)
+    assert not [note for note in notes if "left out" in note]  # no grid of esam1's
+
+
+def test_entries_of_one_method_draw_the_same_points():
+    found, _ = points(SMALL, ["sam", "sam:average=true"], PAPER, 5)
+    one, two = ([p.settings for p in rows] for rows in found.values())
+    assert one == two
+
+
+def test_a_run_of_two_rows_is_made_once_and_counts_for_both(tmp_path, pretend):
+    names = ["sam", "sam:rho=0.5"]
+    outcome = sweep(SMALL, names, {**RATES, "sam:rho": (0.1, 0.5)}, tmp_path, trials=4, seeds=2)
+    searched = [c for c in pretend.ran if c.seed == 0]
+    shared = {p.point.config.key() for p in outcome.standings[0].trials}
+    shared &= {p.point.config.key() for p in outcome.standings[1].trials}
+    assert len(shared) == 2
+    assert len({c.key() for c in searched}) == 4 + 4 - 2
+    assert [len(s.trials) for s in outcome.standings] == [4, 4]
+    assert len([t for t in trials_of(tmp_path, outcome.study) if t.state.name == "COMPLETE"]) == 6
+    ran = len(pretend.ran)
+    assert sweep(SMALL, names, {**RATES, "sam:rho": (0.1, 0.5)}, tmp_path, trials=4, seeds=2) == outcome
+    assert len(pretend.ran) == ran
+
+
+def test_choices_that_coincide_are_tested_once_and_count_for_both(tmp_path, pretend):
+    pretend.scores = lambda config: (config.lr * config.rho, 0.5 + config.seed / 10)
+    outcome = sweep(SMALL, ["sam:lr=0.1", "sam:rho=0.5"], GRID, tmp_path, seeds=2)
+    assert outcome.best["sam:lr=0.1"] == outcome.best["sam:rho=0.5"]
+    assert [s.scores for s in outcome.standings] == [[0.5, 0.6]] * 2
+    assert len(pretend.ran) == 3 + 2
+    written = json.loads(outcome.path.read_text())
+    assert written["finished"] is True
+    assert [len(m["test"]["runs"]) for m in written["methods"].values()] == [2, 2]
+    shown = [trial.params["method"] for trial in trials_of(tmp_path, f"{outcome.study}-test")]
+    assert shown == ["sam:lr=0.1"] * 2
+
+
+def test_the_live_table_counts_a_run_of_two_rows_once(tmp_path, pretend):
+    seen = []
+
+    def watch(standings):
+        text = io.StringIO()
+        Console(file=text, width=140).print(screen._draw(standings))
+        seen.append(text.getvalue())
+
+    sweep(SMALL, ["sam:lr=0.1", "sam:rho=0.5"], GRID, tmp_path, seeds=1, report=watch)
+    assert any("1 running" in text for text in seen)
+    assert not any("2 running" in text for text in seen)
+
+
+def test_studies_keep_their_names_and_rows_of_other_names_make_another(tmp_path):
+    def plan(methods, base=SMALL, grid=PAPER, trials=9, data=""):
+        found, _ = points(base, methods, grid, trials)
+        return planning.Plan(points=found, seeds=1, final={}, out=tmp_path, storage="", data=data)
+
+    assert plan(["erm", "sam", "tsam"]).name == "digits-d0d43987ec"
+    assert plan(["erm", "sam", "tsam"], data="x").name == "digits-71b2ea4a46"
+    plain, entry = plan(["sam"], replace(SMALL, rho=0.5), RATES, None), plan(["sam:rho=0.5"], SMALL, RATES, None)
+    assert [p.config.key() for p in plain.points["sam"]] == [p.config.key() for p in entry.points["sam:rho=0.5"]]
+    assert plain.name != entry.name  # Optuna holds a study to the names that it began with
+
+
+def test_runs_of_a_plain_sweep_are_reused_by_one_with_entries(tmp_path, monkeypatch):
+    first = sweep(replace(SMALL, rho=0.5), ["sam"], RATES, tmp_path, seeds=1)
+    made = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("result.json")}
+    second = sweep(SMALL, ["sam:rho=0.5"], RATES, tmp_path, seeds=1)
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("result.json")} == made
+    assert second.standings[0].scores == first.standings[0].scores
+
+
+def test_entries_are_gone_on_with(tmp_path, pretend):
+    def stop(config):
+        if len(pretend.ran) == 5:
+            raise KeyboardInterrupt
+        return config.lr, 0.5
+
+    pretend.scores = stop
+    with pytest.raises(KeyboardInterrupt):
+        sweep(SMALL, ENTRIES, GRID, tmp_path, seeds=1)
+    outcome = sweep(SMALL, ENTRIES, GRID, tmp_path, seeds=1)
+    assert len(pretend.ran) == 16 + 1 + 4  # the interrupted one again, and the tests
+    assert all(s.finished for s in outcome.standings)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["sam:num_samples=3"], "'sam:num_samples=3': sam has no num_samples"),
+        (["sam:rho"], "'sam:rho': after the colon settings"),
+        (["sam:"], "'sam:': after the colon settings"),
+        (["sam:size=1"], "size cannot be set for one method alone"),
+        (["sam:rho=big"], "'sam:rho=big': rho: 'big' is not a float"),
+        (["adam:rho=1"], "unknown method 'adam': one of erm"),
+        *(
+            (["erm", f"sam:{name}=1"], f"{name} cannot be set for one method alone")
+            for name in ("task", "seed", "device")
+        ),
+        *((["erm", f"sam:{name}=0.2"], f"{name} is the same for all trials") for name in ("noise", "validation")),
+        (["sam:rho=-1"], "sam:rho=-1: rho must be a finite number >= 0, got -1.0"),
+        (["sam:batch_size=0"], "sam:batch_size=0: batch_size must be > 0, got 0"),
+        (["sam", "erm", "sam"], "sam is given twice"),
+        (["sam:rho=0.1", "sam:rho=0.10"], "sam:rho=0.1 and sam:rho=0.10 are the same runs: leave one out"),
+        (["sam", "sam:average=false"], "sam and sam:average=false are the same runs: leave one out"),
+        (["sam:average=true", "--grid", "tsam:rho=1"], "tsam is not among the methods: sam:average=true"),
+        (["erm:average=true", "--grid", "rho=1,2"], "--grid rho: erm has no rho"),
+        (["sam", "sam:lr=0.3"], "the grids differ in size (sam 2, sam:lr=0.3 1): say --trials N"),
+        (["sam:lr=0.3", "--trials", "2"], "sam:lr=0.3 has 1 points in its grid and 2 trials to make"),
+        (
+            ["erm:epochs=2", "--final-epochs", "3"],
+            "'erm:epochs=2' has its own epochs, which --final-epochs would change",
+        ),
+    ],
+    ids=lambda x: " ".join(x) if isinstance(x, list) else "",
+)
+def test_wrong_entries_are_one_line_and_nothing_is_made(arguments, says, tmp_path, capsys):
+    out = tmp_path / "runs"
+    assert main(["sweep", "digits", "--grid", "lr=0.1,0.2", "--out", str(out), "--methods", *arguments]) == 2
+    error = capsys.readouterr().err.strip()
+    assert says in error
+    assert len(error.splitlines()) == 1
+    assert not out.exists()
 
 
 # ---------------------------------------------------------------- the choice

@@ -179,6 +179,16 @@ def test_workers_of_one_command_and_one_of_them_is_killed(tmp_path, monkeypatch)
     assert Counter(t.state.name for t in tickets(sqlite_url(tmp_path), outcome.study)) == {"COMPLETE": 3, "FAIL": 1}
 
 
+def test_workers_make_a_run_of_two_rows_once(tmp_path):
+    entries = ["sam:lr=0.1", "sam:rho=0.5", "sam:average=true,rho=0.5"]
+    outcome = sweep(BASE, entries, {"lr": (0.02, 0.1), "rho": (0.1, 0.5)}, tmp_path, seeds=2, workers=2)
+    assert [s.method for s in outcome.standings] == entries
+    assert [(len(s.trials), len(s.scores)) for s in outcome.standings] == [(2, 2)] * 3
+    found = tickets(sqlite_url(tmp_path), outcome.study)
+    assert Counter(t.state.name for t in found) == {"COMPLETE": 5}
+    assert len({t.user_attrs["job"] for t in found}) == 5
+
+
 def test_what_a_worker_says_is_wrong_reaches_the_user(tmp_path):
     plan = plan_of(tmp_path, sqlite_url(tmp_path), model="resnet18")
     with pytest.raises(SweepError, match="resnet18"):

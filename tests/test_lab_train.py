@@ -761,8 +761,9 @@ def test_a_method_of_ones_own_is_one_of_those_that_can_be_compared(tmp_path, mon
     assert "friendly has no lam" in errors
     assert "unknown method 'stranger': one of erm, sam, " in errors
     grid = ["--grid", "rho=0.1", "--trials", "1", "--epochs", "1", "--workers", "2"]
-    assert main(["sweep", "digits", "--methods", "sam", "friendly", *grid])
-    assert "--workers 2 starts new processes, which do not know friendly" in capsys.readouterr().err
+    for entry in ("friendly", "friendly:average=true"):
+        assert main(["sweep", "digits", "--methods", "sam", entry, *grid])
+        assert "--workers 2 starts new processes, which do not know friendly:" in capsys.readouterr().err
 
 
 def test_keys_ignore_other_methods_settings():

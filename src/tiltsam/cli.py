@@ -276,8 +276,9 @@ def _compare(args: argparse.Namespace) -> None:
     for name, own in settings.items():
         names.setdefault(from_arguments(args, **own).key(), name)  # of two that are the same run the first
     cells = [from_arguments(args, **settings[name], seed=s) for s in range(args.seeds) for name in names.values()]
-    if any(tilts_nothing(from_arguments(args, **own), given(args) | own) for own in settings.values()):
-        print(f"tiltsam compare: {NOTHING_TO_WEIGH}", file=sys.stderr, flush=True)
+    for name in names.values():
+        if tilts_nothing(from_arguments(args, **settings[name]), given(args) | settings[name]):
+            print(f"tiltsam compare: {name} has {NOTHING_TO_WEIGH}", file=sys.stderr, flush=True)
     with Screen(names) as screen:
         rows = compare(
             cells,

@@ -17,7 +17,7 @@ import tiltsam
 
 __all__ = ["ConfigError", "TrainConfig", "methods", "settings_of", "settings_of_others", "tilts_nothing"]
 
-NOTHING_TO_WEIGH = "tsam has one sample and nothing to weigh, so that t does nothing: --num-samples 3, say"
+NOTHING_TO_WEIGH = "one sample and nothing to weigh, so that t does nothing: --num-samples 3, say"
 
 # The settings of each method, in the order its constructor takes them; ``esam1`` is SAM with TSAM's budget.
 METHOD_SETTINGS: dict[str, tuple[str, ...]] = {
@@ -265,7 +265,8 @@ class TrainConfig:
 def tilts_nothing(config: TrainConfig, names: Collection[str]) -> bool:
     """Whether a tilt is among the settings that were given, and without effect."""
     alone = config.method == "tsam" and config.num_samples == 1 and config.sampler != "hmc"  # which samples by it
-    return alone and not {"t", "t_schedule", "delta"}.isdisjoint(names)
+    tilts = {"t": config.t, "delta": config.delta, "t_schedule": config.t_schedule != "constant"}
+    return alone and any(tilts[name] for name in tilts.keys() & set(names))
 
 
 def methods() -> list[str]:

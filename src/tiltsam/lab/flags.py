@@ -79,7 +79,7 @@ def remarks(args: Any, config: TrainConfig) -> list[str]:
     names = given(args)
     others = [name for name in names if name in settings_of_others(config.method)]
     found = [f"{config.method} has no {', '.join(others)}: left out"] if others else []
-    return found + ([NOTHING_TO_WEIGH] if tilts_nothing(config, names) else [])
+    return found + ([f"{config.method} has {NOTHING_TO_WEIGH}"] if tilts_nothing(config, names) else [])
 
 
 def parse_method(text: str) -> dict[str, Any]:

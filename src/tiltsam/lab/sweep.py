@@ -1,4 +1,4 @@
-"""Choosing settings: the same number of trials for every method, a choice on the validation split, and one test.
+"""Choosing settings: the same number of trials for every entry, a choice on the validation split, and one test.
 
 The command is ``tiltsam sweep``; ``docs/sweep.md`` tells how to spread it over machines.
 """
@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import tiltsam
 from tiltsam.lab import own
 from tiltsam.lab.config import METHOD_SETTINGS, TrainConfig
 from tiltsam.lab.files import write_json
+from tiltsam.lab.flags import parse_method
 from tiltsam.lab.loading import load_data
 from tiltsam.lab.sweeping.grids import SweepError, points
 from tiltsam.lab.sweeping.plan import Desk, Plan
@@ -38,13 +38,13 @@ class Outcome:
     path: Path
     """The file with everything in it."""
     standings: list[Standing]
-    """A method each, in the order asked for."""
+    """An entry each, in the order asked for."""
     notes: list[str]
-    """Which grids were drawn from or made finer."""
+    """Which grids were left out, drawn from or made finer."""
 
     @property
     def best(self) -> dict[str, TrainConfig]:
-        """The choice of each method that has one."""
+        """The choice of each entry that has one, by the entry's text."""
         return {s.method: s.config for s in self.standings if s.config is not None}
 
 
@@ -70,7 +70,7 @@ def sweep(
 ) -> Outcome:
     """Try settings, choose on the validation split, and test what was chosen.
 
-    Every method gets the same number of trials. Its choice is the trial with the highest validation score at the end of
+    Every entry gets the same number of trials. Its choice is the trial with the highest validation score at the end of
     training (equal ones: with the lower validation loss); test scores of trials are never read. The choice is then
     trained with each seed and its test score returned.
 
@@ -82,11 +82,13 @@ def sweep(
     Args:
         base: Everything that is not in the grid; its ``seed`` is that of the trials. ``device`` may be several, as
             ``"cuda:0,cuda:1"``: the workers are dealt out to them in turn.
-        methods: The methods.
-        grid: Values by setting, ``{"lr": [0.01, 0.1], "rho": [0.05, 0.5]}``, or by ``"METHOD:SETTING"`` for one method;
-            :data:`tiltsam.lab.sweeping.grids.PAPER` holds the paper's. A method takes the settings that are its own.
+        methods: The entries: methods, each bare or with settings of its own, ``["sam", "sam:average=true"]``. What an
+            entry sets is fixed for it, whatever the grid holds. A run that two entries have in common is trained once.
+        grid: Values by setting, ``{"lr": [0.01, 0.1], "rho": [0.05, 0.5]}``, or by ``"METHOD:SETTING"`` for the entries
+            of one method; :data:`tiltsam.lab.sweeping.grids.PAPER` holds the paper's. A method takes the settings that
+            are its own.
         out: Folder of the records, of the database, and of the result, ``OUT/sweeps/STUDY/sweep.json``.
-        trials: Trials a method; see :func:`tiltsam.lab.sweeping.grids.points` for grids that have more or fewer points.
+        trials: Trials an entry; see :func:`tiltsam.lab.sweeping.grids.points` for grids that have more or fewer points.
             By default all points.
         seeds: Tests of each choice, with seeds 0, 1, …; 0 chooses and does not test.
         final_epochs: Epochs of the tests, if not those of the trials.
@@ -98,11 +100,11 @@ def sweep(
         download: Fetch what is missing.
         heartbeat: Seconds between signs of life; a worker on another machine is taken for dead when six are missing.
         begin: Called with the plan before the work begins.
-        report: Called as it goes with where every method stands.
+        report: Called as it goes with where every entry stands.
         say: Called with lines about workers.
 
     Raises:
-        SweepError: A grid, a number or a database that cannot be.
+        SweepError: An entry, a grid, a number or a database that cannot be.
 
     Example:
         >>> import tempfile
@@ -119,9 +121,6 @@ def sweep(
         raise SweepError(f"--seeds must be at least 0, got {seeds}")
     if workers < 1:
         raise SweepError(f"--workers must be at least 1, got {workers}")
-    if workers > 1 and (strangers := [m for m in methods if m not in METHOD_SETTINGS and m in tiltsam.METHODS]):
-        told = f"--workers {workers} starts new processes, which do not know {', '.join(strangers)}"
-        raise SweepError(f"{told}: start your script as often, side by side, each with one worker")
     if not heartbeat > 0:
         raise SweepError(f"--heartbeat must be > 0, got {heartbeat}")
     if not base.validation > 0:
@@ -132,6 +131,7 @@ def sweep(
             raise SweepError(f"--final-{name} must be > 0, got {value}")
     find_task(base.task)  # before a folder is made for it
     found, notes = points(replace(base, device=base.device.split(",")[0]), methods, grid, trials, draw_seed=draw_seed)
+    _check_entries(methods, workers, [name for name, value in final.items() if value is not None])
     plan = Plan(
         points=found,
         seeds=seeds,
@@ -146,6 +146,19 @@ def sweep(
     )
     out.mkdir(parents=True, exist_ok=True)
     return _carry_out(plan, base, workers, begin, report, say)
+
+
+def _check_entries(methods: Sequence[str], workers: int, final: Sequence[str]) -> None:
+    """Refuse entries that do not go with so many workers, or with what the tests have of their own."""
+    for text in methods:
+        settings = parse_method(text)
+        method = settings["method"]
+        if workers > 1 and method not in METHOD_SETTINGS:
+            told = f"--workers {workers} starts new processes, which do not know {method}"
+            raise SweepError(f"{told}: start your script as often, side by side, each with one worker")
+        for name in final:
+            if name in settings:
+                raise SweepError(f"{text!r} has its own {name}, which --final-{name} would change")
 
 
 def _carry_out(

@@ -78,16 +78,20 @@ class Board:
     Args:
         store: The database.
         name: Of the study.
-        jobs: All jobs of the study.
+        jobs: All jobs of the study. Of several that are the same run the first is made, and shown by Optuna.
         out: Folder of the records.
         heartbeat: Seconds between a ticket's signs of life.
     """
 
     def __init__(self, store: Store, name: str, jobs: Sequence[Job], out: Path, *, heartbeat: float = 10.0) -> None:
-        self.store, self.name, self.jobs, self.out, self.heartbeat = store, name, list(jobs), out, heartbeat
+        self.store, self.name, self.out, self.heartbeat = store, name, out, heartbeat
+        once: dict[str, Job] = {}
+        for job in jobs:
+            once.setdefault(job.key, job)
+        self.jobs = list(once.values())
         self._study = store.study(name)
         self._study_id = store.insist(lambda: store.storage.get_study_id_from_name(name))
-        self._distributions = _distributions(self.jobs)
+        self._distributions = _distributions(jobs)
         self._place = _place(out)
         self._signs: dict[int, tuple[Any, float]] = {}
         self._absences = store.absences

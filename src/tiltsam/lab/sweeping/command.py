@@ -12,7 +12,7 @@ from tiltsam.lab.flags import add_arguments, from_arguments
 __all__ = ["add_sweep"]
 
 DESCRIPTION = """\
-Try settings, the same number of trials for every method; choose on the validation split; train the choice with several
+Try settings, the same number of trials for every METHOD; choose on the validation split; train the choice with several
 seeds and test it. Interrupted or killed, the same command goes on; started again beside itself, here or on another
 machine with the same --storage, it helps. All other flags hold for every trial."""
 
@@ -28,7 +28,13 @@ def add_sweep(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     )
     parser.add_argument("task", help="what to learn (see: tiltsam tasks)")
     parser.add_argument(
-        "--methods", "--method", nargs="+", default=list(tiltsam.METHODS), metavar="METHOD", help="default: all seven"
+        "--methods",
+        "--method",
+        nargs="+",
+        default=list(tiltsam.METHODS),
+        metavar="METHOD",
+        help="default: all seven; one may have settings of its own, as sam:average=true or tsam:num_samples=3,t=100, "
+        "which no grid changes",
     )
     parser.add_argument(
         "--grid",
@@ -37,7 +43,7 @@ def add_sweep(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         metavar="GRID",
         help="NAME=VALUE,VALUE,… for every method that has the setting; METHOD:NAME=… for one; paper for the paper's",
     )
-    parser.add_argument("--trials", type=int, help="trials a method (default: all points of its grid)")
+    parser.add_argument("--trials", type=int, help="trials a METHOD (default: all points of its grid)")
     parser.add_argument("--draw-seed", type=int, default=0, help="of the draw from a grid that has more (default: 0)")
     parser.add_argument("--seeds", type=int, default=3, help="tests of each choice, seeds 0, 1, … (default: 3)")
     parser.add_argument("--final-epochs", type=float, help="epochs of the tests (default: those of the trials)")
@@ -84,7 +90,7 @@ def _sweep(args: argparse.Namespace) -> None:
                 screen.say(note)
 
         outcome = sweep(
-            from_arguments(args, method=args.methods[0]),
+            from_arguments(args),
             args.methods,
             parse_grid(args.grid),
             args.out,

@@ -1,4 +1,4 @@
-"""The grids of a sweep: the paper's, one's own, and the same number of points for every method."""
+"""The grids of a sweep: the paper's, one's own, and the same number of points for every entry."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 
 from tiltsam.lab.config import METHOD_SETTINGS, NOTHING_TO_WEIGH, ConfigError, TrainConfig, settings_of, tilts_nothing
 from tiltsam.lab.config import methods as all_methods
-from tiltsam.lab.flags import parse_setting
+from tiltsam.lab.flags import parse_method, parse_setting
 
 __all__ = ["PAPER", "Point", "SweepError", "parse_grid", "points"]
 
@@ -77,7 +77,7 @@ def points(
     *,
     draw_seed: int = 0,
 ) -> tuple[dict[str, list[Point]], list[str]]:
-    """The points to try: distinct ones, and as many for every method.
+    """The points to try: distinct ones, and as many for every entry.
 
     Of a grid with more points than ``trials``, that many are drawn; the draw for a smaller number is part of that for
     a larger one. Of a grid with fewer, all are taken, and the rest lies between its learning rates, which are divided
@@ -85,60 +85,100 @@ def points(
 
     Args:
         base: Everything that is not in the grid.
-        methods: The methods.
-        grid: Values by the setting's name, or by ``METHOD:NAME`` for one method alone, which goes before. A method
-            takes the settings that are its own; one that no method has is a mistake.
-        trials: Points a method; by default all, for which the grids must be of one size.
-        draw_seed: Of the draw.
+        methods: The entries: methods, each bare or with settings of its own, as in ``"tsam:num_samples=3"``
+            (:func:`tiltsam.lab.flags.parse_method`). No grid holds for what an entry sets.
+        grid: Values by the setting's name, or by ``METHOD:NAME`` for all entries of one method, which goes before. A
+            method takes the settings that are its own; one that no method has is a mistake.
+        trials: Points an entry; by default all, for which the grids must be of one size.
+        draw_seed: Of the draw, which is the same for entries of one method whose grids are.
 
     Returns:
-        The points of each method, and a line for each method whose grid was drawn from or made finer, or has a tilt
-        that does nothing.
+        The points by entry, and a line for each entry a part of whose grid was left out, whose grid was drawn from or
+        made finer, or that has a tilt that does nothing. Two entries may have points in common.
 
     Raises:
-        SweepError: A name, a value or a number that cannot be.
+        SweepError: A name, a value or a number that cannot be; two entries that are the same.
     """
-    _check_names(methods, grid)
-    axes = {method: _axes(method, grid) for method in dict.fromkeys(methods)}
-    everything = {method: _product(base, method, values) for method, values in axes.items()}
-    sizes = {method: len(found) for method, found in everything.items()}
+    fixed = _entries(methods)
+    _check_grid(fixed, grid)
+    rows, notes = {}, []
+    for name, own in fixed.items():
+        axes = _axes(own["method"], grid)
+        rows[name] = _Row(name, own, {setting: values for setting, values in axes.items() if setting not in own})
+        if taken := [setting for setting in axes if setting in own]:
+            notes.append(f"{name}: the grid's {', '.join(taken)} left out, which it sets itself")
+    everything = {name: _product(base, row) for name, row in rows.items()}
+    _check_rows(everything)
+    sizes = {name: len(found) for name, found in everything.items()}
     if trials is None:
         if len(set(sizes.values())) > 1:
-            told = ", ".join(f"{method} {size}" for method, size in sizes.items())
+            told = ", ".join(f"{name} {size}" for name, size in sizes.items())
             raise SweepError(
                 f"the grids differ in size ({told}): say --trials N, so that every method gets the same number"
             )
         trials = max(sizes.values(), default=0)
     if trials < 1:
         raise SweepError(f"--trials must be at least 1, got {trials}")
-    chosen, notes = {}, []
-    for method, found in everything.items():
+    chosen = {}
+    for name, found in everything.items():
         if len(found) > trials:
-            notes.append(f"{method}: {trials} of the {len(found)} points of its grid, drawn with seed {draw_seed}")
-            chosen[method] = _draw(found, trials, draw_seed)
+            notes.append(f"{name}: {trials} of the {len(found)} points of its grid, drawn with seed {draw_seed}")
+            chosen[name] = _draw(found, trials, draw_seed)
         elif len(found) < trials:
-            finer = _finer(base, method, axes[method], trials)
+            finer = _finer(base, rows[name], trials)
             between = [p for p in finer if p.config not in {q.config for q in found}]
-            chosen[method] = found + _draw(between, trials - len(found), draw_seed)
+            chosen[name] = found + _draw(between, trials - len(found), draw_seed)
             notes.append(
-                f"{method}: all {len(found)} points of its grid, and {trials - len(found)} with learning rates between"
+                f"{name}: all {len(found)} points of its grid, and {trials - len(found)} with learning rates between"
             )
         else:
-            chosen[method] = found
-    if any(tilts_nothing(point.config, point.settings) for found in chosen.values() for point in found):
-        notes.append(NOTHING_TO_WEIGH)
-    everyone = [point.config for found in chosen.values() for point in found]
-    for config in {(c.method, repr(c.method_options())): c for c in everyone}.values():
-        _try_out(config)
+            chosen[name] = found
+    for name, found in chosen.items():
+        if any(tilts_nothing(point.config, fixed[name] | point.settings) for point in found):
+            notes.append(f"{name} has {NOTHING_TO_WEIGH}")
+        for config in {repr(point.config.method_options()): point.config for point in found}.values():
+            _try_out(name, config)
     return chosen, notes
 
 
-def _check_names(methods: Sequence[str], grid: Mapping[str, Sequence[Any]]) -> None:
+@dataclass(frozen=True)
+class _Row:
+    """An entry: what it is called, what it sets (its method, too), and what is varied."""
+
+    name: str
+    fixed: Mapping[str, Any]
+    axes: Mapping[str, tuple[Any, ...]]
+
+
+def _entries(methods: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """What each entry sets, by the entry's text."""
     if not methods:
         raise SweepError("a sweep needs a method")
-    for method in methods:
-        if method not in all_methods():
-            raise SweepError(f"unknown method {method!r}: one of {', '.join(all_methods())}")
+    found: dict[str, dict[str, Any]] = {}
+    for text in methods:
+        if text in found:
+            raise SweepError(f"{text} is given twice")
+        try:
+            found[text] = parse_method(text)
+        except ConfigError as error:
+            raise SweepError(str(error)) from None
+        for name in found[text]:
+            if name in FIXED and name != "method":
+                raise SweepError(f"{text!r}: {name} is the same for all trials")
+    return found
+
+
+def _check_rows(everything: Mapping[str, Sequence[Point]]) -> None:
+    """Entries may have points in common, but not all of them."""
+    seen: dict[frozenset[str], str] = {}
+    for name, found in everything.items():
+        first = seen.setdefault(frozenset(point.config.key() for point in found), name)
+        if first != name:
+            raise SweepError(f"{first} and {name} are the same runs: leave one out")
+
+
+def _check_grid(entries: Mapping[str, Mapping[str, Any]], grid: Mapping[str, Sequence[Any]]) -> None:
+    methods = list(dict.fromkeys(own["method"] for own in entries.values()))
     if not grid:
         raise SweepError("a sweep needs a grid: --grid NAME=VALUE,VALUE,… or --grid paper")
     for name, values in grid.items():
@@ -147,8 +187,8 @@ def _check_names(methods: Sequence[str], grid: Mapping[str, Sequence[Any]]) -> N
         if not len(values):
             raise SweepError(f"--grid {name}: no values")
         if owner and owner not in methods:
-            raise SweepError(f"--grid {name}: {owner} is not among the methods: {', '.join(methods)}")
-        takers = [owner] if owner else list(methods)
+            raise SweepError(f"--grid {name}: {owner} is not among the methods: {', '.join(entries)}")
+        takers = [owner] if owner else methods
         # The paper's grid holds the settings of all methods; what none of these has is not asked of them.
         if not any(_takes(m, setting) for m in takers) and tuple(values) != PAPER.get(name):
             raise SweepError(f"--grid {name}: {', '.join(takers)} ha{'s' if len(takers) == 1 else 've'} no {setting}")
@@ -185,35 +225,37 @@ def _axes(method: str, grid: Mapping[str, Sequence[Any]]) -> dict[str, tuple[Any
     return shared | own
 
 
-def _product(base: TrainConfig, method: str, axes: Mapping[str, Sequence[Any]]) -> list[Point]:
+def _product(base: TrainConfig, row: _Row) -> list[Point]:
     """All combinations, each run once."""
     found: dict[str, Point] = {}
-    for values in itertools.product(*axes.values()):
-        settings = dict(zip(axes, values, strict=True))
+    for values in itertools.product(*row.axes.values()):
+        settings = dict(zip(row.axes, values, strict=True))
         try:
-            config = dataclasses.replace(base, method=method, **settings)
+            config = dataclasses.replace(base, **row.fixed, **settings)
         except ConfigError as error:
-            raise SweepError(f"--grid: {error}") from None
+            raise SweepError(f"{row.name}: {error}") from None
         found.setdefault(config.key(), Point(config, settings))
     return list(found.values())
 
 
-def _finer(base: TrainConfig, method: str, axes: Mapping[str, tuple[Any, ...]], trials: int) -> list[Point]:
+def _finer(base: TrainConfig, row: _Row, trials: int) -> list[Point]:
     """The grid with as many learning rates between its own as make it large enough."""
-    rates = sorted(axes.get("lr", ()))
+    rates = sorted(row.axes.get("lr", ()))
     if len(rates) < 2:
         raise SweepError(
-            f"{method} has {len(_product(base, method, axes))} points in its grid and {trials} trials to make: "
+            f"{row.name} has {len(_product(base, row))} points in its grid and {trials} trials to make: "
             "give it more values, or two learning rates to go between"
         )
     for parts in range(2, trials + 2):
         steps = [(low * (high / low) ** (k / parts)) for low, high in itertools.pairwise(rates) for k in range(parts)]
         # Three digits, so that a person can read the value and type it; the ends stay as they were given.
         finer = dict.fromkeys([*rates, *(float(f"{x:.3g}") for x in steps)])
-        found = _product(base, method, {**axes, "lr": tuple(finer)})
+        found = _product(base, dataclasses.replace(row, axes={**row.axes, "lr": tuple(finer)}))
         if len(found) >= trials:
             return found
-    raise SweepError(f"{method}: there are not {trials} learning rates of three digits between {rates[0]} and the next")
+    raise SweepError(
+        f"{row.name}: there are not {trials} learning rates of three digits between {rates[0]} and the next"
+    )
 
 
 def _draw(found: Sequence[Point], number: int, seed: int) -> list[Point]:
@@ -226,10 +268,10 @@ def _draw(found: Sequence[Point], number: int, seed: int) -> list[Point]:
     return sorted(found, key=ticket)[:number]
 
 
-def _try_out(config: TrainConfig) -> None:
+def _try_out(name: str, config: TrainConfig) -> None:
     """Let the method itself say whether it takes the values, before anything is trained."""
     parameter = torch.zeros(2, requires_grad=True)
     try:
         config.constructor()(torch.optim.SGD([parameter], lr=config.lr), **config.method_options())
     except ValueError as error:
-        raise SweepError(f"{config.method}: {error}") from None
+        raise SweepError(f"{name}: {error}") from None

@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from pathlib import Path
@@ -22,7 +22,7 @@ from tiltsam.lab.sweeping.standing import Standing, Trial, validation_numbers
 from tiltsam.lab.sweeping.store import open_store
 from tiltsam.lab.train import Diverged, Progress, train
 
-__all__ = ["Desk", "Plan"]
+__all__ = ["Desk", "Plan", "in_turns"]
 
 POLL_SECONDS = 0.5  # between looks at jobs that others hold
 
@@ -32,9 +32,9 @@ class Plan:
     """Everything a worker must know."""
 
     points: dict[str, list[Point]]
-    """By method."""
+    """By row: by the text of the entry, a method or one with settings of its own; as many for each."""
     seeds: int
-    """Tests of each method's choice."""
+    """Tests of each row's choice."""
     final: dict[str, Any]
     """Settings of the tests that differ from those of the trials: their budget."""
     out: Path
@@ -50,10 +50,13 @@ class Plan:
     def name(self) -> str:
         """Of the study: the task, and a digest of points and own data. Who asks for the same trials works on the same.
 
-        Data that are edited make another study, for what the database knows is of the data as they were.
+        Data that are edited make another study, for what the database knows is of the data as they were. So do rows
+        that are not called by their methods, for Optuna holds a study to the names that it began with.
         """
         task = next(iter(self.points.values()))[0].config.task
-        body = [job.key for job in self.search_jobs()] + ([self.data] if self.data else [])
+        body: list[Any] = [job.key for job in in_turns(self.search_jobs())] + ([self.data] if self.data else [])
+        if any(name != points[0].config.method for name, points in self.points.items()):
+            body.append(list(self.points))
         digest = hashlib.sha256(json.dumps(body).encode()).hexdigest()[:10]
         return f"{task_folder(task)}-{digest}"
 
@@ -62,23 +65,27 @@ class Plan:
         """Of the sweep's own files."""
         return self.out / "sweeps" / self.name
 
-    def search_jobs(self) -> list[Job]:
-        """The trials, the methods taking turns, so that half a sweep is half of each."""
-        rounds = zip_longest(*self.points.values())
-        return [
-            Job(point.config, {"method": point.config.method, **point.settings})
-            for turn in rounds
-            for point in turn
-            if point is not None
-        ]
+    def search_jobs(self) -> dict[str, list[Job]]:
+        """The trials, by row. Rows may have runs in common, here and in the tests."""
+        return {
+            name: [Job(point.config, {"method": name, **point.settings}) for point in points]
+            for name, points in self.points.items()
+        }
 
-    def final_jobs(self, chosen: Mapping[str, Point]) -> list[Job]:
-        """The chosen configs with every seed."""
-        return [
-            Job(replace(point.config, **self.final, seed=seed), {"method": method, "seed": seed})
-            for seed in range(self.seeds)
-            for method, point in chosen.items()
-        ]
+    def final_jobs(self, chosen: Mapping[str, Point]) -> dict[str, list[Job]]:
+        """The chosen configs with every seed, by row."""
+        return {
+            name: [
+                Job(replace(point.config, **self.final, seed=seed), {"method": name, "seed": seed})
+                for seed in range(self.seeds)
+            ]
+            for name, point in chosen.items()
+        }
+
+
+def in_turns(rows: Mapping[str, Sequence[Job]]) -> list[Job]:
+    """All jobs, the rows taking turns, so that half a sweep is half of each."""
+    return [job for turn in zip_longest(*rows.values()) for job in turn if job is not None]
 
 
 class Desk:
@@ -103,6 +110,7 @@ class Desk:
         self.store = open_store(plan.storage)
         self._search = self._board(plan.name, plan.search_jobs())
         self._final: Board | None = None
+        self._tests: dict[str, list[Job]] = {}
 
     def __enter__(self) -> Desk:
         return self
@@ -110,26 +118,24 @@ class Desk:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.store.close()
 
-    def _board(self, name: str, jobs: list[Job]) -> Board:
-        return Board(self.store, name, jobs, self.plan.out, heartbeat=self.plan.heartbeat)
+    def _board(self, name: str, rows: Mapping[str, Sequence[Job]]) -> Board:
+        return Board(self.store, name, in_turns(rows), self.plan.out, heartbeat=self.plan.heartbeat)
 
     def look(self) -> list[Standing]:
-        """Where every method stands."""
+        """Where every row stands."""
         entries = self._search.look()
         standings = [
-            Standing(method, [Trial(p, entries[_key(p.config)]) for p in points])
-            for method, points in self.plan.points.items()
+            Standing(name, [Trial(p, entries[_key(p.config)]) for p in points])
+            for name, points in self.plan.points.items()
         ]
         if not all(entry.finished for entry in entries.values()) or not self.plan.seeds:
             return standings
         if self._final is None:
             chosen = {s.method: s.best.point for s in standings if s.best is not None}
-            self._final = self._board(f"{self.plan.name}-test", self.plan.final_jobs(chosen))
+            self._tests = self.plan.final_jobs(chosen)
+            self._final = self._board(f"{self.plan.name}-test", self._tests)
         tests = self._final.look()
-        return [
-            replace(s, tests=[(j, tests[j.key]) for j in self._final.jobs if j.config.method == s.method])
-            for s in standings
-        ]
+        return [replace(s, tests=[(j, tests[j.key]) for j in self._tests.get(s.method, [])]) for s in standings]
 
     def work(self) -> None:
         """Do whatever is to be done, and wait for what others do, until all is."""

@@ -7,6 +7,7 @@ from types import TracebackType
 from typing import Any
 
 from tiltsam.lab.screen import LiveScreen
+from tiltsam.lab.sweeping.board import Entry
 from tiltsam.lab.sweeping.standing import Standing, Trial, format_settings, format_standings
 
 __all__ = ["SweepScreen"]
@@ -28,7 +29,7 @@ class SweepScreen(LiveScreen):
         super().__exit__(kind, error, tb)
 
     def report(self, standings: Sequence[Standing]) -> None:
-        """Show where every method stands; no score on the test set before the choice is made."""
+        """Show where every row stands; no score on the test set before the choice is made."""
         if self._live is not None:
             self._live.update(_draw(standings))
             return
@@ -78,16 +79,19 @@ def _draw(standings: Sequence[Standing]) -> Any:
         table.add_column(heading, justify="left" if i in (0, 3) else "right")
     for row in cells[1:]:
         table.add_row(*(Text(cell) for cell in row))
-    running = [
-        f"  {s.method} {format_settings(t.point.settings)}: {100 * t.entry.share:.0f}% on {t.entry.owner}"
-        for s in standings
-        for t in s.trials
-        if t.entry.state == "running"
-    ] + [
-        f"  test of {s.method}, seed {job.config.seed}: {100 * entry.share:.0f}% on {entry.owner}"
-        for s in standings
-        for job, entry in s.tests
-        if entry.state == "running"
-    ]
+    running: dict[str, str] = {}  # by the run: two rows may have it
+    for s in standings:
+        for t in s.trials:
+            if t.entry.state == "running":
+                running.setdefault(
+                    t.point.config.key(), f"  {s.method} {format_settings(t.point.settings)}: {_share(t.entry)}"
+                )
+        for job, entry in s.tests:
+            if entry.state == "running":
+                running.setdefault(job.key, f"  test of {s.method}, seed {job.config.seed}: {_share(entry)}")
     more = [f"  and {len(running) - MOST_ROWS} more"] if len(running) > MOST_ROWS else []
-    return Group(table, Text("\n".join([f"{len(running)} running", *running[:MOST_ROWS], *more])))
+    return Group(table, Text("\n".join([f"{len(running)} running", *list(running.values())[:MOST_ROWS], *more])))
+
+
+def _share(entry: Entry) -> str:
+    return f"{100 * entry.share:.0f}% on {entry.owner}"

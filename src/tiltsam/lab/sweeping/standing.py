@@ -1,4 +1,4 @@
-"""Where the methods of a sweep stand: their trials, the choice among them, and the test of what was chosen."""
+"""Where the rows of a sweep stand: their trials, the choice among them, and the test of what was chosen."""
 
 from __future__ import annotations
 
@@ -48,12 +48,13 @@ class Trial:
 
 @dataclass(frozen=True)
 class Standing:
-    """A method in a sweep."""
+    """A row of a sweep: a method, or one with settings of its own."""
 
     method: str
+    """What the row is called: the text of its entry."""
     trials: list[Trial]
     tests: list[tuple[Job, Entry]] = dataclasses.field(default_factory=list)
-    """The chosen config with each seed; none before every method's choice is made."""
+    """The chosen config with each seed; none before every row's choice is made."""
 
     @property
     def best(self) -> Trial | None:

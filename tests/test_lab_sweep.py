@@ -369,6 +369,46 @@ def test_equal_scores_go_by_the_loss_then_by_the_order():
     assert Standing("erm", rows).best.point.config.lr == 0.3
 
 
+@pytest.mark.parametrize(
+    ("settings", "chosen", "edges"),
+    [
+        ([{"lr": 0.1}, {"lr": 0.2}, {"lr": 0.3}], 0, {"lr": "smallest"}),
+        ([{"lr": 0.1}, {"lr": 0.2}, {"lr": 0.3}], 1, {}),
+        ([{"lr": 0.1}, {"lr": 0.2}, {"lr": 0.3}], 2, {"lr": "largest"}),
+        ([{"lr": 0.1, "rho": 0.5}, {"lr": 0.1, "rho": 1.0}], 1, {"rho": "largest"}),  # one value has no edge
+        ([{"t": 0.0}, {"t": 5.0}], 0, {}),  # there is nothing below
+        ([{"radius": None}, {"radius": 2.0}], 1, {}),
+        ([{"num_samples": 1}, {"num_samples": 3}], 1, {}),  # more is dearer, not beyond
+        ([{"schedule": "cosine"}, {"schedule": "constant"}], 0, {}),
+    ],
+)
+def test_a_choice_at_the_edge_of_what_was_tried_is_told(settings, chosen, edges):
+    rows = [
+        Trial(
+            Point(SMALL, each),
+            Entry("done", {"metric": "f1", "validation_f1": float(k == chosen), "validation_loss": 1}),
+        )
+        for k, each in enumerate(settings)
+    ]
+    assert Standing("sam", rows).edges == edges
+
+
+def test_a_rate_that_diverges_was_tried(tmp_path, pretend, capsys):
+    def scores(config):
+        if config.lr > 0.1:
+            raise Diverged("the loss is nan")
+        return config.lr, 0.5
+
+    pretend.scores = scores
+    rates = ["--epochs", "1", "--seeds", "1", "--out"]
+    assert main(["sweep", "digits", "--methods", "erm", "--grid", "lr=0.01,0.1,1", *rates, str(tmp_path / "one")]) == 0
+    assert "may do better" not in capsys.readouterr().out
+    assert main(["sweep", "digits", "--methods", "erm", "--grid", "lr=0.01,0.1", *rates, str(tmp_path / "two")]) == 0
+    assert "erm: lr=0.1 is the largest that was tried: a larger one may do better\n" in capsys.readouterr().out
+    [path] = (tmp_path / "two").glob("sweeps/*/sweep.json")
+    assert json.loads(path.read_text())["methods"]["erm"]["edges"] == {"lr": "largest"}
+
+
 def test_a_run_that_diverges_is_counted_and_not_tried_again(tmp_path, pretend):
     def scores(config):
         if config.lr > 0.25:

@@ -79,7 +79,7 @@ def _sweep(args: argparse.Namespace) -> None:
     from tiltsam.lab.sweeping.grids import parse_grid
     from tiltsam.lab.sweeping.plan import Plan
     from tiltsam.lab.sweeping.screen import SweepScreen
-    from tiltsam.lab.sweeping.standing import format_standings
+    from tiltsam.lab.sweeping.standing import format_edges, format_standings
 
     with SweepScreen() as screen:
 
@@ -113,4 +113,6 @@ def _sweep(args: argparse.Namespace) -> None:
     for s in outcome.standings:
         if s.best is None:
             print(f"{s.method}: no trial came to a number")
+        for line in format_edges(s):
+            print(line)
     print(f"result: {outcome.path}")

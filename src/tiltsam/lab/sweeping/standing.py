@@ -16,9 +16,10 @@ from tiltsam.lab.record import Record
 from tiltsam.lab.sweeping.board import Entry, Job
 from tiltsam.lab.sweeping.grids import Point
 
-__all__ = ["Standing", "Trial", "format_standings", "to_json", "validation_numbers"]
+__all__ = ["Standing", "Trial", "format_edges", "format_standings", "to_json", "validation_numbers"]
 
 FORMAT = 1
+ENDLESS = ("lr", "weight_decay", "rho", "radius", "t", "lam")  # settings of which a larger value, or a smaller, can be
 
 
 def validation_numbers(result: Mapping[str, Any]) -> dict[str, Any]:
@@ -70,6 +71,19 @@ class Standing:
         return self.best.point.config if self.best else None
 
     @property
+    def edges(self) -> dict[str, str]:
+        """Which of the choice's settings are the ``"smallest"`` or the ``"largest"`` tried: a better may lie beyond."""
+        found: dict[str, str] = {}
+        settings = self.best.point.settings if self.best else {}
+        for name in (name for name in settings if name in ENDLESS):
+            tried = sorted({v for t in self.trials if (v := t.point.settings[name]) is not None})
+            if len(tried) > 1 and settings[name] == tried[-1]:
+                found[name] = "largest"
+            elif len(tried) > 1 and settings[name] == tried[0] > 0:
+                found[name] = "smallest"
+        return found
+
+    @property
     def finished(self) -> bool:
         """Whether every trial and every test is."""
         return all(t.entry.finished for t in self.trials) and all(entry.finished for _, entry in self.tests)
@@ -99,6 +113,17 @@ def format_settings(settings: Mapping[str, Any]) -> str:
     return " ".join(
         f"{name}={value:g}" if isinstance(value, float) else f"{name}={value}" for name, value in settings.items()
     )
+
+
+def format_edges(s: Standing) -> list[str]:
+    """A line for each setting whose choice lies at the edge of what was tried."""
+    beyond = {"smallest": "smaller", "largest": "larger"}
+    chosen = s.best.point.settings if s.best else {}
+    return [
+        f"{s.method}: {format_settings({name: chosen[name]})} is the {edge} that was tried: "
+        f"a {beyond[edge]} one may do better"
+        for name, edge in s.edges.items()
+    ]
 
 
 def format_standings(standings: Sequence[Standing]) -> list[list[str]]:
@@ -144,6 +169,7 @@ def _method_json(s: Standing, out: Path) -> dict[str, Any]:
     return {
         "settings": best.point.settings if best else None,
         "config": dataclasses.asdict(s.config) if s.config else None,
+        "edges": s.edges,
         "validation": best.score if best else None,
         "test": {
             "mean": _number(s.mean),

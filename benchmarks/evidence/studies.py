@@ -224,16 +224,27 @@ NOISY_RATES = Variants(
 # With averages ERM, SAM and TSAM all chose the largest rate of their trials, and ERM came out best: is there more
 # beyond it, and does a smaller ascent, at that rate, do better than none? Nothing is chosen here. The epochs are those
 # of the chosen ones, in SAM's seconds.
+_ERM_AVERAGED = replace(NOISY.base, method="erm", lr=0.1, epochs=116.3, evaluate_every=10, average=True)
+_SAM_AVERAGED = replace(NOISY.base, method="sam", lr=0.1, rho=0.2, epochs=59.5, evaluate_every=5, average=True)
 NOISY_BEYOND = Variants(
     "noisy-beyond",
     {
-        "erm, lr 0.2": replace(NOISY.base, method="erm", lr=0.2, epochs=116.3, evaluate_every=10, average=True),
-        "sam, lr 0.1, rho 0.1": replace(
-            NOISY.base, method="sam", lr=0.1, rho=0.1, epochs=59.5, evaluate_every=5, average=True
-        ),
-        "sam, lr 0.2, rho 0.1": replace(
-            NOISY.base, method="sam", lr=0.2, rho=0.1, epochs=59.5, evaluate_every=5, average=True
-        ),
+        "lr of erm: 0.1": _ERM_AVERAGED,
+        "lr of erm: 0.2": replace(_ERM_AVERAGED, lr=0.2),
+        "rho at lr 0.1: 0.1": replace(_SAM_AVERAGED, rho=0.1),
+        "rho at lr 0.1: 0.2": _SAM_AVERAGED,
+        "rho at lr 0.2: 0.1": replace(_SAM_AVERAGED, lr=0.2, rho=0.1),
+    },
+    seeds=(0,),
+    title=NOISY.title,
+)
+# SAM's average was still rising when its seconds were over, and ERM's hardly: who is ahead after twice as many?
+NOISY_LONGER = Variants(
+    "noisy-longer",
+    {
+        f"epochs of {config.method}: {times * config.epochs:g}": replace(config, epochs=times * config.epochs)
+        for config in (_ERM_AVERAGED, _SAM_AVERAGED)
+        for times in (1, 2)
     },
     seeds=(0,),
     title=NOISY.title,
@@ -260,6 +271,7 @@ _ALL: list[Study | Variants] = [
     NOISY_FALLING,
     NOISY_RATES,
     NOISY_BEYOND,
+    NOISY_LONGER,
     *FINE_TUNING_AVERAGED,
     *FINE_TUNING_BESIDE,
     RTE_WHOLE,

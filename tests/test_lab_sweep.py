@@ -14,7 +14,7 @@ from rich.console import Console
 from tiltsam.cli import main
 from tiltsam.lab.compare import compare
 from tiltsam.lab.config import METHOD_SETTINGS, NOTHING_TO_WEIGH, TrainConfig
-from tiltsam.lab.record import Record
+from tiltsam.lab.record import Record, folders_of_runs
 from tiltsam.lab.sweep import sweep
 from tiltsam.lab.sweeping import plan as planning
 from tiltsam.lab.sweeping import screen
@@ -505,6 +505,22 @@ def test_trained_runs_are_reused_and_the_numbers_are_those_of_the_records(tmp_pa
         assert found["test"]["error"] == pytest.approx(abs(scores[0] - scores[1]) / 2)
     monkeypatch.setattr(planning, "train", lambda *a, **k: pytest.fail("trained again"))
     assert sweep(SMALL, ["erm", "sam"], RATES, tmp_path, seeds=2).standings == outcome.standings
+
+
+def test_it_ends_with_a_report_of_what_was_tested(tmp_path, capsys):
+    arguments = ["--grid", "lr=0.01,0.1", "--epochs", "1", "--seeds", "2", "--out", str(tmp_path)]
+    assert main(["sweep", "digits", "--methods", "erm", "erm:average=true", *arguments]) == 0
+    (path,) = tmp_path.glob("sweeps/*/sweep.json")
+    assert f"report: {path.parent}/report/report.html" in capsys.readouterr().out
+    table = (path.parent / "report" / "tables" / "results.md").read_text()
+    assert "average=True" in table
+    assert "lr" not in table  # the trials that were not chosen have no part in it
+    tested = {run["run"] for each in json.loads(path.read_text())["methods"].values() for run in each["test"]["runs"]}
+    assert {folder.relative_to(tmp_path).as_posix() for folder in folders_of_runs([path.parent])} == tested
+    assert len(folders_of_runs([tmp_path])) == 6  # all, each once
+    path.write_text("{}")
+    assert main(["report", str(path.parent)]) == 2
+    assert f"{path} is not what tiltsam sweep writes" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["a%20b", "a?b", "a b#c"])

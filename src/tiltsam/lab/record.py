@@ -294,7 +294,8 @@ def is_number(x: Any) -> bool:
 def folders_of_runs(roots: Iterable[Path]) -> list[Path]:
     """The folders that hold runs: those given, or all below them, each once.
 
-    Runs may be in progress, and their drafts come and go.
+    Runs may be in progress, and their drafts come and go. The folder of a sweep stands for the runs that its choices
+    were tested with.
 
     Raises:
         RecordError: If there is none in one of the folders.
@@ -306,11 +307,25 @@ def folders_of_runs(roots: Iterable[Path]) -> list[Path]:
             if "config.json" in files:
                 places.append(Path(place))
                 folders.clear()
+            elif "sweep.json" in files:
+                places += _tests_of_sweep(Path(place))
+                folders.clear()
         if not places:
             raise RecordError(f"no run in {root}: a run is a folder with config.json, as tiltsam train writes it")
         for folder in sorted(places):
             found.setdefault(folder.resolve(), folder)
     return list(found.values())
+
+
+def _tests_of_sweep(folder: Path) -> list[Path]:
+    """The runs that were tested, as far as they are here: other machines may have made some."""
+    path = folder / "sweep.json"
+    try:
+        methods = json.loads(path.read_text())["methods"].values()
+        runs = [folder.parents[1] / run["run"] for method in methods for run in method["test"]["runs"]]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise RecordError(f"{path} is not what tiltsam sweep writes") from None
+    return [run for run in runs if (run / "config.json").exists()]
 
 
 def _is_at(file: IO[str], path: Path) -> bool:

@@ -75,6 +75,8 @@ def _sweep(args: argparse.Namespace) -> None:
         if error.name not in ("optuna", "sqlalchemy"):
             raise
         raise ImportError("tiltsam sweep needs Optuna: pip install tiltsam[sweep]") from None
+    from tiltsam.lab.record import Record
+    from tiltsam.lab.report.command import report
     from tiltsam.lab.screen import print_table
     from tiltsam.lab.sweeping.grids import parse_grid
     from tiltsam.lab.sweeping.plan import Plan
@@ -116,3 +118,6 @@ def _sweep(args: argparse.Namespace) -> None:
         for line in format_edges(s):
             print(line)
     print(f"result: {outcome.path}")
+    tested = [Record.of(args.out, job.config).folder for s in outcome.standings for job, _ in s.tests]
+    if any((folder / "config.json").exists() for folder in tested):  # not all of them on other machines
+        report([outcome.path.parent])

@@ -176,16 +176,20 @@ DIGITS_RATES = Variants(
 )
 
 # ERM and SAM chose the smallest rates of their trials. A still smaller one stops learning in time, as early stopping
-# does: what does it do for each?
+# does: what does it do for each, and does an average add to it?
 DIGITS_BELOW = Variants(
     "digits-below",
     {
-        f"lr of erm: {lr:g}": replace(DIGITS.base, method="erm", epochs=120.0, evaluate_every=6, lr=lr)
+        f"lr of erm{name}: {lr:g}": replace(
+            DIGITS.base, method="erm", epochs=120.0, evaluate_every=6, lr=lr, average=average
+        )
+        for name, average in (("", False), (", averaged", True))
         for lr in (0.0003, 0.001, 0.002, 0.003)
     }
     | {
-        f"rho at lr {lr:g}: {rho:g}": replace(_SAM, lr=lr, rho=rho)
+        f"rho at lr {lr:g}{name}: {rho:g}": replace(_SAM, lr=lr, rho=rho, average=average)
         for lr in (0.003, 0.01, 0.03)
+        for name, average in (("", False), (", averaged", True))
         for rho in (0.3, 0.5, 0.7)
     },
     tuple(range(10)),

@@ -17,6 +17,7 @@ from tiltsam.palette import method_color
 __all__ = ["Mean", "Setting", "Task", "arrange", "best_of", "mean_of"]
 
 NO_SETTING = ("task", "method", "seed", "device")  # what does not make another setting of a task and method
+DEFAULTS: dict[str, Any] = {f.name: f.default for f in fields(TrainConfig) if f.default is not MISSING}
 
 
 class Mean(NamedTuple):
@@ -74,7 +75,8 @@ class Setting:
     name: str
     """The method, and what tells it from the method's other settings on the task."""
     differs: dict[str, Any]
-    """The settings that are not the same throughout the task."""
+    """What the settings column shows: what is not the same throughout the task, and what some methods alone heed, if it
+    is not the default."""
     number: int
     """Its place, from 0, among the settings that have its colour: those of its method, or of all that are not ours."""
 
@@ -117,7 +119,7 @@ class Task:
     metric: str
     settings: list[Setting]
     shared: dict[str, Any]
-    """The settings that are the same throughout."""
+    """The other settings, each the same in all runs that heed it."""
     problems: list[Problem]
 
     @property
@@ -173,16 +175,20 @@ def _task(name: str, runs: list[Run], problems: list[Problem]) -> Task:
     methods = [group[0].method for group in ordered]
     colors = [method_color(method) for method in methods]
     varying = _varying(options)
+    everywhere = set.intersection(*(set(body) for body in options))
     own = {m: _varying([o for o, method in zip(options, methods, strict=True) if method == m]) for m in set(methods)}
     settings = []
     for i, group in enumerate(ordered):
         label = " ".join([methods[i], *(f"{k}={shown(v)}" for k, v in options[i].items() if k in own[methods[i]])])
-        differs = {k: v for k, v in options[i].items() if k in varying}
+        differs = {
+            k: v for k, v in options[i].items() if k in varying or (k not in everywhere and v != DEFAULTS.get(k))
+        }
         place = sum(color == colors[i] for color in colors[:i])
         settings.append(
             Setting(methods[i], options[i], sorted(group, key=lambda r: str(r.seed)), label, differs, place)
         )
-    shared = {k: v for k, v in options[0].items() if k not in varying and all(k in o for o in options)}
+    told = varying.union(*(setting.differs for setting in settings))
+    shared = {k: v for body in options for k, v in body.items() if k not in told}
     metric = _most_common(run.metric for run in runs if run.metric)
     found = [*problems, *_missing(name, settings), *_other_metrics(name, metric, runs), *_other_data(name, runs)]
     return Task(name, metric or "score", settings, shared, found)
@@ -190,10 +196,9 @@ def _task(name: str, runs: list[Run], problems: list[Problem]) -> Task:
 
 def _options(run: Run) -> dict[str, Any]:
     """What makes the run's setting: all but the seed and other methods' settings; older records get the defaults."""
-    defaults = {f.name: f.default for f in fields(TrainConfig) if f.default is not MISSING}
     heeded = set(METHOD_SETTINGS.get(run.method, ())) | ({"num_samples"} if run.method == "esam1" else set())
     others = set().union(*METHOD_SETTINGS.values()) - heeded if run.method in METHOD_SETTINGS else set()
-    body = {k: v for k, v in (defaults | run.config).items() if k not in NO_SETTING and k not in others}
+    body = {k: v for k, v in (DEFAULTS | run.config).items() if k not in NO_SETTING and k not in others}
     return {k: float(v) if isinstance(v, int) and not isinstance(v, bool) else v for k, v in body.items()}
 
 

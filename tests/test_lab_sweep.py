@@ -3,6 +3,8 @@
 import io
 import json
 import math
+import shutil
+from contextlib import chdir
 from dataclasses import replace
 from pathlib import Path
 
@@ -507,6 +509,17 @@ def test_trained_runs_are_reused_and_the_numbers_are_those_of_the_records(tmp_pa
     assert sweep(SMALL, ["erm", "sam"], RATES, tmp_path, seeds=2).standings == outcome.standings
 
 
+def test_a_sweep_that_tested_nothing_has_no_report(tmp_path, capsys, pretend):
+    assert (
+        main(["sweep", "digits", "--methods", "erm", "--grid", "lr=0.1", "--seeds", "0", "--out", str(tmp_path)]) == 0
+    )
+    (path,) = tmp_path.glob("sweeps/*/sweep.json")
+    assert "report:" not in capsys.readouterr().out
+    for command in ("report", "sharpness"):
+        assert main([command, str(path.parent)]) == 2
+        assert f"{path} has no tests, or none yet" in capsys.readouterr().err
+
+
 def test_it_ends_with_a_report_of_what_was_tested(tmp_path, capsys):
     arguments = ["--grid", "lr=0.01,0.1", "--epochs", "1", "--seeds", "2", "--out", str(tmp_path)]
     assert main(["sweep", "digits", "--methods", "erm", "erm:average=true", *arguments]) == 0
@@ -518,6 +531,16 @@ def test_it_ends_with_a_report_of_what_was_tested(tmp_path, capsys):
     tested = {run["run"] for each in json.loads(path.read_text())["methods"].values() for run in each["test"]["runs"]}
     assert {folder.relative_to(tmp_path).as_posix() for folder in folders_of_runs([path.parent])} == tested
     assert len(folders_of_runs([tmp_path])) == 6  # all, each once
+    for here, name in ((path.parent, "."), (path.parent.parent, path.parent.name), (tmp_path / "digits", "../sweeps")):
+        with chdir(here):
+            assert len(folders_of_runs([Path(name)])) == 4, name
+    shutil.rmtree(tmp_path / "digits" / TrainConfig(epochs=1, method="erm", lr=0.1).key() / "seed-1")
+    assert main(["report", str(path.parent)]) == 0
+    assert "erm, seed 1: no record here; by sweep.json it is done\n" in capsys.readouterr().out
+    copy = shutil.copytree(path.parent, tmp_path / "elsewhere" / "copied" / "here")
+    assert main(["report", str(copy)]) == 2
+    told = f"none of the runs that {copy}/sweep.json tested is below {tmp_path / 'elsewhere'}"
+    assert f"{told}: they are on another machine, or this folder was in another OUT/sweeps" in capsys.readouterr().err
     path.write_text("{}")
     assert main(["report", str(path.parent)]) == 2
     assert f"{path} is not what tiltsam sweep writes" in capsys.readouterr().err

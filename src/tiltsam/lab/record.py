@@ -41,7 +41,16 @@ from tiltsam.lab.errors import RecordError
 from tiltsam.lab.files import drafted, drop_drafts, load_tensors, save_tensors, write_json
 from tiltsam.provenance import code_digest
 
-__all__ = ["Checkpoint", "Record", "RecordError", "folders_of_runs", "is_number", "read_metrics", "task_folder"]
+__all__ = [
+    "Checkpoint",
+    "Record",
+    "RecordError",
+    "folders_of_runs",
+    "is_number",
+    "read_metrics",
+    "task_folder",
+    "tests_of_sweep",
+]
 
 LONGEST_NAME = 200  # bytes of a folder's name; file systems take 255, and a sweep adds to it
 # What only the process that holds the run writes by a draft: other commands may just be writing theirs.
@@ -302,14 +311,17 @@ def folders_of_runs(roots: Iterable[Path]) -> list[Path]:
     """
     found: dict[Path, Path] = {}
     for root in roots:
-        places = []
+        places, sweeps = [], []
         for place, folders, files in os.walk(root):  # passes over what vanishes
             if "config.json" in files:
                 places.append(Path(place))
                 folders.clear()
             elif "sweep.json" in files:
-                places += _tests_of_sweep(Path(place))
+                sweeps.append(Path(place))
+                places += [run for run in tests_of_sweep(Path(place)) if (run / "config.json").exists()]
                 folders.clear()
+        if not places and sweeps:
+            raise RecordError(_why_no_test(sweeps[0]))
         if not places:
             raise RecordError(f"no run in {root}: a run is a folder with config.json, as tiltsam train writes it")
         for folder in sorted(places):
@@ -317,15 +329,27 @@ def folders_of_runs(roots: Iterable[Path]) -> list[Path]:
     return list(found.values())
 
 
-def _tests_of_sweep(folder: Path) -> list[Path]:
-    """The runs that were tested, as far as they are here: other machines may have made some."""
+def tests_of_sweep(folder: Path) -> dict[Path, tuple[str, str]]:
+    """The runs that a sweep tested, some maybe on other machines: of each its row and seed in words, and its state."""
     path = folder / "sweep.json"
     try:
-        methods = json.loads(path.read_text())["methods"].values()
-        runs = [folder.parents[1] / run["run"] for method in methods for run in method["test"]["runs"]]
+        methods = json.loads(path.read_text())["methods"].items()
+        tests = [(name, run) for name, method in methods for run in method["test"]["runs"]]
+        return {_out(folder) / run["run"]: (f"{name}, seed {run['seed']}", run["state"]) for name, run in tests}
     except (ValueError, KeyError, TypeError, AttributeError):
         raise RecordError(f"{path} is not what tiltsam sweep writes") from None
-    return [run for run in runs if (run / "config.json").exists()]
+
+
+def _out(sweep: Path) -> Path:
+    """The OUT of ``OUT/sweeps/STUDY``, which may be given as ``.`` or ``../STUDY``."""
+    return Path(os.path.normpath(sweep / ".." / ".."))
+
+
+def _why_no_test(sweep: Path) -> str:
+    if not tests_of_sweep(sweep):
+        return f"{sweep / 'sweep.json'} has no tests, or none yet"
+    told = f"none of the runs that {sweep / 'sweep.json'} tested is below {_out(sweep)}"
+    return f"{told}: they are on another machine, or this folder was in another OUT/sweeps"
 
 
 def _is_at(file: IO[str], path: Path) -> bool:

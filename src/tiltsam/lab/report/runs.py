@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tiltsam.lab.record import folders_of_runs, is_number, read_metrics
+from tiltsam.lab.record import folders_of_runs, is_number, read_metrics, tests_of_sweep
 
 __all__ = ["Problem", "Reading", "Run", "read_runs"]
 
@@ -134,7 +134,15 @@ def read_runs(folders: Sequence[Path]) -> Reading:
             )
         )
         problems += [Problem(p.where, p.what, task) for p in own]
+    problems += [problem for folder in folders if (folder / "sweep.json").exists() for problem in _not_here(folder)]
     return _without_twins(runs, problems)
+
+
+def _not_here(sweep: Path) -> list[Problem]:
+    """Tests of a sweep without a record: they have not begun, or are on another machine."""
+    tests = tests_of_sweep(sweep).items()
+    gone = [told for run, told in tests if not (run / "config.json").exists()]
+    return [Problem(name, f"no record here; by sweep.json it is {state}") for name, state in gone]
 
 
 def _read_object(path: Path, problems: list[Problem]) -> dict[str, Any] | None:

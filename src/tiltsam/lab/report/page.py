@@ -120,7 +120,7 @@ def _chapter(chapter: Chapter, number: int, figures: list[Figure], *, titled: bo
         f'<p class="lead">{escape(headline(task))}</p>',
         _missing(chapter.problems),
         html_table(chapter.results),
-        f"<details><summary>Settings that are the same in all runs that have them</summary><dl>{settings}</dl></details>"
+        f"<details><summary>Settings shared by all that have them</summary><dl>{settings}</dl></details>"
         if settings
         else "",
         f'<p class="note">{READING}</p>' if chapter.figures else "",

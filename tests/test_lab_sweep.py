@@ -380,6 +380,9 @@ def test_equal_scores_go_by_the_loss_then_by_the_order():
         ([{"lr": 0.1, "rho": 0.5}, {"lr": 0.1, "rho": 1.0}], 1, {"rho": "largest"}),  # one value has no edge
         ([{"t": 0.0}, {"t": 5.0}], 0, {}),  # there is nothing below
         ([{"radius": None}, {"radius": 2.0}], 1, {}),
+        ([{"radius": None}, {"radius": 2.0}, {"radius": 3.0}], 2, {}),  # where the default lies is the network's matter
+        ([{"t": 1.0}, {"t": 5.0}], 0, {"t": "smallest"}),
+        ([{"t": 1.0, "num_samples": 1}, {"t": 5.0, "num_samples": 1}], 0, {}),  # which does nothing there
         ([{"num_samples": 1}, {"num_samples": 3}], 1, {}),  # more is dearer, not beyond
         ([{"schedule": "cosine"}, {"schedule": "constant"}], 0, {}),
     ],
@@ -387,7 +390,7 @@ def test_equal_scores_go_by_the_loss_then_by_the_order():
 def test_a_choice_at_the_edge_of_what_was_tried_is_told(settings, chosen, edges):
     rows = [
         Trial(
-            Point(SMALL, each),
+            Point(replace(SMALL, **each), each),
             Entry("done", {"metric": "f1", "validation_f1": float(k == chosen), "validation_loss": 1}),
         )
         for k, each in enumerate(settings)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import tiltsam
-from tiltsam.lab.config import TrainConfig
+from tiltsam.lab.config import TrainConfig, tilts_nothing
 from tiltsam.lab.record import Record
 from tiltsam.lab.sweeping.board import Entry, Job
 from tiltsam.lab.sweeping.grids import Point
@@ -72,14 +72,23 @@ class Standing:
 
     @property
     def edges(self) -> dict[str, str]:
-        """Which of the choice's settings are the ``"smallest"`` or the ``"largest"`` tried: a better may lie beyond."""
+        """Which of the choice's settings are the ``"smallest"`` or the ``"largest"`` tried: a better may lie beyond.
+
+        Nothing is said of a setting whose default was tried, too (for a radius, say, it depends on the network), nor of
+        a tilt where there is nothing to weigh.
+        """
         found: dict[str, str] = {}
-        settings = self.best.point.settings if self.best else {}
-        for name in (name for name in settings if name in ENDLESS):
-            tried = sorted({v for t in self.trials if (v := t.point.settings[name]) is not None})
-            if len(tried) > 1 and settings[name] == tried[-1]:
+        if self.best is None:
+            return found
+        for name, value in self.best.point.settings.items():
+            tried = {trial.point.settings[name] for trial in self.trials}
+            if name not in ENDLESS or None in tried or len(tried) < 2:
+                continue
+            if name == "t" and tilts_nothing(self.best.point.config, ["t"]):
+                continue
+            if value == max(tried):
                 found[name] = "largest"
-            elif len(tried) > 1 and settings[name] == tried[0] > 0:
+            elif value == min(tried) > 0:
                 found[name] = "smallest"
         return found
 

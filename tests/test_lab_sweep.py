@@ -312,6 +312,14 @@ def test_entries_are_gone_on_with(tmp_path, pretend):
         (["sam", "sam:lr=0.3"], "the grids differ in size (sam 2, sam:lr=0.3 1): say --trials N"),
         (["sam:lr=0.3", "--trials", "2"], "sam:lr=0.3 has 1 points in its grid and 2 trials to make"),
         (
+            ["erm", "--grid", "epochs=1,2", "--final-epochs", "3"],
+            "the grid's epochs would be chosen in vain: --final-epochs changes them",
+        ),
+        (
+            ["erm:passes=20", "--final-passes", "30"],
+            "'erm:passes=20' has its own passes, which --final-passes would change",
+        ),
+        (
             ["erm:epochs=2", "--final-epochs", "3"],
             "'erm:epochs=2' has its own epochs, which --final-epochs would change",
         ),
@@ -340,6 +348,18 @@ def test_the_choice_is_made_on_the_validation_split_and_the_test_comes_after(tmp
     assert sorted((c.method, c.lr, c.epochs, c.seed) for c in tested) == [
         (m, 0.3, 5, seed) for m in ("erm", "sam") for seed in (0, 1)
     ]
+
+
+def test_tests_may_have_more_passes_and_say_what_else_ends_them(tmp_path, pretend):
+    base = replace(SMALL, passes=8.0)
+    outcome = sweep(base, ["erm"], {"lr": (0.1, 0.3)}, tmp_path, seeds=1, final_passes=20)
+    assert [c.passes for c in pretend.ran] == [8, 8, 20]
+    assert outcome.notes == ["the tests end after 20 passes or, as the trials, 1 epochs: whichever comes first"]
+    outcome = sweep(base, ["erm"], {"lr": (0.1, 0.3)}, tmp_path, seeds=1, final_epochs=5)
+    assert outcome.notes == ["the tests end after 5 epochs or, as the trials, 8 passes: whichever comes first"]
+    assert outcome.best["erm"].passes == 8
+    assert not sweep(SMALL, ["erm"], {"lr": (0.1, 0.3)}, tmp_path, seeds=1, final_epochs=5).notes
+    assert not sweep(base, ["erm"], {"lr": (0.1, 0.3)}, tmp_path, seeds=0, final_epochs=5).notes  # there are none
 
 
 def test_what_a_trial_did_on_the_test_set_is_nowhere(tmp_path, pretend):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from tiltsam.lab.tasks import find_task
 __all__ = ["Outcome", "sweep"]
 
 REPORT_SECONDS = 0.5
+BUDGETS = ("epochs", "passes", "seconds")
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Outcome:
     standings: list[Standing]
     """An entry each, in the order asked for."""
     notes: list[str]
-    """Which grids were left out, drawn from or made finer."""
+    """Which grids were left out, drawn from or made finer, and what ends tests that have a budget of their own."""
 
     @property
     def best(self) -> dict[str, TrainConfig]:
@@ -58,6 +59,7 @@ def sweep(
     seeds: int = 3,
     final_epochs: float | None = None,
     final_seconds: float | None = None,
+    final_passes: float | None = None,
     draw_seed: int = 0,
     storage: str | None = None,
     workers: int = 1,
@@ -93,6 +95,7 @@ def sweep(
         seeds: Tests of each choice, with seeds 0, 1, …; 0 chooses and does not test.
         final_epochs: Epochs of the tests, if not those of the trials.
         final_seconds: Seconds of the tests, if not those of the trials.
+        final_passes: Passes of the tests, if not those of the trials.
         draw_seed: Of the draw from grids with more points than trials.
         storage: URL of a database for Optuna; by default ``sqlite:///OUT/sweeps.db``.
         workers: Processes to work with; 1 works in this one.
@@ -125,30 +128,42 @@ def sweep(
         raise SweepError(f"--heartbeat must be > 0, got {heartbeat}")
     if not base.validation > 0:
         raise SweepError(f"a sweep chooses on the validation split: --validation must be > 0, got {base.validation}")
-    final = {"epochs": final_epochs, "seconds": final_seconds}
+    budgets = zip(BUDGETS, (final_epochs, final_passes, final_seconds), strict=True)
+    final = {name: value for name, value in budgets if value is not None}
     for name, value in final.items():
-        if value is not None and not value > 0:
+        if not value > 0:
             raise SweepError(f"--final-{name} must be > 0, got {value}")
     find_task(base.task)  # before a folder is made for it
     found, notes = points(replace(base, device=base.device.split(",")[0]), methods, grid, trials, draw_seed=draw_seed)
-    _check_entries(methods, workers, [name for name, value in final.items() if value is not None])
+    _check_entries(methods, workers, final)
+    for name in (setting for each in grid if (setting := each.rpartition(":")[2]) in final):
+        raise SweepError(f"the grid's {name} would be chosen in vain: --final-{name} changes them")
     plan = Plan(
         points=found,
         seeds=seeds,
-        final={name: value for name, value in final.items() if value is not None},
+        final=final,
         out=out,
         storage=storage or sqlite_url(out),
         root=root,
         download=download,
         heartbeat=heartbeat,
-        notes=notes,
+        notes=notes + (_what_ends_tests(base, final) if seeds else []),
         data=own.fingerprint(base.task),
     )
     out.mkdir(parents=True, exist_ok=True)
     return _carry_out(plan, base, workers, begin, report, say)
 
 
-def _check_entries(methods: Sequence[str], workers: int, final: Sequence[str]) -> None:
+def _what_ends_tests(base: TrainConfig, final: Mapping[str, float]) -> list[str]:
+    """A line, if the tests have a budget of their own and others of the trials hold for them, too."""
+    rest = {name: value for name in BUDGETS if name not in final and (value := getattr(base, name)) is not None}
+    if not final or not rest:
+        return []
+    own, trials = (" or ".join(f"{value:g} {name}" for name, value in each.items()) for each in (final, rest))
+    return [f"the tests end after {own} or, as the trials, {trials}: whichever comes first"]
+
+
+def _check_entries(methods: Sequence[str], workers: int, final: Collection[str]) -> None:
     """Refuse entries that do not go with so many workers, or with what the tests have of their own."""
     for text in methods:
         settings = parse_method(text)

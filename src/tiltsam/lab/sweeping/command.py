@@ -47,6 +47,7 @@ def add_sweep(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     parser.add_argument("--draw-seed", type=int, default=0, help="of the draw from a grid that has more (default: 0)")
     parser.add_argument("--seeds", type=int, default=3, help="tests of each choice, seeds 0, 1, … (default: 3)")
     parser.add_argument("--final-epochs", type=float, help="epochs of the tests (default: those of the trials)")
+    parser.add_argument("--final-passes", type=float, help="passes of the tests (default: those of the trials)")
     parser.add_argument("--final-seconds", type=float, help="seconds of the tests (default: those of the trials)")
     parser.add_argument("--workers", type=int, default=1, help="processes on this machine (default: %(default)s)")
     parser.add_argument(
@@ -99,6 +100,7 @@ def _sweep(args: argparse.Namespace) -> None:
             trials=args.trials,
             seeds=args.seeds,
             final_epochs=args.final_epochs,
+            final_passes=args.final_passes,
             final_seconds=args.final_seconds,
             draw_seed=args.draw_seed,
             storage=args.storage,

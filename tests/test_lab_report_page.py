@@ -201,6 +201,9 @@ def test_headlines_say_no_more_than_the_numbers(tmp_path):
     assert "says little" in said("single", erm=[0.5], sam=[0.7])
     assert said("alone", erm=[0.9]).startswith("erm reaches a test accuracy of 80.00")
     assert "No run has finished" in said("none", erm=[0])
+    for file in (tmp_path / "none").rglob("config.json"):
+        (file.parent / "diverged.txt").write_text("the loss is nan")
+    assert headline(arrange(read_runs([tmp_path / "none"]))[0]).startswith("All runs diverged")
     for rho in (0.1, 0.2):
         write_run(tmp_path / "tuned", method="sam", rho=rho, lines=rows(3, 0.8 + rho))
     (task,) = arrange(read_runs([tmp_path / "tuned"]))

@@ -139,6 +139,8 @@ def headline(task: Task) -> str:
     """What came out, in a sentence or two; no more than the numbers bear."""
     entries = [(s.name, s.final("score", 100)) for s in task.chosen]
     entries = sorted(((n, m) for n, m in entries if math.isfinite(m.value)), key=lambda e: -e[1].value)
+    if not entries and all(run.diverged for run in task.runs):
+        return "All runs diverged: there is no number to compare."
     if not entries:
         return "No run has finished yet: the curves show how far they are."
     (first, mean), *rest = entries

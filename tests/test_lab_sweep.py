@@ -362,6 +362,24 @@ def test_tests_may_have_more_passes_and_say_what_else_ends_them(tmp_path, preten
     assert not sweep(base, ["erm"], {"lr": (0.1, 0.3)}, tmp_path, seeds=0, final_epochs=5).notes  # there are none
 
 
+@pytest.mark.parametrize(
+    ("entry", "device", "final", "told"),
+    [
+        ("erm:seconds=0.5", "cpu", None, "cpu"),
+        ("erm", "cpu", 0.5, "cpu"),
+        ("erm:seconds=0.5", "cuda:0,cuda:1", None, ""),  # one for each
+        ("erm", "cpu", None, ""),
+    ],
+)
+def test_workers_that_share_a_device_and_a_clock_are_told(entry, device, final, told, tmp_path, monkeypatch):
+    monkeypatch.setattr("tiltsam.lab.sweep._carry_out", lambda plan, *rest: plan)
+    base = replace(SMALL, device=device)
+    plan = sweep(base, [entry], {"lr": (0.1, 0.3)}, tmp_path, workers=2, final_seconds=final)
+    said = [note for note in plan.notes if "slow each other down" in note]
+    wanted = f"2 workers on {told} slow each other down, and the budget is in seconds: use one worker a device"
+    assert said == ([wanted] if told else [])
+
+
 def test_what_a_trial_did_on_the_test_set_is_nowhere(tmp_path, pretend):
     outcomes = []
     for name, tests in {"good": 0.9, "bad": 0.0}.items():

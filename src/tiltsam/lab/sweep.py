@@ -17,7 +17,7 @@ from tiltsam.lab.config import METHOD_SETTINGS, TrainConfig
 from tiltsam.lab.files import write_json
 from tiltsam.lab.flags import parse_method
 from tiltsam.lab.loading import load_data
-from tiltsam.lab.sweeping.grids import SweepError, points
+from tiltsam.lab.sweeping.grids import Point, SweepError, points
 from tiltsam.lab.sweeping.plan import Desk, Plan
 from tiltsam.lab.sweeping.standing import Standing, to_json
 from tiltsam.lab.sweeping.store import sqlite_url
@@ -41,7 +41,7 @@ class Outcome:
     standings: list[Standing]
     """An entry each, in the order asked for."""
     notes: list[str]
-    """Which grids were left out, drawn from or made finer, and what ends tests that have a budget of their own."""
+    """Which grids were left out, drawn from or made finer; what ends the tests; whether workers share a clock."""
 
     @property
     def best(self) -> dict[str, TrainConfig]:
@@ -147,7 +147,7 @@ def sweep(
         root=root,
         download=download,
         heartbeat=heartbeat,
-        notes=notes + (_what_ends_tests(base, final) if seeds else []),
+        notes=notes + (_what_ends_tests(base, final) if seeds else []) + _shared_clock(base, found, final, workers),
         data=own.fingerprint(base.task),
     )
     out.mkdir(parents=True, exist_ok=True)
@@ -161,6 +161,17 @@ def _what_ends_tests(base: TrainConfig, final: Mapping[str, float]) -> list[str]
         return []
     own, trials = (" or ".join(f"{value:g} {name}" for name, value in each.items()) for each in (final, rest))
     return [f"the tests end after {own} or, as the trials, {trials}: whichever comes first"]
+
+
+def _shared_clock(
+    base: TrainConfig, found: Mapping[str, Sequence[Point]], final: Collection[str], workers: int
+) -> list[str]:
+    """A line, if seconds are counted and workers share a device, so that they differ in what they get done in one."""
+    timed = "seconds" in final or any(point.config.seconds is not None for row in found.values() for point in row)
+    if not timed or workers <= len(set(base.device.split(","))):
+        return []
+    told = f"{workers} workers on {base.device} slow each other down, and the budget is in seconds"
+    return [f"{told}: use one worker a device"]
 
 
 def _check_entries(methods: Sequence[str], workers: int, final: Collection[str]) -> None:

@@ -55,6 +55,24 @@ def test_eight_is_about_the_last_tenth():
         assert model.weight.item() == pytest.approx(900, rel=1e-2)
 
 
+def test_an_update_with_the_averaged_weights_in_the_model_is_refused():
+    """A loop that was indented once too often: its steps would be undone, and the average be one of itself."""
+    model = nn.Linear(3, 2)
+    average = tiltsam.WeightAverage(model)
+    for _ in walk(model, 2):
+        average.update()
+    with pytest.raises(RuntimeError, match="after a step, outside of applied"), average.applied(), average.applied():
+        average.update()
+    assert average.count == 2
+    average.update()
+    assert average.count == 3
+
+
+def test_parameters_are_no_model():
+    with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, got generator"):
+        tiltsam.WeightAverage(nn.Linear(3, 2).parameters())
+
+
 def test_weights_and_buffers_come_back_whatever_is_raised():
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
     average = tiltsam.WeightAverage(model)
@@ -103,6 +121,7 @@ def test_a_second_ctrl_c_is_held_until_weights_and_buffers_are_back(name):
         use()
     assert pressed
     assert all(torch.equal(x, before[key]) for key, x in model.state_dict().items())
+    average.update()  # training may go on
 
 
 def test_a_model_that_was_tested_in_inference_mode_can_be_trained():

@@ -57,7 +57,10 @@ class WeightAverage:
 
     def __init__(self, model: nn.Module, power: float = 8.0) -> None:
         check_nonnegative("power", power)
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
         self.model, self.power, self.count = model, float(power), 0
+        self._applied = False
         reshard(model)  # or the copies that FSDP gathered would be taken for its parameters
         self._parameters = _parameters(model)
         # In half precision an average would stop moving: its steps become smaller than the spacing of the numbers.
@@ -65,7 +68,15 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take in the weights as they are; call it after every step, not in a closure, where they are perturbed."""
+        """Take in the weights as they are; call it after every step, not in a closure, where they are perturbed.
+
+        Raises:
+            RuntimeError: Inside :meth:`applied`, where they are the average itself.
+        """
+        if self._applied:
+            raise RuntimeError(
+                "the model has its averaged weights: update() belongs after a step, outside of applied()"
+            )
         self.count += 1
         if self.count == 1:  # all the way: a mean would keep the NaN that weights may have been before they were loaded
             _write(self._average, self._parameters)
@@ -92,13 +103,20 @@ class WeightAverage:
                 "or loaded with assign=True"
             )
         own = {name: p.detach().clone() for name, p in self._parameters.items()}
+        already = self._applied
+
+        def give_back() -> None:
+            _write(self._parameters, own)
+            self._applied = already
+
         with kept_buffers(self.model):
             try:
+                self._applied = True
                 if self.count:
                     _write(self._parameters, self._average)
                 yield self.model
             finally:
-                to_the_end(lambda: _write(self._parameters, own))
+                to_the_end(give_back)
                 reshard(self.model)
 
     def state_dict(self) -> dict[str, Any]:

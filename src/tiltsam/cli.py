@@ -296,7 +296,7 @@ def _compare(args: argparse.Namespace) -> None:
     seeds = "1 seed" if args.seeds == 1 else f"{args.seeds} seeds"
     print_table(f"{first.task}: {seeds}, mean ± standard error", format_rows(rows))
     if first.reestimate_batchnorm:
-        print("BatchNorm's statistics were estimated anew at the trained weights before each test.")
+        print("BatchNorm's statistics, where there are any, were estimated anew before each test.")
     print(f"runs: {args.out}")
     report([Record.of(args.out, first).folder.parents[1]])  # of all runs of the task
     if not any(row.runs for row in rows):

@@ -112,14 +112,14 @@ def _sweep(args: argparse.Namespace) -> None:
             report=screen.report,
             say=screen.say,
         )
-    title = f"{args.task}: chosen on the validation split, then tested; mean ± standard error"
-    print_table(title, format_standings(outcome.standings))
+    tested = ", then tested; mean ± standard error" if args.seeds else ""
+    print_table(f"{args.task}: chosen on the validation split{tested}", format_standings(outcome.standings))
     for s in outcome.standings:
         if s.best is None:
             print(f"{s.method}: no trial came to a number")
         for line in format_edges(s):
             print(line)
     print(f"result: {outcome.path}")
-    tested = [Record.of(args.out, job.config).folder for s in outcome.standings for job, _ in s.tests]
-    if any((folder / "config.json").exists() for folder in tested):  # not all of them on other machines
+    runs = [Record.of(args.out, job.config).folder for s in outcome.standings for job, _ in s.tests]
+    if any((folder / "config.json").exists() for folder in runs):  # not all of them on other machines
         report([outcome.path.parent])

@@ -97,7 +97,7 @@ def test_a_run_that_diverged_is_not_taken_for_one_that_goes_on(tmp_path):
     with pytest.raises(Diverged):
         train(config, record)
     report = write_report([tmp_path], tmp_path / "report", figures=False)
-    told = "the loss is not finite in epoch 1 of erm, seed 0: lower lr or rho"
+    told = "the loss is not finite in epoch 1 of erm, seed 0: lower lr"
     assert [str(p) for p in report.problems] == [f"erm, seed 0: diverged: {told}"]
     (task,) = arrange(read_runs([tmp_path]))
     assert column(runs_table(task), "state")[0].text == "diverged"

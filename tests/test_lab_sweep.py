@@ -168,6 +168,11 @@ ENTRIES = ["sam", "sam:average=true", "tsam:num_samples=1", "tsam:num_samples=3"
 GRID = {"lr": (0.01, 0.1), "rho": (0.1, 0.5)}
 
 
+def test_one_method_is_a_list_of_one(tmp_path):
+    with pytest.raises(SweepError, match=r"methods are a list, as in \['sam'\]"):
+        sweep(SMALL, "sam", RATES, tmp_path)
+
+
 def test_a_method_with_settings_of_its_own_is_a_row_of_its_own(tmp_path, pretend, capsys):
     pretend.scores = lambda c: (c.lr * c.rho + 0.01 * c.average + 0.02 * (c.num_samples == 3), 0.5)
     outcome = sweep(SMALL, ENTRIES, GRID, tmp_path, trials=4, seeds=2)

@@ -20,7 +20,7 @@ from tiltsam.lab import own
 from tiltsam.lab.batches import Batches
 from tiltsam.lab.budget import Budget
 from tiltsam.lab.checkpoints import seconds_between
-from tiltsam.lab.config import ConfigError, TrainConfig
+from tiltsam.lab.config import ConfigError, TrainConfig, settings_of
 from tiltsam.lab.data import Data, Split
 from tiltsam.lab.devices import Leash, resolve_device, suited_to
 from tiltsam.lab.loading import build_model, load_data
@@ -264,7 +264,8 @@ class Run:
     def _check_finite(self, loss: float, where: str) -> None:
         if not math.isfinite(loss):
             run = f"{self.config.method}, seed {self.config.seed}"
-            raise Diverged(f"the loss is not finite {where} of {run}: lower lr or rho")
+            remedy = "lr or rho" if "rho" in settings_of(self.config.method) else "lr"
+            raise Diverged(f"the loss is not finite {where} of {run}: lower {remedy}")
 
     def take_step(self, batch: Sequence[Tensor]) -> Tensor:
         """One step on a batch, and what is done after each; returns its loss."""

@@ -154,6 +154,8 @@ def _entries(methods: Sequence[str]) -> dict[str, dict[str, Any]]:
     """What each entry sets, by the entry's text."""
     if not methods:
         raise SweepError("a sweep needs a method")
+    if isinstance(methods, str):  # which is a sequence, too, of its letters
+        raise SweepError(f"methods are a list, as in [{methods!r}]")
     found: dict[str, dict[str, Any]] = {}
     for text in methods:
         if text in found:

@@ -50,6 +50,16 @@ def pretend(monkeypatch):
             numbers = {"metric": "accuracy", "validation_accuracy": validation, "validation_loss": 0.5, "epoch": 1.0}
             return {**numbers, "test_accuracy": test, "score": test, "score_at_best_validation": test, "seconds": 0.1}
 
+        def interrupt(self, number):
+            """Press Ctrl-C in a run, counted from 1; the others score by their learning rate."""
+
+            def scores(config):
+                if len(self.ran) == number:
+                    raise KeyboardInterrupt
+                return config.lr, 0.5
+
+            self.scores = scores
+
     pretend = Pretend()
     monkeypatch.setattr(planning, "train", pretend)
     return pretend
@@ -280,12 +290,7 @@ def test_runs_of_a_plain_sweep_are_reused_by_one_with_entries(tmp_path, monkeypa
 
 
 def test_entries_are_gone_on_with(tmp_path, pretend):
-    def stop(config):
-        if len(pretend.ran) == 5:
-            raise KeyboardInterrupt
-        return config.lr, 0.5
-
-    pretend.scores = stop
+    pretend.interrupt(5)
     with pytest.raises(KeyboardInterrupt):
         sweep(SMALL, ENTRIES, GRID, tmp_path, seeds=1)
     outcome = sweep(SMALL, ENTRIES, GRID, tmp_path, seeds=1)
@@ -511,12 +516,7 @@ def test_a_task_that_is_none_leaves_nothing_behind(tmp_path, capsys):
 
 
 def test_interrupted_the_same_call_goes_on(tmp_path, pretend):
-    def stop(config):
-        if len(pretend.ran) == 2:
-            raise KeyboardInterrupt
-        return config.lr, 0.5
-
-    pretend.scores = stop
+    pretend.interrupt(2)
     grid = {"lr": (0.1, 0.2, 0.3)}
     with pytest.raises(KeyboardInterrupt):
         sweep(SMALL, ["erm"], grid, tmp_path, seeds=1)

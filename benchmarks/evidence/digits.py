@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from evidence.study import Study, Variants
@@ -141,6 +142,7 @@ DIGITS_ADAPTIVE = Variants(
 
 # ---------------------------------------------------------------- averaged weights
 
+_ERM = replace(DIGITS.base, method="erm", epochs=120.0, evaluate_every=6)  # as many passes as SAM has
 DIGITS_AVERAGED = Variants(
     "digits-averaged",
     {
@@ -153,10 +155,7 @@ DIGITS_AVERAGED = Variants(
         for number in (4, 8)
         for rho in _LENGTHS[number]
     }
-    | {
-        f"lr of erm: {lr:g}": replace(DIGITS.base, method="erm", epochs=120.0, evaluate_every=6, lr=lr, average=True)
-        for lr in (0.003, 0.01, 0.03)
-    },
+    | {f"lr of erm: {lr:g}": replace(_ERM, lr=lr, average=True) for lr in (0.003, 0.01, 0.03)},
     tuple(range(5)),
     DIGITS.title,
 )
@@ -175,44 +174,42 @@ DIGITS_RATES = Variants(
     DIGITS.title,
 )
 
+
+def _plain_and_averaged(
+    erm: TrainConfig, erm_rates: Sequence[float], sam: TrainConfig, rates: Sequence[float], rhos: Sequence[float]
+) -> dict[str, TrainConfig]:
+    """ERM by learning rate and SAM by learning rate and rho, each with its last weights and with their average."""
+    both = (("", False), (", averaged", True))
+    return {
+        f"lr of erm{name}: {lr:g}": replace(erm, lr=lr, average=average) for name, average in both for lr in erm_rates
+    } | {
+        f"rho at lr {lr:g}{name}: {rho:g}": replace(sam, lr=lr, rho=rho, average=average)
+        for lr in rates
+        for name, average in both
+        for rho in rhos
+    }
+
+
 # ERM and SAM chose the smallest rates of their trials. A still smaller one stops learning in time, as early stopping
 # does: what does it do for each, and does an average add to it?
 DIGITS_BELOW = Variants(
     "digits-below",
-    {
-        f"lr of erm{name}: {lr:g}": replace(
-            DIGITS.base, method="erm", epochs=120.0, evaluate_every=6, lr=lr, average=average
-        )
-        for name, average in (("", False), (", averaged", True))
-        for lr in (0.0003, 0.001, 0.002, 0.003)
-    }
-    | {
-        f"rho at lr {lr:g}{name}: {rho:g}": replace(_SAM, lr=lr, rho=rho, average=average)
-        for lr in (0.003, 0.01, 0.03)
-        for name, average in (("", False), (", averaged", True))
-        for rho in (0.3, 0.5, 0.7)
-    },
+    _plain_and_averaged(_ERM, (0.0003, 0.001, 0.002, 0.003), _SAM, (0.003, 0.01, 0.03), (0.3, 0.5, 0.7)),
     tuple(range(10)),
     DIGITS.title,
 )
 
 # On CIFAR-100 an average did for plain training what the ascent does, on digits it did not. There the network has
 # convolutions and BatchNorm, here it has neither: is it that?
-_PLAIN = replace(DIGITS.base, method="erm", model="cnn", epochs=120.0, evaluate_every=6)
-_LOOKING = replace(DIGITS.base, method="sam", model="cnn", evaluate_every=3)
 DIGITS_CNN = Variants(
     "digits-cnn",
-    {
-        f"lr of erm{name}: {lr:g}": replace(_PLAIN, lr=lr, average=average)
-        for name, average in (("", False), (", averaged", True))
-        for lr in (0.001, 0.003, 0.01, 0.03, 0.1, 0.3)
-    }
-    | {
-        f"rho at lr {lr:g}{name}: {rho:g}": replace(_LOOKING, lr=lr, rho=rho, average=average)
-        for lr in (0.03, 0.1, 0.3)
-        for name, average in (("", False), (", averaged", True))
-        for rho in (0.1, 0.2, 0.4, 0.8, 1.2)
-    },
+    _plain_and_averaged(
+        replace(_ERM, model="cnn"),
+        (0.001, 0.003, 0.01, 0.03, 0.1, 0.3),
+        replace(_SAM, model="cnn"),
+        (0.03, 0.1, 0.3),
+        (0.1, 0.2, 0.4, 0.8, 1.2),
+    ),
     tuple(range(5)),
     "8×8 digits, 20% of labels wrong, a small convolutional network",
 )

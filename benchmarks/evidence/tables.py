@@ -185,7 +185,7 @@ def draw_variants(study: Variants, out: Path, path: Path) -> None:
     found = {label: runs for label, runs in found.items() if runs["seeds"]}
     names = list(dict.fromkeys(label.rpartition(" ")[0] for label in found))
     several = any(_samples(runs["config"]) > 1 for runs in found.values())
-    scores = [runs[kind] for runs in found.values() for kind in ("final", "best")]
+    scores = [runs[kind] for runs in found.values() for kind in _KINDS]
     floor = max(map(statistics.fmean, scores)) - _SHOWN
     top = max(statistics.fmean(score) + _error(score) for score in scores) + 0.1 * _SHOWN
     heights = (2, 1)[: 1 + several]

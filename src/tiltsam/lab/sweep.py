@@ -135,9 +135,8 @@ def sweep(
             raise SweepError(f"--final-{name} must be > 0, got {value}")
     find_task(base.task)  # before a folder is made for it
     found, notes = points(replace(base, device=base.device.split(",")[0]), methods, grid, trials, draw_seed=draw_seed)
-    _check_entries(methods, workers, final)
-    for name in (setting for each in grid if (setting := each.rpartition(":")[2]) in final):
-        raise SweepError(f"the grid's {name} would be chosen in vain: --final-{name} changes them")
+    _check_workers(workers, {row[0].config.method for row in found.values()} - METHOD_SETTINGS.keys())
+    _check_final(final, methods, grid)
     plan = Plan(
         points=found,
         seeds=seeds,
@@ -174,17 +173,20 @@ def _shared_clock(
     return [f"{told}: use one worker a device"]
 
 
-def _check_entries(methods: Sequence[str], workers: int, final: Collection[str]) -> None:
-    """Refuse entries that do not go with so many workers, or with what the tests have of their own."""
-    for text in methods:
-        settings = parse_method(text)
-        method = settings["method"]
-        if workers > 1 and method not in METHOD_SETTINGS:
-            told = f"--workers {workers} starts new processes, which do not know {method}"
-            raise SweepError(f"{told}: start your script as often, side by side, each with one worker")
-        for name in final:
-            if name in settings:
+def _check_workers(workers: int, strangers: Collection[str]) -> None:
+    if workers > 1 and strangers:
+        told = f"--workers {workers} starts new processes, which do not know {', '.join(sorted(strangers))}"
+        raise SweepError(f"{told}: start your script as often, side by side, each with one worker")
+
+
+def _check_final(final: Collection[str], methods: Sequence[str], grid: Collection[str]) -> None:
+    """Refuse a budget of the tests that would overwrite what an entry sets, or what a grid is to choose."""
+    for name in final:
+        for text in methods:
+            if name in parse_method(text):
                 raise SweepError(f"{text!r} has its own {name}, which --final-{name} would change")
+        if name in {setting.rpartition(":")[2] for setting in grid}:
+            raise SweepError(f"the grid's {name} would be chosen in vain: --final-{name} changes them")
 
 
 def _carry_out(

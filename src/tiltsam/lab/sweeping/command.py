@@ -76,7 +76,7 @@ def _sweep(args: argparse.Namespace) -> None:
         if error.name not in ("optuna", "sqlalchemy"):
             raise
         raise ImportError("tiltsam sweep needs Optuna: pip install tiltsam[sweep]") from None
-    from tiltsam.lab.record import Record
+    from tiltsam.lab.record import tests_of_sweep
     from tiltsam.lab.report.command import report
     from tiltsam.lab.screen import print_table
     from tiltsam.lab.sweeping.grids import parse_grid
@@ -120,6 +120,5 @@ def _sweep(args: argparse.Namespace) -> None:
         for line in format_edges(s):
             print(line)
     print(f"result: {outcome.path}")
-    runs = [Record.of(args.out, job.config).folder for s in outcome.standings for job, _ in s.tests]
-    if any((folder / "config.json").exists() for folder in runs):  # not all of them on other machines
+    if any((run / "config.json").exists() for run in tests_of_sweep(outcome.path.parent)):  # not all on other machines
         report([outcome.path.parent])

@@ -313,6 +313,22 @@ def test_flatness_of_the_winners_is_measured_once(done, capsys):
     assert row[4].split()[0] == f"{largest:.3g}"
 
 
+def test_flatness_of_variants_is_measured_and_shown(tmp_path, capsys):
+    base = replace(STUDY.base, method="erm", epochs=1.0)
+    study = Variants("pair", {f"lr {lr:g}": replace(base, lr=lr) for lr in (0.01, 0.05)}, seeds=(0,))
+    work([study], tmp_path, {}, None)
+    flat(study, tmp_path, {}, None, ["lr 0.01"], draws=2)
+    capsys.readouterr()
+    show(study, tmp_path, {}, tmp_path)
+    assert "eigenvalues" not in capsys.readouterr().out  # one alone is nothing to compare
+    flat(study, tmp_path, {}, None, draws=2)
+    assert capsys.readouterr().out.startswith("lr 0.05 seed 0: loss")
+    show(study, tmp_path, {}, tmp_path)
+    rows = capsys.readouterr().out.split("top-5 eigenvalues")[1].splitlines()[2:]
+    measured = [json.loads(path.read_text())["loss"] for path in sorted(tmp_path.rglob("flatness.json"))]
+    assert sorted(float(row.split("|")[2]) for row in rows) == pytest.approx(sorted(measured), rel=0.01)
+
+
 def test_weights_that_a_record_does_not_hold_are_trained_again(done, tmp_path, capsys):
     collect(done, tmp_path / "runs.jsonl.gz")
     restore(tmp_path / "runs.jsonl.gz", tmp_path / "runs")
@@ -349,7 +365,7 @@ def test_weights_of_several_studies_are_trained_apart(tmp_path):
 
 
 def test_losses_under_each_others_objectives(done, tmp_path, capsys):
-    path = tmp_path / "cross.json"
+    path = tmp_path / "small-cross.json"
     three = {**STUDY.trials, "tsam s=3": [{"method": "tsam", "lr": 0.05, "rho": 0.2, "radius": 1.0}] * 3}
     study, rates = replace(STUDY, trials=three, rungs=(), seeds=(0,)), {**RATES, "tsam s=3": 6.0}
     work([study], done, {"small": rates}, None)
@@ -366,7 +382,9 @@ def test_losses_under_each_others_objectives(done, tmp_path, capsys):
     assert table[0][1] == "train, ERM"
     assert table[1][:2] == ["erm", f"{losses['train', 'erm', 'ERM']:.3f}"]
     show(study, done, rates, tmp_path)
-    assert capsys.readouterr().out.count("### small") == 3
+    shown = capsys.readouterr().out
+    assert shown.count("### small") == 3
+    assert "| trained by |" in shown
 
 
 def test_variants_change_one_setting_at_a_time(tmp_path):

@@ -21,7 +21,7 @@ import torch
 from bench_lab import random_cifar
 from evidence.archive import collect, restore
 from evidence.studies import STUDIES
-from evidence.study import Cell, Rates, Study, Variants, diverged, score_at, wanted
+from evidence.study import Cell, Rates, Study, Variants, diverged, score_at
 from evidence.tables import (
     cross_table,
     draw_curves,
@@ -85,9 +85,9 @@ def main() -> None:
         if args.command == "left":
             for cell in study.left(args.out, mine, args.labels):
                 print(f"{study.name} {cell.label} {cell.config.key()} seed {cell.config.seed} until {cell.until}")
-        elif args.command == "weights" and isinstance(study, Study):
+        elif args.command == "weights":
             weights(study, args.out, mine, args.data_root, args.labels)
-        elif args.command == "flat" and isinstance(study, Study):
+        elif args.command == "flat":
             flat(study, args.out, mine, args.data_root, args.labels)
         elif args.command == "cross" and isinstance(study, Study):
             cross(study, args.out, mine, args.data_root, args.record / f"{study.name}-cross.json")
@@ -104,11 +104,12 @@ def show(study: Study | Variants, out: Path, rates: Rates, record: Path) -> None
     else:
         tables += [trial_table(study, out, rates), final_table(study, out, rates)]
         draw_curves(study, out, rates, record / f"{study.name}.png")
-        if len(flat := flat_table(study, out, rates)) > 1:
-            tables.append(flat)
+    if len(flat := flat_table(study, out, rates)) > 2:  # the heading, and two to compare
+        tables.append(flat)
+        if isinstance(study, Study):
             draw_flatness(study, out, rates, record / f"{study.name}-flatness.png")
-        if (path := record / f"{study.name}-cross.json").exists():
-            tables.append(cross_table(path))
+    if (path := record / f"{study.name}-cross.json").exists():
+        tables.append(cross_table(path))
     for table in tables:
         print(f"\n### {study.name}\n")
         print_table(table[0], table[1:])
@@ -215,14 +216,15 @@ def _try(cell: Cell, out: Path, data: Callable[[TrainConfig], Data]) -> bool:
     return True
 
 
-def weights(study: Study, out: Path, rates: Rates, root: Path | None, labels: list[str] | None = None) -> None:
-    """Train winners again whose records came back without weights: the first seed's, and what it wrote is kept.
+def weights(
+    study: Study | Variants, out: Path, rates: Rates, root: Path | None, labels: list[str] | None = None
+) -> None:
+    """Train again what came back from a record without weights: the first seed's, and what it wrote is kept.
 
     On a GPU, whose sums are not ordered, they are not the same weights to the bit.
     """
-    for label in wanted(labels, study.trials):
-        config = study.winner(label, out, rates)
-        if config is None or (kept := Record.of(out, config).folder / "model.safetensors").exists():
+    for label, config in study.settled(out, rates, labels).items():
+        if (kept := Record.of(out, config).folder / "model.safetensors").exists():
             continue
         again = Record.of(out / "again", config)
         if again.result() is not None and not (again.folder / "model.safetensors").exists():
@@ -234,14 +236,19 @@ def weights(study: Study, out: Path, rates: Rates, root: Path | None, labels: li
 
 
 def flat(
-    study: Study, out: Path, rates: Rates, root: Path | None, labels: list[str] | None = None, draws: int = 50
+    study: Study | Variants,
+    out: Path,
+    rates: Rates,
+    root: Path | None,
+    labels: list[str] | None = None,
+    draws: int = 50,
 ) -> None:
-    """Measure the neighbourhood and the top eigenvalues of the finished winners, seed by seed."""
+    """Measure the neighbourhood and the top eigenvalues of finished runs, a study's winners', seed by seed."""
     plan = Plan(num_samples=draws, num_ascent_steps=0, num_trace_samples=0, num_density_probes=0, num_points=0)
     for seed in study.seeds:
         runs = {
             label: record
-            for label, record in _winners(study, out, rates, wanted(labels, study.trials), seed).items()
+            for label, record in _finished(study, out, rates, labels, seed).items()
             if not (record.folder / "flatness.json").exists()
         }
         for found, about in measure_runs(runs, examples=1000, root=root, plan=plan):
@@ -262,7 +269,7 @@ def cross(study: Study, out: Path, rates: Rates, root: Path | None, path: Path) 
     labels = ["erm", "sam", "tsam s=3"]
     known: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     for seed in study.seeds:
-        runs = _winners(study, out, rates, labels, seed)
+        runs = _finished(study, out, rates, labels, seed)
         if len(runs) < len(labels) or str(seed) in known:
             continue
         sam, tsam = (runs[label].config() for label in labels[1:])
@@ -280,10 +287,12 @@ def cross(study: Study, out: Path, rates: Rates, root: Path | None, path: Path) 
             print(f"seed {seed} {entry.split} {entry.model} under {entry.objective}: {entry.loss:.4f}", flush=True)
 
 
-def _winners(study: Study, out: Path, rates: Rates, labels: Sequence[str], seed: int) -> dict[str, Record]:
-    """The finished runs of the chosen settings with a seed, those whose weights are here."""
-    chosen = {label: study.winner(label, out, rates) for label in labels}
-    found = {label: Record.of(out, replace(config, seed=seed)) for label, config in chosen.items() if config}
+def _finished(
+    study: Study | Variants, out: Path, rates: Rates, labels: Sequence[str] | None, seed: int
+) -> dict[str, Record]:
+    """The finished runs of the settled settings with a seed, those whose weights are here."""
+    settled = study.settled(out, rates, labels)
+    found = {label: Record.of(out, replace(config, seed=seed)) for label, config in settled.items()}
     return {label: r for label, r in found.items() if r.result() and (r.folder / "model.safetensors").exists()}
 
 

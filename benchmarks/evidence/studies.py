@@ -238,6 +238,13 @@ NOISY_BEYOND = Variants(
     seeds=(0,),
     title=NOISY.title,
 )
+# What an ascent is worth to averaged weights at the rate that all chose, in SAM's seconds; without one it is ERM.
+NOISY_ASCENT = Variants(
+    "noisy-ascent",
+    {"rho 0": _ERM_AVERAGED, "rho 0.1": replace(_SAM_AVERAGED, rho=0.1), "rho 0.2": _SAM_AVERAGED},
+    seeds=NOISY.seeds,
+    title=NOISY.title,
+)
 # SAM's average was still rising when its seconds were over, and ERM's hardly: who is ahead after twice as many?
 NOISY_LONGER = Variants(
     "noisy-longer",
@@ -271,6 +278,7 @@ _ALL: list[Study | Variants] = [
     NOISY_FALLING,
     NOISY_RATES,
     NOISY_BEYOND,
+    NOISY_ASCENT,
     NOISY_LONGER,
     *FINE_TUNING_AVERAGED,
     *FINE_TUNING_BESIDE,

@@ -119,6 +119,11 @@ class Study:
             return None
         return _first(standing, out)
 
+    def settled(self, out: Path, rates: Rates, labels: Sequence[str] | None = None) -> dict[str, TrainConfig]:
+        """By label, the settings that are run with every seed: its winner, where there is one."""
+        chosen = {label: self.winner(label, out, rates) for label in wanted(labels, self.trials)}
+        return {label: config for label, config in chosen.items() if config is not None}
+
 
 @dataclass(frozen=True)
 class Variants:
@@ -144,6 +149,11 @@ class Variants:
         mine = wanted(labels, self.configs)
         cells = [Cell(label, replace(self.configs[label], seed=seed), 1.0) for seed in self.seeds for label in mine]
         return [cell for cell in cells if score_at(out, cell.config, 1.0) is None]
+
+    def settled(self, out: Path, rates: Rates, labels: Sequence[str] | None = None) -> dict[str, TrainConfig]:
+        """By label, the settings that are run with every seed: all of them."""
+        del out, rates
+        return {label: replace(self.configs[label], seed=self.seeds[0]) for label in wanted(labels, self.configs)}
 
 
 def wanted(labels: Sequence[str] | None, known: Mapping[str, object]) -> list[str]:

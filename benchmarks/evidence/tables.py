@@ -234,21 +234,20 @@ def draw_variants(study: Variants, out: Path, path: Path) -> None:
     plt.close(figure)
 
 
-def flatness_of(study: Study, out: Path, rates: Rates) -> dict[str, list[dict[str, Any]]]:
-    """By label, what was measured around the chosen settings' runs, a seed each."""
+def flatness_of(study: Study | Variants, out: Path, rates: Rates) -> dict[str, list[dict[str, Any]]]:
+    """By label, what was measured around the runs of its settings, a seed each."""
     found: dict[str, list[dict[str, Any]]] = {}
-    for label in study.trials:
-        chosen = study.winner(label, out, rates)
-        if chosen is None:
-            continue
+    for label, config in study.settled(out, rates).items():
         for seed in study.seeds:
-            path = Record.of(out, replace(chosen, seed=seed)).folder / "flatness.json"
+            path = Record.of(out, replace(config, seed=seed)).folder / "flatness.json"
             if path.exists():
                 found.setdefault(label, []).append(json.loads(path.read_text()))
     return found
 
 
-def flat_table(study: Study, out: Path, rates: Rates, stds: Sequence[float] = (0.01, 0.05, 0.1)) -> list[list[str]]:
+def flat_table(
+    study: Study | Variants, out: Path, rates: Rates, stds: Sequence[float] = (0.01, 0.05, 0.1)
+) -> list[list[str]]:
     """Loss at the weights, mean and variance of the loss around them, and the Hessian's largest eigenvalues.
 
     Args:
@@ -257,7 +256,8 @@ def flat_table(study: Study, out: Path, rates: Rates, stds: Sequence[float] = (0
         rates: Of the study.
         stds: Noise levels to show, of those that were measured.
     """
-    heading = ["method", "loss", *(f"{what} at {std:g}" for std in stds for what in ("mean", "variance"))]
+    first = "variant" if isinstance(study, Variants) else "method"
+    heading = [first, "loss", *(f"{what} at {std:g}" for std in stds for what in ("mean", "variance"))]
     table = [[*heading, "top-5 eigenvalues", "seeds"]]
     for label, seeds in flatness_of(study, out, rates).items():
         around = [seed["neighborhood"] for seed in seeds]

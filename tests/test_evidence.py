@@ -315,18 +315,27 @@ def test_flatness_of_the_winners_is_measured_once(done, capsys):
 
 def test_flatness_of_variants_is_measured_and_shown(tmp_path, capsys):
     base = replace(STUDY.base, method="erm", epochs=1.0)
-    study = Variants("pair", {f"lr {lr:g}": replace(base, lr=lr) for lr in (0.01, 0.05)}, seeds=(0,))
+    configs = {"lr 0.01": replace(base, lr=0.01), "lr 0.05": replace(base, lr=0.05)}
+    study = Variants("pair", {**configs, "epochs 1": configs["lr 0.01"]}, seeds=(0, 1))
+    weights(study, tmp_path, {}, None)
+    assert not list(tmp_path.iterdir())  # what has not been run is not to be trained again
     work([study], tmp_path, {}, None)
     flat(study, tmp_path, {}, None, ["lr 0.01"], draws=2)
     capsys.readouterr()
     show(study, tmp_path, {}, tmp_path)
-    assert "eigenvalues" not in capsys.readouterr().out  # one alone is nothing to compare
+    assert "eigenvalues" not in capsys.readouterr().out  # one alone is nothing to compare, whatever its labels
     flat(study, tmp_path, {}, None, draws=2)
-    assert capsys.readouterr().out.startswith("lr 0.05 seed 0: loss")
+    assert [line.split(":")[0] for line in capsys.readouterr().out.splitlines()] == ["lr 0.05 seed 0", "lr 0.05 seed 1"]
     show(study, tmp_path, {}, tmp_path)
-    rows = capsys.readouterr().out.split("top-5 eigenvalues")[1].splitlines()[2:]
-    measured = [json.loads(path.read_text())["loss"] for path in sorted(tmp_path.rglob("flatness.json"))]
-    assert sorted(float(row.split("|")[2]) for row in rows) == pytest.approx(sorted(measured), rel=0.01)
+    shown = capsys.readouterr().out.split("### pair")[-1].splitlines()
+    heading, _, *rows = ([cell.strip() for cell in line.split("|")[1:-1]] for line in shown if line)
+    assert heading[:2] == ["variant", "loss"]
+    assert [row[0] for row in rows] == list(configs)
+    for row, config in zip(rows, configs.values(), strict=True):
+        files = [Record.of(tmp_path, replace(config, seed=seed)).folder / "flatness.json" for seed in (0, 1)]
+        mean = sum(json.loads(path.read_text())["loss"] for path in files) / 2
+        assert row[1] == f"{mean:.3g}"
+        assert row[-1] == "2"
 
 
 def test_weights_that_a_record_does_not_hold_are_trained_again(done, tmp_path, capsys):

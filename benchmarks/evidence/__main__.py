@@ -108,7 +108,7 @@ def show(study: Study | Variants, out: Path, rates: Rates, record: Path) -> None
         tables.append(flat)
         if isinstance(study, Study):
             draw_flatness(study, out, rates, record / f"{study.name}-flatness.png")
-    if (path := record / f"{study.name}-cross.json").exists():
+    if isinstance(study, Study) and (path := record / f"{study.name}-cross.json").exists():
         tables.append(cross_table(path))
     for table in tables:
         print(f"\n### {study.name}\n")
@@ -224,7 +224,8 @@ def weights(
     On a GPU, whose sums are not ordered, they are not the same weights to the bit.
     """
     for label, config in study.settled(out, rates, labels).items():
-        if (kept := Record.of(out, config).folder / "model.safetensors").exists():
+        record = Record.of(out, config)
+        if record.result() is None or (kept := record.folder / "model.safetensors").exists():
             continue
         again = Record.of(out / "again", config)
         if again.result() is not None and not (again.folder / "model.safetensors").exists():
@@ -290,7 +291,7 @@ def cross(study: Study, out: Path, rates: Rates, root: Path | None, path: Path) 
 def _finished(
     study: Study | Variants, out: Path, rates: Rates, labels: Sequence[str] | None, seed: int
 ) -> dict[str, Record]:
-    """The finished runs of the settled settings with a seed, those whose weights are here."""
+    """The finished runs of a study's settings with a seed, those whose weights are here."""
     settled = study.settled(out, rates, labels)
     found = {label: Record.of(out, replace(config, seed=seed)) for label, config in settled.items()}
     return {label: r for label, r in found.items() if r.result() and (r.folder / "model.safetensors").exists()}

@@ -151,9 +151,12 @@ class Variants:
         return [cell for cell in cells if score_at(out, cell.config, 1.0) is None]
 
     def settled(self, out: Path, rates: Rates, labels: Sequence[str] | None = None) -> dict[str, TrainConfig]:
-        """By label, the settings that are run with every seed: all of them."""
+        """By label, the settings that are run with every seed: all of them, under the first of several labels."""
         del out, rates
-        return {label: replace(self.configs[label], seed=self.seeds[0]) for label in wanted(labels, self.configs)}
+        first: dict[TrainConfig, str] = {}
+        for label in wanted(labels, self.configs):
+            first.setdefault(replace(self.configs[label], seed=self.seeds[0]), label)
+        return {label: config for config, label in first.items()}
 
 
 def wanted(labels: Sequence[str] | None, known: Mapping[str, object]) -> list[str]:

@@ -9,9 +9,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import reference
 import tiltsam
-from cases import METHODS, Problem, quadratic_problem, sgd
-from tiltsam import vectors
+from cases import METHODS, Problem, assert_same, quadratic_problem, sgd
+from tiltsam import fused, vectors
 from tiltsam.parameters import ParameterSpace
+from tiltsam.samplers import Draw
+from tiltsam.space import Evaluation, Spread
 from tiltsam.streams import Streams, stream_seed
 
 every_method = pytest.mark.parametrize("method", METHODS, ids=repr)
@@ -236,6 +238,74 @@ def test_no_synchronisation_on_a_gpu(method):
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert all(p.isfinite().all() for p in problem.model.parameters())
+
+
+@pytest.fixture
+def odd_defaults(request):
+    """Torch's defaults, set as a user may set them."""
+    device, dtype = request.param
+    yield device, dtype
+    torch.set_default_device(None)
+    torch.set_default_dtype(torch.float32)
+
+
+@every_method
+@pytest.mark.parametrize(
+    "odd_defaults",
+    [("meta", torch.float64), pytest.param(("cuda", torch.float64), marks=cuda)],
+    ids=["cpu", "cuda"],
+    indirect=True,
+)
+def test_torchs_defaults_for_new_tensors_change_nothing(method, odd_defaults):
+    """Parameters say where numbers lie and how precise they are. What is made on ``meta`` by mistake has no values."""
+    found = []
+    for odd in (False, True):
+        problem = Problem(dtype=torch.float32)
+        if odd_defaults[0] == "cuda":
+            problem.model.cuda()
+            problem.x, problem.y = problem.x.cuda(), problem.y.cuda()
+        if odd:
+            torch.set_default_device(odd_defaults[0])
+            torch.set_default_dtype(odd_defaults[1])
+        optimizer = method(sgd(problem.model.parameters()), model=problem.model)
+        losses = [optimizer.step(problem.closure) for _ in range(2)]
+        optimizer.load_state_dict(optimizer.state_dict())
+        losses.append(optimizer.step(lambda problem=problem: problem.closure().item()))  # a number will do
+        assert {loss.dtype for loss in losses} == {torch.float32}
+        assert not optimizer.info.num_nonfinite
+        found.append(problem.weights())
+    assert_same(*found)
+
+
+@pytest.mark.parametrize("odd_defaults", [("meta", torch.float64)], indirect=True)
+def test_fused_kernels_get_float32_whatever_torchs_defaults(odd_defaults, monkeypatch):
+    """They are compiled for what they get, and add up in float32; addresses come from the host."""
+    given = []
+
+    class Recorder:
+        def __getattr__(self, name):
+            return self
+
+        def __getitem__(self, grid):
+            return lambda *args, **options: given.extend(x for x in args if isinstance(x, torch.Tensor))
+
+    monkeypatch.setattr(fused, "kernels", Recorder())
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: x)
+    like, loss, finite = torch.zeros(5), torch.zeros(()), torch.tensor(True)
+    torch.set_default_device(odd_defaults[0])
+    torch.set_default_dtype(odd_defaults[1])
+    kernels = fused.FusedVectors([like])
+    tables = kernels.named("point", [like]), kernels.named("center", [like])
+    assert kernels.table([like]).tolist() == [like.data_ptr()]
+    at = Evaluation(loss, [like], *kernels.evaluate(kernels.table([like]), loss, None))
+    kernels.climb(*tables, kernels.table([like]), loss, at, backup=False)
+    for spread in (Spread(radius=loss), Spread(std=loss), Spread(std=loss, longest=loss)):
+        scale, _ = kernels.noise_scale(loss, 0, spread, ahead=False)
+    kernels.noise_move(*tables, loss, 0, scale, backup=False)
+    kernels.ledger(loss, 1).add(Draw(loss, [like], loss, finite, loss), loss)
+    kernels.reserve(1)
+    assert {x.dtype for x in given if x.is_floating_point()} == {torch.float32}
+    assert {x.device.type for x in given} == {"cpu"}
 
 
 def test_several_blocks_equal_one():

@@ -337,7 +337,7 @@ class CapturedStep:
             self._graphs.clear()  # they read the old ones
             device = groups[0]["params"][0].device
             self._rate_values = [float(group["lr"]) for group in groups]
-            self._rates = [torch.full((), v, device=device) for v in self._rate_values]
+            self._rates = [torch.full((), v, dtype=torch.float32, device=device) for v in self._rate_values]
         self._write_rates()
         before = [dict(group) for group in groups]
         for group, rate in zip(groups, self._rates, strict=True):

@@ -78,10 +78,10 @@ class FusedVectors:
             torch.tensor(x, dtype=torch.int32, device=self.device) for x in (owner, start, length)
         )
         # Two of each: what runs in a branch of a graph must not write what the main line writes.
-        self._partial = [torch.empty(self.num_chunks, device=self.device) for _ in range(2)]
+        self._partial = [self._empty(self.num_chunks) for _ in range(2)]
         self._counter = [torch.zeros((), dtype=torch.int32, device=self.device) for _ in range(2)]
         self._true = torch.ones((), dtype=torch.bool, device=self.device)
-        self._infinity = torch.full((), torch.inf, device=self.device)
+        self._infinity = torch.full((), torch.inf, dtype=torch.float32, device=self.device)
         self._dim = sum(x.numel() for x in like)
         self._fixed: dict[str, tuple[list[int], Tensor]] = {}
         self._reserved: Tensor | None = None
@@ -118,12 +118,12 @@ class FusedVectors:
         """
         owner, start, length = (torch.zeros(1, dtype=torch.int32, device=self.device) for _ in range(3))
         table = torch.zeros(2, dtype=torch.int64, device=self.device)
-        number = torch.zeros((), device=self.device)
+        number = self._empty().zero_()
         flag = torch.zeros((), dtype=torch.bool, device=self.device)
         options = {"BACKUP": True, "LANES": LANES, "num_warps": WARPS}
         kernels.noise_move[(1,)](owner, start, length, table, table, table[0], 0, number, **options)
         counter = torch.zeros((), dtype=torch.int32, device=self.device)
-        sums = torch.empty(1, device=self.device), counter, number.clone(), self.num_chunks
+        sums = self._empty(1), counter, number.clone(), self.num_chunks
         kernels.climb[(1,)](owner, start, length, table, table, table, number, number, flag, *sums, **options)
 
     def named(self, name: str, x: Sequence[Tensor]) -> Tensor:
@@ -144,7 +144,7 @@ class FusedVectors:
             self._filled.append(addresses)
             return self._reserved[len(self._filled) - 1]
         # The allocator of page-locked memory waits for the copy before it lends the memory out again.
-        return torch.tensor(addresses, dtype=torch.int64).pin_memory().to(self.device, non_blocking=True)
+        return torch.tensor(addresses, dtype=torch.int64, device="cpu").pin_memory().to(self.device, non_blocking=True)
 
     # ---------------------------------------------------------------- stages
 
@@ -153,7 +153,7 @@ class FusedVectors:
 
         ``ahead`` says that this runs in a branch of a graph, beside the other stages.
         """
-        scale, moved = (torch.empty((), device=self.device) for _ in range(2))
+        scale, moved = (self._empty() for _ in range(2))
         radius, std = (x if x is not None else scale for x in spread[:2])  # a missing one is not read
         longest = spread.longest if spread.longest is not None else self._infinity
         self._launch(
@@ -170,7 +170,7 @@ class FusedVectors:
 
     def evaluate(self, gradient: Tensor, loss: Tensor, after: Evaluation | None) -> tuple[Tensor, Tensor]:
         """The norm of a gradient (0 if not finite), and whether it, the loss and what came before are finite."""
-        norm = torch.empty((), device=self.device)
+        norm = self._empty()
         finite = torch.empty((), dtype=torch.bool, device=self.device)
         sums = self._partial[0], self._counter[0]
         before = self._true if after is None else after.finite
@@ -181,7 +181,7 @@ class FusedVectors:
         self, point: Tensor, center: Tensor, gradient: Tensor, rho: Tensor, at: Evaluation, *, backup: bool
     ) -> Tensor:
         """``point <- point + ρ n(gradient)`` where finite; returns ``‖point − center‖``. ``backup`` as above."""
-        moved = torch.empty((), device=self.device)
+        moved = self._empty()
         scale = rho, at.norm, at.finite
         sums = self._partial[0], self._counter[0], moved, self.num_chunks
         self._launch(kernels.climb, point, center, gradient, *scale, *sums, BACKUP=backup)
@@ -194,6 +194,9 @@ class FusedVectors:
     def mix(self, mean: Tensor, gradient: Tensor, share: Tensor, valid: Tensor, *, first: bool) -> None:
         """``mean <- mean + share (gradient − mean)`` where ``valid``; the first gradient just replaces the mean."""
         self._launch(kernels.mix, mean, gradient, share, valid, FIRST=first)
+
+    def _empty(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.float32, device=self.device)
 
     def _launch(self, kernel: Any, *args: Any, **options: Any) -> None:
         chunks = self._owner, self._start, self._length
@@ -214,7 +217,7 @@ class FusedLedger:
         self._count = 0
         # loss, effective sample size, how many are not finite, largest loss, total weight; then a row for each of
         # loss, weight, start loss, distance, gradient norm, validity.
-        self._board = torch.empty(5 + 6 * num_samples, device=tilt.device)
+        self._board = torch.empty(5 + 6 * num_samples, dtype=torch.float32, device=tilt.device)
 
     def add(self, draw: Draw, distance: Tensor) -> Tensor:
         """See :class:`~tiltsam.weighing.Ledger`."""

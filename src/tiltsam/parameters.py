@@ -260,7 +260,7 @@ class ParameterSpace(BlockVectors, DeviceSettings):
     def _loss(self, value: Any) -> Tensor:
         if not isinstance(value, Tensor | float | int):
             raise TypeError(f"the closure must return the loss, a tensor with one element; got {type(value).__name__}")
-        loss = torch.as_tensor(value).detach()
+        loss = value.detach() if isinstance(value, Tensor) else self._zero + value
         if loss.numel() != 1:
             raise ValueError(f"the closure must return one loss, got a tensor of shape {tuple(loss.shape)}")
         return loss.reshape(()).to(device=self.device, dtype=self.dtype)

@@ -346,7 +346,12 @@ def test_copies_and_pickles(method):
     problem = Problem()
     optimizer = method(sgd(problem.model.parameters()), model=problem.model)
     torch.optim.lr_scheduler.StepLR(optimizer, 1)  # patches optimizer.step
+    calls = []
+    for hooked in (optimizer, optimizer.base):  # torch leaves hooks out of copies: few could be pickled
+        hooked.register_step_pre_hook(lambda *_: calls.append("before"))
+        hooked.register_state_dict_post_hook(lambda *_: calls.append("saved"))
     optimizer.step(problem.closure)
+    calls.clear()
     for other in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
         assert type(other) is type(optimizer)
         assert other.param_groups is other.base.param_groups
@@ -355,6 +360,8 @@ def test_copies_and_pickles(method):
         assert p is not q
         assert torch.equal(p, q)
         other.step(lambda p=p: _backward(p.square().sum()))
+        other.state_dict()
+        assert not calls
     assert type(optimizer).__name__ in repr(optimizer)
 
 

@@ -127,8 +127,8 @@ class SharpnessAware(Shell):
         self.check_settings()
 
     def __getstate__(self) -> dict[str, Any]:
-        # Left out: a scheduler's patch of step, and what is rebuilt at the next step.
-        state = {k: v for k, v in self.__dict__.items() if k != "step"}
+        # Left out: a scheduler's patch of step, hooks (as torch does), and what is rebuilt at the next step.
+        state = {k: v for k, v in self.__dict__.items() if k != "step" and not k.startswith("_optimizer_")}
         return {**state, "_space": None, "_info": None}
 
     # ---------------------------------------------------------------- settings

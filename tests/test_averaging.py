@@ -73,6 +73,11 @@ def test_parameters_are_no_model():
         tiltsam.WeightAverage(nn.Linear(3, 2).parameters())
 
 
+def test_a_model_without_parameters_is_told_so_at_once():
+    with pytest.raises(ValueError, match="BatchNorm1d has no parameters to average"):
+        tiltsam.WeightAverage(nn.BatchNorm1d(3, affine=False))
+
+
 def test_weights_and_buffers_come_back_whatever_is_raised():
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
     average = tiltsam.WeightAverage(model)

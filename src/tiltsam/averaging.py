@@ -63,6 +63,8 @@ class WeightAverage:
         self._applied = False
         reshard(model)  # or the copies that FSDP gathered would be taken for its parameters
         self._parameters = _parameters(model)
+        if not self._parameters:
+            raise ValueError(f"{type(model).__name__} has no parameters to average")
         # In half precision an average would stop moving: its steps become smaller than the spacing of the numbers.
         self._average = {name: p.detach().clone().to(_wide(p.dtype)) for name, p in self._parameters.items()}
 

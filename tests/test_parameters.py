@@ -369,6 +369,40 @@ def test_a_copy_that_counts_nothing_leaves_the_gradient_alone(kind):
         assert mean.isnan().all() if kept else (mean == 0).all()
 
 
+@every_method
+@pytest.mark.parametrize(
+    "loss_of",
+    [lambda w: 2 * w.sum(), lambda w: (torch.complex(torch.zeros_like(w), w).conj() + 3j).abs().square().sum()],
+    ids=["expanded", "negative bit"],
+)
+def test_gradients_that_autograd_did_not_write_itself_count_as_they_are(method, loss_of):
+    """What ``autograd.grad`` returns may be one number seen in many places, or the negative of what lies in memory."""
+    ours, theirs = (nn.Parameter(torch.linspace(-1, 1, 6, dtype=torch.float64)) for _ in range(2))
+
+    def by_hand():
+        loss = loss_of(ours)
+        (ours.grad,) = torch.autograd.grad(loss, ours)
+        assert ours.grad.is_neg() or ours.grad.stride() == (0,)
+        return loss.detach()
+
+    one, two = method(sgd([ours])), method(sgd([theirs]))
+    for _ in range(2):
+        one.step(by_hand)
+        two.step(lambda: backward(loss_of(theirs)))
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+
+
+def test_gradients_of_another_dtype_are_refused():
+    """They would be read bit by bit as what they are not."""
+    theta = nn.Parameter(torch.ones(3))
+    theta.grad_dtype = torch.float64
+    with pytest.raises(
+        TypeError, match=r"the dtype of its parameter, torch\.float32, got torch\.float64: .*grad_dtype"
+    ):
+        tiltsam.ERM(sgd([theta])).step(lambda: backward(theta.double().square().sum()))
+    assert theta.tolist() == [1.0] * 3
+
+
 def test_sparse_gradients_are_refused():
     table = nn.Embedding(10, 3, sparse=True)
     optimizer = tiltsam.SAM(sgd(table.parameters(), momentum=0.0, weight_decay=0.0))

@@ -98,9 +98,7 @@ def _in_lists(buffers: Iterable[Tensor | None]) -> list[list[Tensor]]:
 
 def _writable(b: Tensor) -> bool:
     """Whether values can be copied into it: not if it is sparse, expanded, or made in inference mode."""
-    if b.layout != torch.strided or b.is_inference():
-        return False
-    return not any(n > 1 and stride == 0 for n, stride in zip(b.shape, b.stride(), strict=True))
+    return b.layout == torch.strided and not b.is_inference() and not vectors.expanded(b)
 
 
 def _kind(b: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:

@@ -21,6 +21,7 @@ __all__ = [
     "check_count",
     "check_gradient",
     "check_kept",
+    "check_kind",
     "check_minimizes",
     "check_model",
     "check_nonnegative",
@@ -172,6 +173,17 @@ def check_gradient(gradient: Sequence[Tensor | None]) -> None:
         raise RuntimeError(
             "the closure left no gradient on any trainable parameter: it has to call loss.backward() on a loss of "
             "the optimizer's own parameters, not of a copy, and must not clear the gradients afterwards"
+        )
+
+
+def check_kind(grad: Tensor, dtype: torch.dtype) -> None:
+    """Raise unless the gradient of a parameter of that dtype is one of it, and dense."""
+    if grad.layout != torch.strided:
+        raise TypeError(f"gradients must be dense, got {grad.layout}: build the embedding with sparse=False")
+    if grad.dtype != dtype:
+        raise TypeError(
+            f"a gradient must have the dtype of its parameter, {dtype}, got {grad.dtype}: leave the parameter's "
+            "grad_dtype alone"
         )
 
 

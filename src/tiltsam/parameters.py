@@ -18,7 +18,7 @@ from tiltsam.accumulator import Accumulator
 from tiltsam.blocks import BlockVectors
 from tiltsam.branches import Branch
 from tiltsam.buffers import to_the_end
-from tiltsam.checks import check_gradient, check_storage
+from tiltsam.checks import check_gradient, check_kind, check_storage
 from tiltsam.distributed import Parallel, Sharding, World, local_gradient, local_part, reshard
 from tiltsam.passes import CapturedRandom, Passes, WithoutBackward
 from tiltsam.scaling import LossScaling
@@ -209,7 +209,7 @@ class ParameterSpace(BlockVectors, DeviceSettings):
         self.num_forwards += 1
         self.num_backwards += 1
         self.num_ascents += ascent
-        found = (None if p.grad is None else vectors.real(_strided(local_gradient(p))) for p in self.params)
+        found = (None if p.grad is None else _gradient(p) for p in self.params)
         gradient = vectors.apart(found)  # it will be overwritten
         for p in self.params:
             p.grad = None  # the list is the one owner
@@ -393,7 +393,7 @@ def _no_closure() -> Tensor:
     raise RuntimeError("no closure was set")
 
 
-def _strided(grad: Tensor) -> Tensor:
-    if grad.layout != torch.strided:
-        raise TypeError(f"gradients must be dense, got {grad.layout}: build the embedding with sparse=False")
-    return grad.resolve_conj()
+def _gradient(p: Tensor) -> Tensor:
+    grad = local_gradient(p)
+    check_kind(grad, p.dtype)
+    return vectors.real(grad.resolve_conj().resolve_neg())

@@ -20,6 +20,7 @@ __all__ = [
     "copy_",
     "dense",
     "dot",
+    "expanded",
     "keep_",
     "keep_copy_",
     "lerp_",
@@ -76,6 +77,11 @@ def dense(x: Tensor) -> bool:
     return True
 
 
+def expanded(x: Tensor) -> bool:
+    """Some elements share a place."""
+    return any(size > 1 and stride == 0 for size, stride in zip(x.shape, x.stride(), strict=True))
+
+
 def real(x: Tensor) -> Tensor:
     """The tensor as real numbers, sharing memory."""
     x = x.detach()
@@ -83,14 +89,15 @@ def real(x: Tensor) -> Tensor:
 
 
 def apart(x: Iterable[Tensor | None]) -> list[Tensor | None]:
-    """The tensors, each in memory of its own: one that begins before another has ended is copied.
+    """The tensors, each in memory of its own: one that begins before another has ended, or is expanded, is copied.
 
-    Autograd gives several parameters views of one buffer, where they enter a sum reshaped.
+    Autograd gives several parameters views of one buffer, where they enter a sum reshaped; what ``autograd.grad``
+    returns may be one number seen in many places.
     """
     own = list(x)
     end = 0
     for start, size, i in sorted((a.data_ptr(), a.nbytes, i) for i, a in enumerate(own) if a is not None):
-        if start < end and (shared := own[i]) is not None:
+        if (shared := own[i]) is not None and (start < end or expanded(shared)):
             own[i] = shared.clone()
         else:
             end = start + size

@@ -189,7 +189,9 @@ class SharpnessAware(Shell):
 
         Args:
             closure: Runs forward and backward on *one* mini-batch and returns the loss; called several times. It need
-                not clear gradients. For gradient accumulation, loop over micro-batches inside and return the total.
+                not clear gradients, except those of parameters that are not this optimizer's: there all passes add up.
+                A tensor that it sets as a gradient by hand is the step's to overwrite.
+                For gradient accumulation, loop over micro-batches inside and return the total.
                 Or one for each sample of the step, on a part of the mini-batch each: s samples at the price of one.
             ascent_closure: Used in its place where a gradient only points the way up (the first pass of SAM, the first
                 of each sample of TSAM): the same on part of the mini-batch makes those passes cheaper.

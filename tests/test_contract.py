@@ -272,6 +272,20 @@ def test_a_group_with_a_bad_setting_is_not_added(bad):
     optimizer.step(lambda: _backward(second(first(torch.ones(3, 2))).square().mean()))
 
 
+@every_method
+@pytest.mark.parametrize("where", [0, 1])
+def test_a_group_that_was_taken_out_for_a_while_counts_the_steps_of_the_others(method, where):
+    problem = Problem()
+    params = [p for p in problem.model.parameters() if p.requires_grad]
+    optimizer = method(sgd([{"params": params[:2]}, {"params": params[2:]}]))
+    optimizer.step(problem.closure)
+    group = optimizer.param_groups.pop(0)
+    optimizer.step(problem.closure)
+    optimizer.param_groups.insert(where, group)
+    optimizer.step(problem.closure)
+    assert [group["steps_taken"] for group in optimizer.param_groups] == [3, 3]
+
+
 def test_groups_may_be_empty():
     problem = Problem()
     optimizer = tiltsam.SAM(sgd(problem.model.parameters()))

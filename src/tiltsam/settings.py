@@ -109,6 +109,10 @@ class GroupSettings:
                     group[key] = known.get(key, value)
                 elif type(group[key]) not in _PLAIN:
                     group[key] = _plain(group[key])
+        key = self._keys["steps_taken"]
+        taken = max((group[key] for group in groups), default=0)
+        for group in groups:
+            group[key] = taken  # one that was taken out for a while has fallen behind
 
     def follow_schedules(self) -> None:
         """Give scheduled settings their values at the coming step, but no group a rho that brought its own."""

@@ -227,6 +227,10 @@ class LineSearchSAM(SharpnessAware):
         rho: The longest step, >= 0.
         num_points: K >= 1; 10 forward passes cost about what two more samples of TSAM do.
         **options: See :class:`SharpnessAware`.
+
+    Note:
+        In the K forward passes the closure's ``backward()`` does nothing: if it goes on to clamp or log gradients, it
+        finds ``None`` there.
     """
 
     def __init__(self, base: Optimizer, rho: float | Schedule = 0.05, num_points: int = 10, **options: Any) -> None:

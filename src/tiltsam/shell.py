@@ -83,7 +83,10 @@ class Shell(Optimizer):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what :meth:`state_dict` gave, or a checkpoint of the bare base (own settings then stay as they are)."""
+        """Load what :meth:`state_dict` gave, or a checkpoint of the bare base (own settings then stay as they are).
+
+        One of another method brings the settings that both have, as a rate comes with any: SAM then has ASAM's rho.
+        """
         state_dict = state_dict.copy()
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             replaced = hook(self, state_dict)

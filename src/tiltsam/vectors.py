@@ -79,7 +79,8 @@ def dense(x: Tensor) -> bool:
 
 def expanded(x: Tensor) -> bool:
     """Some elements share a place."""
-    return any(size > 1 and stride == 0 for size, stride in zip(x.shape, x.stride(), strict=True))
+    strides = x.stride()
+    return 0 in strides and any(size > 1 and stride == 0 for size, stride in zip(x.shape, strides, strict=True))
 
 
 def real(x: Tensor) -> Tensor:

@@ -525,7 +525,11 @@ def test_a_run_that_is_held_is_refused(tmp_path, capsys):
         (["compare", "digits", "--methods", "sam:rho=big"], "'sam:rho=big': rho: 'big' is not a float"),
         (["compare", "digits", "--methods", "sam:lr=nan"], "'sam:lr=nan': lr: nan is not finite"),
         (["compare", "digits", "--methods", "sam:rho=-1"], "rho must be a finite number >= 0, got -1.0"),
-        (["compare", "digits", "--methods", "sam:size=1"], "size cannot be set for one method alone"),
+        (
+            ["compare", "digits", "--methods", "sam:rhoo=1"],
+            "'sam:rhoo=1': unknown setting 'rhoo': one of model, epochs,",
+        ),
+        (["compare", "digits", "--methods", "erm:rho0=1"], "clip, every, noise, validation,"),  # none that erm has not
         (["compare", "digits", "--methods", "sam:seed=1"], "seed cannot be set for one method alone"),
         (["compare", "digits", "--methods", "sam:average=yes"], "average: 'yes' is neither true nor false"),
         (

@@ -98,14 +98,17 @@ def parse_method(text: str) -> dict[str, Any]:
     method, colon, rest = text.partition(":")
     TrainConfig(method=method)  # one that is unknown is refused
     found: dict[str, Any] = {"method": method}
-    fields = {field.name for field in dataclasses.fields(TrainConfig)}
+    fields = [field.name for field in dataclasses.fields(TrainConfig)]
     for pair in rest.split(",") if colon else ():
         name, equals, value = (part.strip() for part in pair.partition("="))
         name = name.replace("-", "_")
         if not equals or name in found:
             raise ConfigError(f"{text!r}: after the colon settings, as in asam:rho=5 or tsam:num_samples=3,t=100")
-        if name not in fields or name in _FOR_ALL:
+        if name in _FOR_ALL:
             raise ConfigError(f"{text!r}: {name} cannot be set for one method alone")
+        if name not in fields:
+            known = (f for f in fields if f not in ("method", *_FOR_ALL, *settings_of_others(method)))
+            raise ConfigError(f"{text!r}: unknown setting {name!r}: one of {', '.join(known)}")
         try:
             found[name] = parse_setting(name, value)
         except ConfigError as error:

@@ -122,6 +122,14 @@ def test_a_run_counts_once(tmp_path):
     assert "the same config and seed" in reading.problems[0].what
 
 
+def test_runs_behind_a_link_are_found_and_one_that_leads_round_does_no_harm(tmp_path):
+    write_run(tmp_path / "far", method="erm")
+    write_run(tmp_path / "runs", task="dtd", method="sam")
+    (tmp_path / "runs" / "digits").symlink_to(tmp_path / "far" / "digits")
+    (tmp_path / "runs" / "round").symlink_to(tmp_path / "runs")
+    assert [run.task for run in read_runs([tmp_path / "runs"]).runs] == ["digits", "dtd"]
+
+
 def test_folders_without_runs(tmp_path, capsys):
     with pytest.raises(RecordError, match="no run in"):
         read_runs([tmp_path])

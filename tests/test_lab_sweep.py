@@ -304,7 +304,7 @@ def test_entries_are_gone_on_with(tmp_path, pretend):
         (["sam:num_samples=3"], "'sam:num_samples=3': sam has no num_samples"),
         (["sam:rho"], "'sam:rho': after the colon settings"),
         (["sam:"], "'sam:': after the colon settings"),
-        (["sam:size=1"], "size cannot be set for one method alone"),
+        (["sam:size=1"], "'sam:size=1': unknown setting 'size': one of model, epochs,"),
         (["sam:rho=big"], "'sam:rho=big': rho: 'big' is not a float"),
         (["adam:rho=1"], "unknown method 'adam': one of erm"),
         *(
@@ -580,6 +580,12 @@ def test_it_ends_with_a_report_of_what_was_tested(tmp_path, capsys):
     for here, name in ((path.parent, "."), (path.parent.parent, path.parent.name), (tmp_path / "digits", "../sweeps")):
         with chdir(here):
             assert len(folders_of_runs([Path(name)])) == 4, name
+    (tmp_path / "beside").mkdir()
+    for link, to in (("study", path.parent), ("out", tmp_path), ("sweeps", path.parent.parent)):
+        (tmp_path / "beside" / link).symlink_to(to)
+    for way in ("study", "sweeps", f"sweeps/{path.parent.name}", f"out/sweeps/{path.parent.name}"):
+        found = folders_of_runs([tmp_path / "beside" / way])
+        assert {folder.resolve().relative_to(tmp_path).as_posix() for folder in found} == tested, way
     shutil.rmtree(tmp_path / "digits" / TrainConfig(epochs=1, method="erm", lr=0.1).key() / "seed-1")
     assert main(["report", str(path.parent)]) == 0
     assert "erm, seed 1: no record here; by sweep.json it is done\n" in capsys.readouterr().out

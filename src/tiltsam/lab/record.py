@@ -311,8 +311,12 @@ def folders_of_runs(roots: Iterable[Path]) -> list[Path]:
     """
     found: dict[Path, Path] = {}
     for root in roots:
-        places, sweeps = [], []
-        for place, folders, files in os.walk(root):  # passes over what vanishes
+        places, sweeps, seen = [], [], set()
+        for place, folders, files in os.walk(root, followlinks=True):  # passes over what vanishes
+            if (real := os.path.realpath(place)) in seen:  # a link may lead round
+                folders.clear()
+                continue
+            seen.add(real)
             if "config.json" in files:
                 places.append(Path(place))
                 folders.clear()
@@ -341,8 +345,10 @@ def tests_of_sweep(folder: Path) -> dict[Path, tuple[str, str]]:
 
 
 def _out(sweep: Path) -> Path:
-    """The OUT of ``OUT/sweeps/STUDY``, which may be given as ``.`` or ``../STUDY``."""
-    return Path(os.path.normpath(sweep / ".." / ".."))
+    """The OUT of ``OUT/sweeps/STUDY``, which may be given as ``.`` or ``../STUDY``, or by a link to it."""
+    out = sweep / ".." / ".."
+    plain = Path(os.path.normpath(out))  # as a reader wants it, if no link makes it another folder
+    return plain if plain.samefile(out) else out.resolve()
 
 
 def _why_no_test(sweep: Path) -> str:

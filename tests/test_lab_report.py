@@ -383,6 +383,37 @@ def test_figures_and_tables_are_written(tmp_path):
     assert r"\textbf{78.67 $\pm$ 0.16}" in (tmp_path / "out" / "tables" / "results.tex").read_text()
 
 
+def test_files_of_the_report_before_that_this_one_does_not_have_go(tmp_path, capsys):
+    write_run(tmp_path, method="erm")
+    out = tmp_path / "out"
+    assert write_report([tmp_path], out).removed == []
+    for mine in (out / "tables" / "mine.md", out / "figures" / "mine.png", out / "results.md"):
+        mine.write_text("not of the report")
+    write_run(tmp_path, task="dtd", method="erm")  # now files begin with the name of their task
+    assert main(["report", str(tmp_path), "--out", str(out)]) == 0
+    assert "removed 12 files of the report before, which this one does not have\n" in capsys.readouterr().out
+    tables = {
+        f"{n}.{k}"
+        for n in ("digits-results", "digits-runs", "dtd-results", "dtd-runs", "overview")
+        for k in ("md", "tex")
+    }
+    assert {path.name for path in (out / "tables").iterdir()} == {*tables, "mine.md"}
+    curves = ("convergence", "train-loss", "passes", "seconds")
+    figures = {f"{task}-{name}.{kind}" for task in ("digits", "dtd") for name in curves for kind in ("png", "pdf")}
+    assert {path.name for path in (out / "figures").iterdir()} == {*figures, "mine.png"}
+    assert (
+        len(write_report([tmp_path], out, figures=False).removed) == 16
+    )  # they would be of other numbers, once runs go on
+    for page in (
+        b"no report",
+        b'<script type="application/json" id="report-files">[1, "../results.md"]</script>',
+        b"\xff",
+    ):
+        (out / "report.html").write_bytes(page)
+        assert write_report([tmp_path], out, figures=False).removed == []
+    assert (out / "results.md").exists()
+
+
 def test_drawn_curves_have_the_methods_colours(tmp_path, monkeypatch):
     from matplotlib.figure import Figure as Canvas
 

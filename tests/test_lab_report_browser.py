@@ -219,7 +219,7 @@ def test_text_from_a_run_does_nothing(browser, tmp_path):
     browser.hover(f"{CONVERGENCE} .plot")
     assert browser.run("document.querySelector('h1').textContent") == EVIL
     assert EVIL in browser.run(f"document.querySelector('{CONVERGENCE} .tip').textContent")
-    assert browser.run("[window.hurt, document.images.length, document.scripts.length]") == [None, 0, 2]
+    assert browser.run("[window.hurt, document.images.length, document.scripts.length]") == [None, 0, 3]
 
 
 def test_five_hundred_runs_open_at_once(browser, tmp_path):

@@ -37,4 +37,6 @@ def report(folders: Sequence[Path], out: Path | None = None, *, figures: bool = 
         print(f"and {len(done.problems) - MOST_PROBLEMS} more, all on the page")
     if figures and done.no_figures:
         print(f"no figures beside the page: {done.no_figures}")
+    if done.removed:
+        print(f"removed {len(done.removed)} files of the report before, which this one does not have")
     print(f"report: {done.page}")

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from html import escape
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import tiltsam
@@ -29,7 +30,7 @@ from tiltsam.lab.report.tables import Table
 from tiltsam.lab.report.writing import html_table, method_class
 from tiltsam.palette import METHOD_COLORS, METHOD_COLORS_ON_DARK, OTHER_COLOR
 
-__all__ = ["DASHES", "Chapter", "render"]
+__all__ = ["DASHES", "Chapter", "files_of", "render"]
 
 DASHES: tuple[tuple[float, ...], ...] = ((), (7, 4), (2, 4), (9, 4, 2, 4), (15, 5), (9, 4, 2, 4, 2, 4))
 """Line styles, in pixels on and off; the first is a whole line."""
@@ -38,6 +39,7 @@ READING = (
     "Curves are means over seeds, with a band of one standard error; thinner where a seed is missing. Click a name to "
     "hide or show its curve; point at a curve, or use the arrow keys on a figure, to read its values."
 )
+FILES = '<script type="application/json" id="report-files">'
 DIGITS = 7  # of a number behind a curve: more than float32 holds
 
 
@@ -54,7 +56,13 @@ class Chapter:
     problems: list[Problem]
 
 
-def render(chapters: Sequence[Chapter], overview: Table | None, problems: Sequence[Problem], written: datetime) -> str:
+def render(
+    chapters: Sequence[Chapter],
+    overview: Table | None,
+    problems: Sequence[Problem],
+    written: datetime,
+    beside: Sequence[str] = (),
+) -> str:
     """The whole page.
 
     Args:
@@ -62,6 +70,7 @@ def render(chapters: Sequence[Chapter], overview: Table | None, problems: Sequen
         overview: Methods against tasks, where there are several.
         problems: What is wrong and belongs to no task.
         written: The time to put on it.
+        beside: The files that are written with it, for :func:`files_of`.
     """
     figures: list[Figure] = []
     titled = len(chapters) > 1
@@ -101,11 +110,21 @@ the folder figures.</p></noscript>
 <footer>
 <p>Written by tiltsam {escape(tiltsam.__version__)}. Everything on this page is in this file.</p>
 </footer>
+{FILES}{_inside(list(beside))}</script>
 <script type="application/json" id="report-data">{_data(figures)}</script>
 <script>{script}</script>
 </body>
 </html>
 """
+
+
+def files_of(page: Path) -> set[str]:
+    """Which files were written with a page that is there, as ``tables/results.md``; none if it tells none."""
+    try:
+        _, found, rest = page.read_text(encoding="utf-8", errors="replace").partition(FILES)
+        return {str(name) for name in json.loads(rest.partition("<")[0])} if found else set()
+    except (OSError, ValueError, TypeError):  # no page, or none of ours
+        return set()
 
 
 # -------------------------------------------------------------------------------- a task
@@ -208,9 +227,12 @@ def _data(figures: Sequence[Figure]) -> str:
 
     body = [figure(f) for f in figures]
     dashes = [" ".join(f"{x:g}" for x in dash) for dash in DASHES]
-    text = json.dumps(
-        {"figures": body, "columns": list(columns), "dashes": dashes}, allow_nan=False, separators=(",", ":")
-    )
+    return _inside({"figures": body, "columns": list(columns), "dashes": dashes})
+
+
+def _inside(content: Any) -> str:
+    """JSON that cannot end the element it is in."""
+    text = json.dumps(content, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 

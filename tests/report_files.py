@@ -38,7 +38,9 @@ def write_run(out, *, lines=None, finished=True, notes="", flatness=None, **sett
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     if finished:
         final = lines[-1]
-        best = {"score_at_best_validation": final["test_accuracy"], "best_validation": final["validation_accuracy"]}
+        best = {}
+        if "validation_accuracy" in final:
+            best = {"score_at_best_validation": final["test_accuracy"], "best_validation": final["validation_accuracy"]}
         result = final | {"metric": "accuracy", "score": final["test_accuracy"]} | best
         (folder / "result.json").write_text(json.dumps(result))
     if notes:

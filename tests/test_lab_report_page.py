@@ -11,9 +11,11 @@ import pytest
 
 from report_files import flatness, rows, write_run, write_runs
 from tiltsam.lab.report import write_report
+from tiltsam.lab.report.figures import task_figures
 from tiltsam.lab.report.page import headline
 from tiltsam.lab.report.runs import read_runs
 from tiltsam.lab.report.settings import arrange
+from tiltsam.lab.report.tables import overview_table
 from tiltsam.palette import METHOD_COLORS
 
 EVIL = "<script>alert(1)</script><img src=x onerror=alert(2)>\"'&</style><!--"
@@ -210,6 +212,41 @@ def test_headlines_say_no_more_than_the_numbers(tmp_path):
     assert headline(task).startswith(
         "Of 2 settings, the best on validation, sam rho=0.2, reaches a test accuracy of 88.89"
     )
+
+
+def test_the_best_of_several_settings_is_not_passed_off_as_the_one_of_others(tmp_path):
+    def said(*runs):
+        for method, rho, score in runs:
+            for seed in (0, 1):
+                write_run(tmp_path, method=method, rho=rho, seed=seed, lines=rows(3, score + 0.001 * seed))
+        return headline(arrange(read_runs([tmp_path]))[0])
+
+    told = said(("erm", None, 0.7), ("sam", 0.1, 0.8), ("sam", 0.2, 0.85), ("asam", 1.0, 0.9))
+    assert told.startswith("Of each method's best setting on validation, asam has the highest test accuracy of 80.04")
+    assert told.endswith("difference. Not all had as many settings to choose from: erm 1, sam 2, asam 1.")
+    for seed in (0, 1):
+        write_run(tmp_path, method="erm", lr=0.3, seed=seed)
+    assert said(("asam", 2.0, 0.8)).endswith("standard error of the difference.")
+
+
+def test_where_nothing_was_validated_no_setting_is_called_the_best_on_validation(tmp_path):
+    def unseen(score):
+        return [{k: v for k, v in row.items() if not k.startswith("validation")} for row in rows(3, score)]
+
+    for rho in (0.1, 0.2):
+        write_run(tmp_path / "alone", method="sam", rho=rho, lines=unseen(0.8 + rho), validation=0.0)
+    (task,) = arrange(read_runs([tmp_path / "alone"]))
+    told = "Of 2 settings, the first, as none has a validation score, sam rho=0.1, reaches a test accuracy of 80.00 %."
+    assert headline(task) == told
+    for number in range(12):
+        write_run(tmp_path / "alone", method="asam", rho=1.0 + number)
+    write_run(tmp_path / "alone", task="dtd", method="sam")
+    tasks = arrange(read_runs([tmp_path / "alone"]))
+    pick = "each method's best setting on validation, or its first where none has a validation score"
+    assert headline(tasks[0]).startswith(f"Of {pick}, sam rho=0.1 has the highest")
+    assert task_figures(tasks[0])[0].note.startswith(f"Shown at first: {pick}; 12 more in the legend.")
+    assert overview_table(tasks).caption.startswith(f"Test scores of {pick}, mean")
+    assert "Not all had as many settings to choose from." in overview_table(tasks).caption
 
 
 def test_a_reader_without_scripts_is_told_before_the_empty_figures(made):

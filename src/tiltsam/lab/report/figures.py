@@ -108,7 +108,7 @@ def _calm(figure: Figure, task: Task) -> Figure:
     best = {setting.name for setting in task.chosen}
     series = sorted((replace(s, shown=s.name in best) for s in figure.series), key=lambda s: not s.shown)
     hidden = len(series) - sum(s.shown for s in series)
-    note = f"Shown at first: each method's best setting on validation; {hidden} more in the legend. {figure.note}"
+    note = f"Shown at first: {task.pick}; {hidden} more in the legend. {figure.note}"
     return replace(figure, series=series, note=note)
 
 

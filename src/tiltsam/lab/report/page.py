@@ -25,7 +25,7 @@ from typing import Any
 import tiltsam
 from tiltsam.lab.report.figures import Figure, Series
 from tiltsam.lab.report.runs import Problem
-from tiltsam.lab.report.settings import Task, best_of, shown
+from tiltsam.lab.report.settings import Setting, Task, best_of, shown
 from tiltsam.lab.report.tables import Table
 from tiltsam.lab.report.writing import html_table, method_class
 from tiltsam.palette import METHOD_COLORS, METHOD_COLORS_ON_DARK, OTHER_COLOR
@@ -156,8 +156,8 @@ def _chapter(chapter: Chapter, number: int, figures: list[Figure], *, titled: bo
 
 def headline(task: Task) -> str:
     """What came out, in a sentence or two; no more than the numbers bear."""
-    entries = [(s.name, s.final("score", 100)) for s in task.chosen]
-    entries = sorted(((n, m) for n, m in entries if math.isfinite(m.value)), key=lambda e: -e[1].value)
+    entries = [(s, s.final("score", 100)) for s in task.chosen]
+    entries = sorted(((s, m) for s, m in entries if math.isfinite(m.value)), key=lambda e: -e[1].value)
     if not entries and all(run.diverged for run in task.runs):
         return "All runs diverged: there is no number to compare."
     if not entries:
@@ -166,18 +166,28 @@ def headline(task: Task) -> str:
     score = f"test {task.metric} of {mean.value:.2f}" + ("" if math.isnan(mean.error) else f" ± {mean.error:.2f}")
     unit = " %" if task.unit == "%" else " (×100)"
     if not rest:
-        among = f"Of {len(task.settings)} settings, the best on validation, " if len(task.settings) > 1 else ""
-        return f"{among}{first}{',' if among else ''} reaches a {score}{unit}."
+        which = "best on validation" if task.validated(first) else "first, as none has a validation score"
+        among = f"Of {len(task.settings)} settings, the {which}, " if len(task.settings) > 1 else ""
+        return f"{among}{first.name}{',' if among else ''} reaches a {score}{unit}."
     second, next_mean = rest[0]
-    margin = f"{mean.value - next_mean.value:.2f}"
+    margin = f"{mean.value - next_mean.value:.2f} ahead of {second.name}"
     if best_of([mean, next_mean]) == 0:
-        verdict = f"{margin} ahead of {second}, more than the standard error of the difference."
+        verdict = f"{margin}, more than the standard error of the difference."
     elif math.isnan(mean.error) or math.isnan(next_mean.error):
-        verdict = f"{margin} ahead of {second}; with one run of either, that says little."
+        verdict = f"{margin}; with one run of either, that says little."
     else:
-        verdict = f"{margin} ahead of {second}, which is within the error."
-    among = "Of each method's best setting on validation, " if len(task.settings) > len(task.chosen) else ""
-    return f"{among}{first} has the highest {score}{unit}, {verdict}"
+        verdict = f"{margin}, which is within the error."
+    among = f"Of {task.pick}, " if len(task.settings) > len(task.chosen) else ""
+    return f"{among}{first.name} has the highest {score}{unit}, {verdict}{_uneven(task, [s for s, _ in entries])}"
+
+
+def _uneven(task: Task, compared: Sequence[Setting]) -> str:
+    """A sentence, if some methods had more settings than others to choose the compared one from: it is an advantage."""
+    tried = {method: number for method, number in task.tried.items() if method in {s.method for s in compared}}
+    if len(set(tried.values())) < 2:
+        return ""
+    told = ", ".join(f"{method} {number}" for method, number in tried.items())
+    return f" Not all had as many settings to choose from: {told}."
 
 
 def _missing(problems: Sequence[Problem]) -> str:

@@ -139,13 +139,29 @@ class Task:
 
     @cached_property
     def chosen(self) -> list[Setting]:
-        """Of each method the setting with the best final validation score; the test is not chosen on."""
+        """Of each method the setting with the best final validation score, or the first; the test is not chosen on."""
         best: dict[str, Setting] = {}
         for setting in self.settings:
             now = best.get(setting.method)
             if now is None or self._validation(setting) > self._validation(now):
                 best[setting.method] = setting
         return list(best.values())
+
+    @cached_property
+    def tried(self) -> Counter[str]:
+        """How many settings each method has."""
+        return Counter(setting.method for setting in self.settings)
+
+    @property
+    def pick(self) -> str:
+        """Which settings are :attr:`chosen`, in words."""
+        blind = any(self.tried[setting.method] > 1 and not self.validated(setting) for setting in self.chosen)
+        rest = ", or its first where none has a validation score" if blind else ""
+        return f"each method's best setting on validation{rest}"
+
+    def validated(self, setting: Setting) -> bool:
+        """Whether it has a validation score at the end of training."""
+        return math.isfinite(self._validation(setting))
 
     def _validation(self, setting: Setting) -> float:
         value = setting.final(f"validation_{self.metric}").value

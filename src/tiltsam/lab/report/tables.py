@@ -84,9 +84,12 @@ def overview_table(tasks: Sequence[Task]) -> Table:
         best = best_of(means)
         columns.append([number_cell(mean, 2, best=i == best) for i, mean in enumerate(means)])
     rows = [[Cell(method, method=method), *cells] for method, *cells in zip(methods, *columns, strict=True)]
-    caption = f"Test scores of each method's setting that was best on the validation split, {MEANS}{_of_runs(counts)}. "
+    pick = max((task.pick for task in tasks), key=len)  # the longer one tells of what has no validation score, too
+    caption = f"Test scores of {pick}, {MEANS}{_of_runs(counts)}. {BOLD}"
+    if any(len(set(task.tried.values())) > 1 for task in tasks):
+        caption += " Not all had as many settings to choose from."
     headings = ["method", *(f"{task.name}: {task.metric} ({task.unit})" for task in tasks)]
-    return Table("overview", caption + BOLD, headings, rows, [False, *(True for _ in tasks)])
+    return Table("overview", caption, headings, rows, [False, *(True for _ in tasks)])
 
 
 def runs_table(task: Task) -> Table:

@@ -201,6 +201,7 @@ def test_headlines_say_no_more_than_the_numbers(tmp_path):
     assert "more than the standard error" in said("clear", erm=[0.5, 0.51], sam=[0.7, 0.71])
     assert "within the error" in said("close", erm=[0.5, 0.6], sam=[0.52, 0.6])
     assert "says little" in said("single", erm=[0.5], sam=[0.7])
+    assert said("tie", erm=[0.7, 0.71], sam=[0.7, 0.71]).endswith("%, level with sam.")
     assert said("alone", erm=[0.9]).startswith("erm reaches a test accuracy of 80.00")
     assert "No run has finished" in said("none", erm=[0])
     for file in (tmp_path / "none").rglob("config.json"):
@@ -214,6 +215,15 @@ def test_headlines_say_no_more_than_the_numbers(tmp_path):
     )
 
 
+def test_the_headline_tells_settings_in_which_what_it_compares_differs(tmp_path):
+    for seed in (0, 1):
+        write_run(tmp_path, method="erm", epochs=60, average=True, seed=seed, lines=rows(3, 0.9 + 0.001 * seed))
+        write_run(tmp_path, method="sam", rho=0.3, seed=seed, lines=rows(3, 0.8 + 0.001 * seed))
+    told = headline(arrange(read_runs([tmp_path]))[0])
+    assert told.startswith("erm epochs=60 average=True has the highest test accuracy of 80.04 ± 0.04 %,")
+    assert "ahead of sam epochs=6 rho=0.3 average=False, more than" in told
+
+
 def test_the_best_of_several_settings_is_not_passed_off_as_the_one_of_others(tmp_path):
     def said(*runs):
         for method, rho, score in runs:
@@ -222,7 +232,9 @@ def test_the_best_of_several_settings_is_not_passed_off_as_the_one_of_others(tmp
         return headline(arrange(read_runs([tmp_path]))[0])
 
     told = said(("erm", None, 0.7), ("sam", 0.1, 0.8), ("sam", 0.2, 0.85), ("asam", 1.0, 0.9))
-    assert told.startswith("Of each method's best setting on validation, asam has the highest test accuracy of 80.04")
+    assert told.startswith(
+        "Of each method's best setting on validation, asam rho=1 has the highest test accuracy of 80.04"
+    )
     assert told.endswith("difference. Not all had as many settings to choose from: erm 1, sam 2, asam 1.")
     for seed in (0, 1):
         write_run(tmp_path, method="erm", lr=0.3, seed=seed)
@@ -243,7 +255,7 @@ def test_where_nothing_was_validated_no_setting_is_called_the_best_on_validation
     write_run(tmp_path / "alone", task="dtd", method="sam")
     tasks = arrange(read_runs([tmp_path / "alone"]))
     pick = "each method's best setting on validation, or its first where none has a validation score"
-    assert headline(tasks[0]).startswith(f"Of {pick}, sam rho=0.1 has the highest")
+    assert headline(tasks[0]).startswith(f"Of {pick}, sam rho=0.1 validation=0 has the highest")
     assert task_figures(tasks[0])[0].note.startswith(f"Shown at first: {pick}; 12 more in the legend.")
     assert overview_table(tasks).caption.startswith(f"Test scores of {pick}, mean")
     assert "Not all had as many settings to choose from." in overview_table(tasks).caption

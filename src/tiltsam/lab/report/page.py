@@ -163,22 +163,26 @@ def headline(task: Task) -> str:
     if not entries:
         return "No run has finished yet: the curves show how far they are."
     (first, mean), *rest = entries
+    name, *others = (f"{setting.method} {setting.told}".strip() for setting, _ in entries)
     score = f"test {task.metric} of {mean.value:.2f}" + ("" if math.isnan(mean.error) else f" ± {mean.error:.2f}")
     unit = " %" if task.unit == "%" else " (×100)"
     if not rest:
         which = "best on validation" if task.validated(first) else "first, as none has a validation score"
         among = f"Of {len(task.settings)} settings, the {which}, " if len(task.settings) > 1 else ""
-        return f"{among}{first.name}{',' if among else ''} reaches a {score}{unit}."
-    second, next_mean = rest[0]
-    margin = f"{mean.value - next_mean.value:.2f} ahead of {second.name}"
-    if best_of([mean, next_mean]) == 0:
+        return f"{among}{name}{',' if among else ''} reaches a {score}{unit}."
+    next_mean = rest[0][1]
+    lead = f"{mean.value - next_mean.value:.2f}"
+    margin = f"{lead} ahead of {others[0]}"
+    if lead == "0.00":
+        verdict = f"level with {others[0]}."
+    elif best_of([mean, next_mean]) == 0:
         verdict = f"{margin}, more than the standard error of the difference."
     elif math.isnan(mean.error) or math.isnan(next_mean.error):
         verdict = f"{margin}; with one run of either, that says little."
     else:
         verdict = f"{margin}, which is within the error."
     among = f"Of {task.pick}, " if len(task.settings) > len(task.chosen) else ""
-    return f"{among}{first.name} has the highest {score}{unit}, {verdict}{_uneven(task, [s for s, _ in entries])}"
+    return f"{among}{name} has the highest {score}{unit}, {verdict}{_uneven(task, [s for s, _ in entries])}"
 
 
 def _uneven(task: Task, compared: Sequence[Setting]) -> str:

@@ -80,6 +80,11 @@ class Setting:
     number: int
     """Its place, from 0, among the settings that have its colour: those of its method, or of all that are not ours."""
 
+    @property
+    def told(self) -> str:
+        """What :attr:`differs` holds, in words."""
+        return " ".join(f"{name}={shown(value)}" for name, value in self.differs.items())
+
     @cached_property
     def finished(self) -> list[Run]:
         """The runs with final numbers."""

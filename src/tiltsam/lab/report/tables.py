@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tiltsam.lab.report.runs import Problem, Run
-from tiltsam.lab.report.settings import Mean, Setting, Task, best_of, mean_of, shown
+from tiltsam.lab.report.settings import Mean, Setting, Task, best_of, mean_of
 
 __all__ = ["Cell", "Table", "flatness_table", "number_cell", "overview_table", "results_table", "runs_table"]
 
@@ -221,11 +221,7 @@ def _nearby(runs: Sequence[Run]) -> str:
 def _of_settings(name: str, caption: str, settings: Sequence[Setting], columns: Sequence[_Column]) -> Table:
     """A row per setting: its method, what tells it apart, and the columns."""
     differ = any(setting.differs for setting in settings)
-    rows = [
-        [Cell(s.method, method=s.method)]
-        + ([Cell(" ".join(f"{k}={shown(v)}" for k, v in s.differs.items()))] if differ else [])
-        for s in settings
-    ]
+    rows = [[Cell(s.method, method=s.method)] + ([Cell(s.told)] if differ else []) for s in settings]
     for column in columns:
         means = [column.of(setting) for setting in settings]
         best = None if column.highest is None else best_of(means, highest=column.highest)

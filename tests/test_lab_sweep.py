@@ -504,6 +504,11 @@ def test_a_method_of_which_nothing_came(tmp_path, pretend, capsys):
     assert written["methods"]["sam"]["config"] is None
     assert written["methods"]["erm"]["test"]["mean"] == 0.5
     assert written["methods"]["erm"]["test"]["error"] is None  # one seed has none
+    pretend.scores = lambda config: (math.nan, 0.5)
+    assert main(["sweep", "digits", *arguments, "--epochs", "7"]) == 2
+    told = capsys.readouterr()
+    assert "erm: no trial came to a number\nsam: no trial came to a number\nresult: " in told.out
+    assert told.err.endswith("tiltsam sweep: nothing could be chosen: no trial came to a number\n")
 
 
 def test_a_task_that_is_none_leaves_nothing_behind(tmp_path, capsys):

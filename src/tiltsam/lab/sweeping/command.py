@@ -79,7 +79,7 @@ def _sweep(args: argparse.Namespace) -> None:
     from tiltsam.lab.record import tests_of_sweep
     from tiltsam.lab.report.command import report
     from tiltsam.lab.screen import print_table
-    from tiltsam.lab.sweeping.grids import parse_grid
+    from tiltsam.lab.sweeping.grids import SweepError, parse_grid
     from tiltsam.lab.sweeping.plan import Plan
     from tiltsam.lab.sweeping.screen import SweepScreen
     from tiltsam.lab.sweeping.standing import format_edges, format_standings
@@ -122,3 +122,5 @@ def _sweep(args: argparse.Namespace) -> None:
     print(f"result: {outcome.path}")
     if any((run / "config.json").exists() for run in tests_of_sweep(outcome.path.parent)):  # not all on other machines
         report([outcome.path.parent])
+    if not outcome.best:
+        raise SweepError("nothing could be chosen: no trial came to a number")

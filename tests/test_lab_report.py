@@ -357,6 +357,14 @@ def test_odd_measurements_do_no_harm(tmp_path):
     assert report.page.exists()
 
 
+def test_of_settings_level_on_validation_the_one_with_the_lower_loss_there_is_chosen(tmp_path):
+    for rho, loss in ((0.1, 1.1), (0.2, 0.9), (0.3, 1.0), (0.4, None)):
+        lines = [{k: v for k, v in (row | {"validation_loss": loss}).items() if v is not None} for row in rows(3)]
+        write_run(tmp_path, method="sam", rho=rho, lines=lines)
+    (task,) = arrange(read_runs([tmp_path]))
+    assert [setting.name for setting in task.chosen] == ["sam rho=0.2"]
+
+
 def test_many_settings_begin_with_the_best_of_each_method(tmp_path):
     for number in range(8):
         for method in ("erm", "sam"):

@@ -144,11 +144,14 @@ class Task:
 
     @cached_property
     def chosen(self) -> list[Setting]:
-        """Of each method the setting with the best final validation score, or the first; the test is not chosen on."""
+        """Of each method the setting with the best final validation score; the test is not chosen on.
+
+        Of equal ones it is that with the lower loss there, as in a sweep; without scores, the first.
+        """
         best: dict[str, Setting] = {}
         for setting in self.settings:
             now = best.get(setting.method)
-            if now is None or self._validation(setting) > self._validation(now):
+            if now is None or self._rank(setting) > self._rank(now):
                 best[setting.method] = setting
         return list(best.values())
 
@@ -166,11 +169,11 @@ class Task:
 
     def validated(self, setting: Setting) -> bool:
         """Whether it has a validation score at the end of training."""
-        return math.isfinite(self._validation(setting))
+        return self._rank(setting)[0] > -math.inf
 
-    def _validation(self, setting: Setting) -> float:
-        value = setting.final(f"validation_{self.metric}").value
-        return value if math.isfinite(value) else -math.inf
+    def _rank(self, setting: Setting) -> tuple[float, float]:
+        score, loss = (setting.final(f"validation_{name}").value for name in (self.metric, "loss"))
+        return score if math.isfinite(score) else -math.inf, -loss if math.isfinite(loss) else -math.inf
 
 
 def arrange(reading: Reading) -> list[Task]:

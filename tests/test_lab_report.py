@@ -350,6 +350,24 @@ def test_more_draws_do_not_make_other_examples(tmp_path):
     assert "largest rise within a radius of 0.1;" in flatness_table(settings, task).caption
 
 
+def test_between_two_bells_of_a_spectrum_there_is_a_gap_not_a_line(tmp_path, monkeypatch):
+    from matplotlib.figure import Figure as Canvas
+
+    from tiltsam.lab.report.drawing import draw
+
+    bells = {"grid": [-1.0, 0.0, 1.0, 2.0, 7.0, 8.0], "values": [2.0, 5.0, 1e-12, 1e-80, 0.01, 0.002]}
+    write_run(tmp_path, method="erm", flatness=flatness() | {"density": bells})
+    (task,) = arrange(read_runs([tmp_path]))
+    (figure,) = [f for f in flatness_figures(comparable(task)[0], task) if f.name == "density"]
+    assert figure.series[0].x == [-1.0, 0.0, 7.0, 8.0]
+    assert figure.series[0].gaps == [2]
+    drawn = []
+    monkeypatch.setattr(Canvas, "savefig", lambda self, *a, **k: drawn.append(self))
+    draw(figure, tmp_path / "x")
+    (line,) = drawn[0].axes[0].get_lines()
+    assert [str(y) for y in line.get_ydata()] == ["2.0", "5.0", "nan", "0.01", "0.002"]
+
+
 def test_odd_measurements_do_no_harm(tmp_path):
     odd = {"about": 3, "neighborhood": [1], "slices": [7, {"label": None}], "eigenvalues": {"values": ["x", None]}}
     write_run(tmp_path, flatness=odd)
@@ -409,9 +427,7 @@ def test_files_of_the_report_before_that_this_one_does_not_have_go(tmp_path, cap
     curves = ("convergence", "train-loss", "passes", "seconds")
     figures = {f"{task}-{name}.{kind}" for task in ("digits", "dtd") for name in curves for kind in ("png", "pdf")}
     assert {path.name for path in (out / "figures").iterdir()} == {*figures, "mine.png"}
-    assert (
-        len(write_report([tmp_path], out, figures=False).removed) == 16
-    )  # they would be of other numbers, once runs go on
+    assert len(write_report([tmp_path], out, figures=False).removed) == 16
     for page in (
         b"no report",
         b'<script type="application/json" id="report-files">[1, "../results.md"]</script>',

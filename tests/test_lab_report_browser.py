@@ -1,6 +1,7 @@
 """The page in a real browser: no complaint, tables sort, curves toggle, values show, light and dark, on a phone."""
 
 import json
+import re
 
 import pytest
 
@@ -207,6 +208,15 @@ def test_a_logarithmic_axis_over_little_has_ticks(browser, tmp_path):
     ticks = [float(text) for text in browser.run(f"[...{names}].map(name => name.textContent)")]
     assert len(ticks) >= 3
     assert all(4.5 < tick < 5.4 for tick in ticks)
+
+
+def test_a_curve_breaks_at_its_gaps(browser, tmp_path):
+    bells = {"grid": [-1.0, 0.0, 1.0, 7.0, 8.0], "values": [2.0, 5.0, 1e-12, 0.01, 0.002]}
+    write_run(tmp_path, method="erm", flatness=flatness() | {"density": bells})
+    browser.open(write_report([tmp_path], tmp_path / "report", figures=False).page)
+    browser.run("dispatchEvent(new Event('beforeprint'))")
+    path = browser.run("document.querySelector('[data-name=density] path.curve').getAttribute('d')")
+    assert re.sub(r"[^ML]", "", path) == "MLML"
 
 
 def test_text_from_a_run_does_nothing(browser, tmp_path):

@@ -91,7 +91,11 @@ def _draw(ax: Any, series: Series, figure: Figure) -> None:
     whole = [b if n == most else math.nan for b, n in zip(y, series.count, strict=True)]
     if min(series.count) < most:
         ax.plot(x, y, color=color, linewidth=0.7)  # thinner, not paler: a pale blue would be another method's
-    ax.plot(x, whole, label=name, color=color, linestyle=style, linewidth=1.6, marker="o" if len(x) == 1 else "")
+    broken = list(x)
+    for k in reversed(series.gaps):
+        broken.insert(k, math.nan)
+        whole.insert(k, math.nan)
+    ax.plot(broken, whole, label=name, color=color, linestyle=style, linewidth=1.6, marker="o" if len(x) == 1 else "")
     low = [b - e for b, e in zip(y, series.error, strict=True)]
     if figure.log_y:
         low = [max(a, b / 1e3) for a, b in zip(low, y, strict=True)]

@@ -34,6 +34,8 @@ class Series:
     """Strength of the colour, where a figure is about the settings of one method."""
     shown: bool = True
     """Whether it is there before anybody asks for it."""
+    gaps: Sequence[int] = ()
+    """Which points the line does not reach from the one before."""
 
 
 @dataclass(frozen=True)
@@ -236,9 +238,10 @@ def _density(settings: Sequence[Setting], unit: str) -> Figure:
         for run in setting.runs:
             grid, values = measured(run, "density", "grid"), measured(run, "density", "values")
             least = max(values, default=0.0) * SMALLEST_DENSITY
-            pairs = [(a, Mean(v, math.nan, 1)) for a, v in zip(grid, values, strict=False) if v > least]
-            if pairs:
-                lines.append(_series(setting, [a for a, _ in pairs], [m for _, m in pairs]))
+            kept = [k for k, (_, v) in enumerate(zip(grid, values, strict=False)) if v > least]
+            if kept:
+                line = _series(setting, [grid[k] for k in kept], [Mean(values[k], math.nan, 1) for k in kept])
+                lines.append(replace(line, gaps=[i for i in range(1, len(kept)) if kept[i] > kept[i - 1] + 1]))
                 break
     return Figure(
         "density",

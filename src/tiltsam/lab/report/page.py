@@ -233,6 +233,7 @@ def _data(figures: Sequence[Figure]) -> str:
 
     def series(s: Series) -> dict[str, Any]:
         look = {"name": s.name, "method": method_class(s.method), "dash": s.dash, "shade": s.shade, "shown": s.shown}
+        look["gaps"] = list(s.gaps)
         return look | {name: column(getattr(s, name)) for name in ("x", "y", "error", "count")}
 
     def figure(f: Figure) -> dict[str, Any]:

@@ -221,7 +221,8 @@ class Plot {
     }
     let solid = "";
     x.forEach((_, k) => {
-      if (count[k] === most) solid += (k > 0 && count[k - 1] === most ? "L" : "M") + at(k, y[k]);
+      const joined = k > 0 && count[k - 1] === most && !series.gaps.includes(k);
+      if (count[k] === most) solid += (joined ? "L" : "M") + at(k, y[k]);
     });
     svg(group, "path", { class: "curve", d: solid, "stroke-dasharray": dash });
     if (this.figure.points || x.length === 1) {

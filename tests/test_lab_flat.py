@@ -140,6 +140,27 @@ def test_runs_that_cannot_be_measured_are_left_out(copied, tmp_path, capsys):
         list(measure_runs({"it": Record(copied / "unfinished")}, plan=QUICK))
 
 
+@pytest.mark.filterwarnings("default:erm seed 0")  # the command prints it
+def test_a_run_measured_before_its_end_is_told_and_once_finished_not_taken_for_measured(tmp_path, capsys):
+    config = TrainConfig(method="erm", epochs=4, batch_size=128)
+    record = Record.of(tmp_path, config)
+    train(config, record, until=0.5)
+    assert sharpness_of(tmp_path) == 0
+    told = "warning: erm seed 0: training has not finished: the newest checkpoint is measured\n"
+    assert told in capsys.readouterr().err
+    assert main(["report", str(tmp_path), "--no-figures"]) == 0
+    assert "flatness" not in capsys.readouterr().out
+    train(config, record)
+    assert main(["report", str(tmp_path), "--no-figures"]) == 0
+    out = capsys.readouterr().out
+    assert f"{record.folder}/flatness.json: left out: measured before training had finished: measure it again\n" in out
+    assert not (tmp_path / "report" / "tables" / "flatness.md").exists()
+    assert sharpness_of(tmp_path) == 0
+    assert "warning" not in capsys.readouterr().err
+    assert main(["report", str(tmp_path), "--no-figures"]) == 0
+    assert (tmp_path / "report" / "tables" / "flatness.md").exists()
+
+
 def test_what_was_measured_is_told_not_what_was_asked_for(runs):
     found = dict(list(find_runs([runs]).items())[:1])
     ((_, about),) = measure_runs(found, examples=5000, plan=QUICK)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import textwrap
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -95,7 +96,7 @@ def measure_runs(
 
     Yields:
         What was measured of a run, under its name, and on what: what :func:`save_flatness` takes. Runs of one seed come
-        together.
+        together. One that has not finished is measured at its newest checkpoint, with a warning and ``finished`` false.
     """
     plan = Plan() if plan is None else plan
     settings: dict[str, Any] = {"num_samples": plan.num_samples, "t": plan.t}
@@ -105,15 +106,19 @@ def measure_runs(
         batches = _batches(data, split, examples, batch_size, where)
         measured_on = sum(len(targets) for _, targets in batches)
         for name in names:
+            finished = (runs[name].folder / "model.safetensors").exists()
             try:
                 model = load_model(runs[name], data).to(where)
+                if not finished:
+                    warnings.warn(f"{name}: training has not finished: the newest checkpoint is measured", stacklevel=2)
                 flat = measure(name, model, _loss_fn(data), batches, plan, progress=progress)
             except _UNFIT as error:
                 if left_out is None:
                     raise
                 left_out(_why(runs[name].folder, error))
             else:
-                yield flat, {"task": data.name, "split": split, "examples": measured_on, **settings}
+                about = {"task": data.name, "split": split, "examples": measured_on, **settings}
+                yield flat, about if finished else about | {"finished": False}
 
 
 def cross_runs(

@@ -123,23 +123,34 @@ def runs_table(task: Task) -> Table:
 
 def comparable(task: Task) -> tuple[list[Setting], list[Problem]]:
     """Settings with those runs whose flatness was measured on the same examples, and a word about the others."""
-    marks = Counter(_mark(run) for run in task.runs if run.flatness is not None)
-    if not marks:
-        return [], []
-    mark = marks.most_common(1)[0][0]
+    marks = Counter(_mark(run) for run in task.runs if run.flatness is not None and not _outdated(run))
+    mark = marks.most_common(1)[0][0] if marks else ""
     problems, kept = [], []
     for setting in task.settings:
-        runs = [run for run in setting.runs if run.flatness is not None and _mark(run) == mark]
+        runs = []
         for run in setting.runs:
-            if run.flatness is not None and _mark(run) != mark:
-                what = "left out: measured on other examples than most runs"
-                problems.append(Problem(str(run.folder / "flatness.json"), what, task.name))
-        if len(runs) < len(setting.runs):
+            if run.flatness is None:
+                continue
+            if not _outdated(run) and _mark(run) == mark:
+                runs.append(run)
+                continue
+            why = (
+                "before training had finished: measure it again"
+                if _outdated(run)
+                else "on other examples than most runs"
+            )
+            problems.append(Problem(str(run.folder / "flatness.json"), f"left out: measured {why}", task.name))
+        if marks and len(runs) < len(setting.runs):
             what = f"flatness measured of {len(runs)} of {len(setting.runs)} runs"
             problems.append(Problem(setting.name, what, task.name))
         if runs:
             kept.append(replace(setting, runs=runs))
     return kept, problems
+
+
+def _outdated(run: Run) -> bool:
+    """Whether its flatness is that of a checkpoint, and it has finished since."""
+    return run.finished and _about(run).get("finished") is False
 
 
 def measured(run: Run, *path: str) -> list[float]:

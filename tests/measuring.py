@@ -97,8 +97,9 @@ MEASUREMENTS: dict[str, Callable[[nn.Module, Loss, Any], Any]] = {
     "t_sharper": lambda m, f, b: sharpness.t_sharper(m, m, f, b, num_samples=3, std=0.1).difference,
     "m_sharpness": lambda m, f, b: sharpness.m_sharpness(m, f, b, rho=0.1).rises,
     "adaptive": lambda m, f, b: sharpness.m_sharpness(m, f, b, rho=0.1, adaptive=True, random_start=True).rises,
+    "random_start": lambda m, f, b: sharpness.m_sharpness(m, f, b, rho=0.1, random_start=True).rises,
     "cross_objectives": lambda m, f, b: torch.tensor(
-        [e.loss for e in sharpness.cross_objectives({"": m}, f, b).entries]
+        [e.loss for e in sharpness.cross_objectives({"": m}, f, b).entries], device="cpu"
     ),
     "top_eigenvalues": lambda m, f, b: curvature.top_eigenvalues(m, f, b, k=2).values,
     "trace": lambda m, f, b: curvature.trace(m, f, b, num_samples=3).samples,

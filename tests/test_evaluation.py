@@ -208,6 +208,27 @@ def test_same_seed_same_numbers_whatever_the_global_state(measure: Any) -> None:
 
 
 @every
+@pytest.mark.parametrize(
+    "odd_defaults",
+    [
+        ("meta", torch.float64),
+        pytest.param(("cuda", torch.float64), marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")),
+    ],
+    ids=["meta", "cuda"],
+    indirect=True,
+)
+def test_torchs_defaults_for_new_tensors_change_nothing(measure: Any, odd_defaults: tuple[str, torch.dtype]) -> None:
+    """Results are on the host, whatever torch makes new tensors on: what lies on ``meta`` has no values."""
+    model, data = convnet(torch.float32), unequal_batches(torch.float32)
+    plain = measure(model, cross_entropy, data)
+    torch.set_default_device(odd_defaults[0])
+    torch.set_default_dtype(odd_defaults[1])
+    odd = measure(model, cross_entropy, data)
+    assert odd.device.type == "cpu"
+    assert torch.equal(plain, odd.to(plain.dtype))
+
+
+@every
 def test_a_loader_with_a_generator_of_its_own_gives_the_same_walk_each_time(measure: Any) -> None:
     model, own = convnet(), torch.Generator()
     loader = DataLoader(TensorDataset(*images()), batch_size=5, shuffle=True, drop_last=True, generator=own)

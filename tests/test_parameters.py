@@ -240,15 +240,6 @@ def test_no_synchronisation_on_a_gpu(method):
     assert all(p.isfinite().all() for p in problem.model.parameters())
 
 
-@pytest.fixture
-def odd_defaults(request):
-    """Torch's defaults, set as a user may set them."""
-    device, dtype = request.param
-    yield device, dtype
-    torch.set_default_device(None)
-    torch.set_default_dtype(torch.float32)
-
-
 @every_method
 @pytest.mark.parametrize(
     "odd_defaults",

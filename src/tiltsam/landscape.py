@@ -132,7 +132,7 @@ def slice_1d(
     """
     steps = _steps(span, num_points)
     losses = _visit(model, loss_fn, batches, [direction], [(a,) for a in steps], seed, size_of, progress)
-    return Slice1D(torch.tensor(steps, dtype=torch.float64), losses, label)
+    return Slice1D(torch.tensor(steps, dtype=torch.float64, device="cpu"), losses, label)
 
 
 def slice_2d(
@@ -161,7 +161,7 @@ def slice_2d(
     x, y = _steps(span_x, num_points), _steps(span_y, num_points)
     places = [(a, b) for b in y for a in x]
     losses = _visit(model, loss_fn, batches, [direction_x, direction_y], places, seed, size_of, progress)
-    wide_x, wide_y = torch.tensor(x, dtype=torch.float64), torch.tensor(y, dtype=torch.float64)
+    wide_x, wide_y = (torch.tensor(steps, dtype=torch.float64, device="cpu") for steps in (x, y))
     return Slice2D(wide_x, wide_y, losses.view(len(y), len(x)), label)
 
 
@@ -213,7 +213,7 @@ def between(
     ends = [_copy_if_own(state, own) for state in states]
     steps = _steps(span, num_points)
     with LossSurface(model, loss_fn, batches, size_of=size_of, seed=seed) as surface:
-        losses = torch.empty(num_points, dtype=torch.float64)
+        losses = torch.empty(num_points, dtype=torch.float64, device="cpu")
         surface.save_all()
         for i, position in enumerate(steps):
             with torch.no_grad():
@@ -227,7 +227,7 @@ def between(
             losses[i] = surface.loss(f" at position {position:g}")
             if progress is not None:
                 progress(i + 1, num_points)
-    return Slice1D(torch.tensor(steps, dtype=torch.float64), losses, label)
+    return Slice1D(torch.tensor(steps, dtype=torch.float64, device="cpu"), losses, label)
 
 
 def _visit(
@@ -248,7 +248,7 @@ def _visit(
                 raise ValueError(f"the direction does not fit the model: {name} of shape {tuple(part.shape)}")
     moved = [name for name in known if any(name in direction for direction in directions)]
     with LossSurface(model, loss_fn, batches, parameters=moved, size_of=size_of, seed=seed) as surface:
-        losses = torch.empty(len(places), dtype=torch.float64)
+        losses = torch.empty(len(places), dtype=torch.float64, device="cpu")
         for i, place in enumerate(places):
             with torch.no_grad():
                 for name, param, saved in zip(surface.names, surface.params, surface.origin, strict=True):

@@ -192,7 +192,7 @@ def neighborhood(
         raise ValueError(f"the tilt t must be a finite number >= 0, got {t}")
     total = len(stds) * num_samples + 1
     with LossSurface(model, loss_fn, batches, parameters=parameters, size_of=size_of, seed=seed) as surface:
-        losses = torch.empty(len(stds), num_samples, dtype=torch.float64)
+        losses = torch.empty(len(stds), num_samples, dtype=torch.float64, device="cpu")
         center = surface.loss()
         for row, scale in enumerate(stds):
             for sample in range(num_samples):
@@ -202,7 +202,7 @@ def neighborhood(
                 losses[row, sample] = surface.loss(f" at draw {sample} of std {scale:g}")
                 if progress is not None:
                     progress(row * num_samples + sample + 2, total)  # the centre was the first
-    return Neighborhood.from_losses(torch.tensor(stds, dtype=torch.float64), losses, center, t)
+    return Neighborhood.from_losses(torch.tensor(stds, dtype=torch.float64, device="cpu"), losses, center, t)
 
 
 def t_sharper(
@@ -307,8 +307,9 @@ def _leave_one_out(losses: Tensor, t: float) -> tuple[Tensor, Tensor]:
         return tilted_weights(losses, t, valid)
 
     means, variances = [], []
-    for rows in torch.split(torch.arange(num), max(1, _LEAVE_ONE_OUT_CELLS // num)):
-        others = torch.arange(num) != rows[:, None]
+    draws = torch.arange(num, device=losses.device)
+    for rows in torch.split(draws, max(1, _LEAVE_ONE_OUT_CELLS // num)):
+        others = draws != rows[:, None]
         weights = torch.vmap(weigh)(others)
         mean = weights @ losses
         means.append(mean)

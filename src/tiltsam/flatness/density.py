@@ -112,7 +112,7 @@ def spectral_density(
             f"got {num_probes}, {num_steps}, {num_points} and {width}"
         )
     with LossSurface(model, loss_fn, batches, parameters=parameters, size_of=size_of, seed=seed) as surface:
-        nodes, weights = torch.zeros(2, num_probes, num_steps, dtype=torch.float64)
+        nodes, weights = torch.zeros(2, num_probes, num_steps, dtype=torch.float64, device="cpu")
         hessian = HessianOperator(surface, keep_graph=keep_graph)
         for probe in range(num_probes):
             random = generator(hessian.device, "density", seed, probe)
@@ -132,7 +132,7 @@ def spectral_density(
     # then, or 1 if it is zero.
     spread = width or ((high - low) / 100 if high - low > 100 * hessian.eps * size else size / 100) or 0.01
     # Five standard deviations beyond the ends: what is cut off is below 1e-6.
-    grid = torch.linspace(low - 5 * spread, high + 5 * spread, num_points, dtype=torch.float64)
+    grid = torch.linspace(low - 5 * spread, high + 5 * spread, num_points, dtype=torch.float64, device="cpu")
     empty = torch.empty_like(grid)
     raw = Density(grid, empty, empty, nodes, weights, spread, tuple(hessian.substitutes))
     values, error = raw.smooth(grid, spread)

@@ -246,7 +246,7 @@ class LossSurface:
         # One transfer for the whole walk: the device runs ahead of the host until here.
         losses = torch.stack(values).to("cpu", torch.float64)
         check_finite(losses, where)
-        return weighted_mean(losses, torch.tensor(sizes, dtype=torch.float64))[0]
+        return weighted_mean(losses, torch.tensor(sizes, dtype=torch.float64, device="cpu"))[0]
 
     @contextmanager
     def same_draws(self) -> Iterator[None]:

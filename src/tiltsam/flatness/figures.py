@@ -86,7 +86,7 @@ def plot_density(
     low = min(float(density.grid[0]) for density in densities.values())
     high = max(float(density.grid[-1]) for density in densities.values())
     width = max(density.width for density in densities.values())
-    grid = torch.linspace(low - 5 * width, high + 5 * width, 1024, dtype=torch.float64)
+    grid = torch.linspace(low - 5 * width, high + 5 * width, 1024, dtype=torch.float64, device="cpu")
     curves = {name: density.smooth(grid, width) for name, density in densities.items()}
     floor = 1e-6 * max(float(values.max()) for values, _ in curves.values())
     ax.set_yscale("log")

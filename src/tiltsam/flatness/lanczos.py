@@ -93,7 +93,7 @@ def thick_restart(
     limit = min(basis_size, operator.size)
     basis = _Basis(operator, k, limit + 1 - k)
     basis.start(start)
-    small = torch.zeros(limit, limit, dtype=torch.float64)
+    small = torch.zeros(limit, limit, dtype=torch.float64, device="cpu")
     eps = torch.finfo(operator.dtype).eps
     products = filled = 0
     scale = 0.0
@@ -164,7 +164,7 @@ def quadrature(
     steps = min(num_steps, operator.size)
     basis = _Basis(operator, steps + 1 if reorthogonalize else 3)
     basis.start(start)
-    small = torch.zeros(steps, steps, dtype=torch.float64)
+    small = torch.zeros(steps, steps, dtype=torch.float64, device="cpu")
     eps = torch.finfo(operator.dtype).eps
     scale = 0.0
     for step in range(steps):

@@ -221,7 +221,7 @@ def _evaluate(
             surface.restore()
     losses = torch.stack(values).to("cpu", torch.float64)
     check_finite(losses)
-    return weighted_mean(losses, torch.tensor(sizes, dtype=torch.float64))
+    return weighted_mean(losses, torch.tensor(sizes, dtype=torch.float64, device="cpu"))
 
 
 def _climb(surface: LossSurface, batch: Any, rho: float) -> None:

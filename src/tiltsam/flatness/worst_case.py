@@ -124,7 +124,7 @@ def m_sharpness(
     rises = torch.stack(highs).to("cpu", torch.float64) - loss
     check_finite(loss)
     check_finite(rises, " on the way up")
-    weights = torch.tensor(sizes, dtype=torch.float64)
+    weights = torch.tensor(sizes, dtype=torch.float64, device="cpu")
     return WorstCase(
         *weighted_mean(rises, weights),
         loss=weighted_mean(loss, weights)[0],
@@ -158,7 +158,9 @@ def _ascend(
     with torch.no_grad():
         if random is not None:
             for index, shift in enumerate(offset):
-                shift.normal_(generator=random).mul_(torch.as_tensor(unit(index)) > 0)
+                shift.normal_(generator=random)
+                if eta is not None:
+                    shift.mul_(unit(index) > 0)
             _to_length(offset, rho / 2)
             place()
     for step in range(num_steps):

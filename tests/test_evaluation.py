@@ -19,6 +19,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from measuring import MEASUREMENTS, Bowl, call, convnet, cross_entropy, images, mse, unequal_batches
+from tiltsam.flatness import evaluation
 from tiltsam.flatness.evaluation import LossSurface, batch_size, generator, layers, supervised, trainable
 from tiltsam.flatness.progress import Bars
 from tiltsam.flatness.sums import weighted_mean
@@ -157,6 +158,25 @@ def test_a_model_that_changes_with_its_mode_is_changed_back(measure: Any) -> Non
     assert modes == [m.training for m in model.modules()]
     assert merged == [getattr(m, "merged", None) for m in model]
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("fatal_call", [1, 4], ids=["first", "last"])
+def test_ctrl_c_while_the_weights_are_put_back_is_held_until_they_are(
+    fatal_call: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = convnet()
+    before, write, calls = snapshot(model), evaluation._write, []
+
+    def interrupted(tensor: Tensor, saved: Tensor) -> None:
+        calls.append(tensor)
+        if len(calls) == fatal_call:
+            raise KeyboardInterrupt
+        write(tensor, saved)
+
+    monkeypatch.setattr(evaluation, "_write", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        MEASUREMENTS["between"](model, cross_entropy, unequal_batches())
+    assert_same(before, snapshot(model))
 
 
 def test_modes_and_random_state_are_put_back_even_if_the_weights_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:

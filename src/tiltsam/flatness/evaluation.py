@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
 from tiltsam.batches import leaves, to_device
-from tiltsam.buffers import kept_buffers
+from tiltsam.buffers import kept_buffers, to_the_end
 from tiltsam.distributed import is_sharded
 from tiltsam.flatness.randomness import RandomSources
 from tiltsam.flatness.sums import weighted_mean
@@ -186,8 +186,8 @@ class LossSurface:
                 param.grad = None  # a loss that calls backward adds to one of its own
             stack.enter_context(kept_buffers(self.model))
             stack.callback(self._forget)
-            stack.callback(self._restore_others)
-            stack.callback(self.restore)
+            stack.callback(to_the_end, self._restore_others)
+            stack.callback(to_the_end, self.restore)
             self.model.eval()
             if any(getattr(module, "max_norm", None) is not None for module in self.model.modules()):
                 self.save_all()  # such an embedding shortens its rows in place, whoever calls it

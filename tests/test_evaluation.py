@@ -23,7 +23,9 @@ from tiltsam.flatness import evaluation
 from tiltsam.flatness.evaluation import LossSurface, batch_size, generator, layers, supervised, trainable
 from tiltsam.flatness.progress import Bars
 from tiltsam.flatness.sums import weighted_mean
+from tiltsam.sharpness import neighborhood
 
+FORWARD = ("neighborhood", "t_sharper", "slice_1d", "slice_2d", "between")  # what takes no gradients
 every = pytest.mark.parametrize("measure", MEASUREMENTS.values(), ids=MEASUREMENTS)
 
 
@@ -360,6 +362,32 @@ def test_bad_data_is_a_clear_error(measure: Any, batches: Any, message: str) -> 
 def test_one_batch_is_not_taken_for_many() -> None:
     with pytest.raises(ValueError, match=r"is one batch \(dict\): write \[batch\]"):
         LossSurface(nn.Linear(1, 1), mse, {"x": torch.ones(2, 1)})
+    x = torch.ones(2, 1)
+    with pytest.raises(ValueError, match=r"\(inputs, targets\), got a Tensor.* write \[\(inputs, targets\)\]"):
+        neighborhood(nn.Linear(1, 1), mse, (x, x), std=0.1)
+
+
+@pytest.mark.parametrize("measure", [MEASUREMENTS["neighborhood"], MEASUREMENTS["trace"]])
+def test_data_that_is_used_up_by_a_walk_is_not_called_empty(measure: Any) -> None:
+    """A stream behind a function or a loader looks like any other until its second walk."""
+    stream = iter(unequal_batches())
+    with pytest.raises(ValueError, match=r"walked only once.* a new walk"):
+        measure(convnet(), cross_entropy, lambda: stream)
+
+
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_a_criterion_that_is_no_mean_is_a_clear_error(reduction: str) -> None:
+    with pytest.raises(ValueError, match=f"mean loss.*reduction='{reduction}'"):
+        supervised(nn.MSELoss(reduction=reduction))
+
+
+@pytest.mark.parametrize("name", [name for name in MEASUREMENTS if name not in FORWARD])
+def test_a_loss_without_a_graph_is_not_taken_for_a_flat_one(name: str) -> None:
+    model = convnet()
+    before = snapshot(model)
+    with pytest.raises(ValueError, match=r"loss_fn.* no gradient"):
+        MEASUREMENTS[name](model, lambda m, b: cross_entropy(m, b).detach(), unequal_batches())
+    assert_same(before, snapshot(model))
 
 
 @every

@@ -34,7 +34,7 @@ from tiltsam.batches import leaves, to_device
 from tiltsam.buffers import kept_buffers, to_the_end
 from tiltsam.distributed import is_sharded
 from tiltsam.flatness.randomness import RandomSources
-from tiltsam.flatness.sums import weighted_mean
+from tiltsam.flatness.sums import check_finite, scalar, weighted_mean
 from tiltsam.vectors import apart, dense
 
 __all__ = [
@@ -147,6 +147,7 @@ class LossSurface:
         self.device = self.params[0].device
         self.autocast: dict[str, torch.dtype] = {}
         self._random = RandomSources(self.device, batches)
+        self._walked = False  # whether a walk over the data found any
         self._draws: tuple[Any, ...] | None = None  # where evaluations that are to draw alike begin
         self._differentiates: bool | None = None  # whether loss_fn does inside, once that is known
         self._origin: list[Tensor] | None = None
@@ -221,11 +222,13 @@ class LossSurface:
         self._random.seed(self.seed)
         empty = True
         for number, batch in enumerate(walk(self.batches)):
-            empty = False
+            empty, self._walked = False, True
             size = float(self.size_of(batch))
             if not (math.isfinite(size) and size > 0):
                 raise ValueError(f"batch {number} has size {size:g}; a batch must hold at least one example")
             yield to_device(batch, self.device), size
+        if empty and self._walked:
+            raise ValueError("batches can be walked only once: give a list, or a function that starts a new walk")
         if empty:
             raise ValueError("the data set is empty: batches yielded nothing")
 
@@ -268,6 +271,13 @@ class LossSurface:
                 self._random.restore(self._draws)
             return scalar(self.loss_fn(self.model, batch))
 
+    def sloping(self, batch: Any) -> Tensor:
+        """:meth:`evaluate`, for who is going to differentiate; a ValueError if that cannot be done."""
+        loss = self.evaluate(batch)
+        if not loss.requires_grad:
+            raise ValueError("what loss_fn returns has no gradient: it was detached, or the model runs under no_grad")
+        return loss
+
     def value(self, batch: Any) -> Tensor:
         """The loss of one batch at the current weights, a scalar; without a graph, unless the loss needs one itself."""
         if self._differentiates is None:
@@ -288,9 +298,7 @@ class LossSurface:
 
     def gradient(self, batch: Any) -> tuple[Tensor, list[Tensor]]:
         """The loss of one batch and its gradient at the current weights, to be overwritten; ``.grad`` is left alone."""
-        loss = self.evaluate(batch)
-        if not loss.requires_grad:
-            return loss.detach(), [torch.zeros_like(p) for p in self.params]
+        loss = self.sloping(batch)
         grads = torch.autograd.grad(loss, self.params, allow_unused=True)
         whole = (None if g is None else g.to_dense() for g in grads)  # that of an embedding may be sparse
         # That of a sum is one number, spread out over all elements.
@@ -307,8 +315,14 @@ def supervised(criterion: Callable[[Any, Any], Tensor]) -> LossFn:
         >>> loss_fn(nn.Linear(2, 3), (torch.ones(4, 2), torch.zeros(4, dtype=torch.long))).shape
         torch.Size([])
     """
+    if (reduction := getattr(criterion, "reduction", None)) in ("sum", "none"):
+        raise ValueError(f"the criterion must give the mean loss of a batch, got one with reduction={reduction!r}")
 
     def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        if isinstance(batch, Tensor):  # two rows of which would pass for inputs and targets
+            raise ValueError(
+                "a batch must be (inputs, targets), got a Tensor: for a single one write [(inputs, targets)]"
+            )
         inputs, targets = batch
         return criterion(model(inputs), targets)
 
@@ -370,22 +384,6 @@ def generator(device: torch.device, *key: int | str) -> torch.Generator:
 def walk(batches: Batches) -> Iterable[Any]:
     """One walk over the data set."""
     return batches() if callable(batches) else batches
-
-
-def scalar(loss: Tensor) -> Tensor:
-    """The loss as a 0-dim tensor; a clear error for one that is not a single number."""
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-        raise ValueError(f"loss_fn must return the mean loss of the batch as a scalar tensor, got {shape}")
-    return loss.reshape(())
-
-
-def check_finite(losses: Tensor, where: str = "") -> None:
-    """Raise a ValueError that names the first batch whose loss is not finite."""
-    bad = (~losses.isfinite()).nonzero()
-    if len(bad):
-        number = int(bad[0, 0])
-        raise ValueError(f"the loss is not finite{where}: {losses[number].item()} on batch {number}")
 
 
 def _train_again(modes: list[tuple[nn.Module, bool]]) -> None:

@@ -23,7 +23,8 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from tiltsam.flatness.evaluation import LossSurface, check_finite
+from tiltsam.flatness.evaluation import LossSurface
+from tiltsam.flatness.sums import check_finite
 
 __all__ = ["HessianOperator"]
 
@@ -118,9 +119,7 @@ class HessianOperator:
 
     def _gradient(self, batch: Any) -> tuple[Tensor, list[GradientEdge | None]]:
         """The loss of a batch and, for each parameter, where in the graph its gradient comes out."""
-        loss = self.surface.evaluate(batch)
-        if not loss.requires_grad:
-            return loss, [None] * len(self.surface.params)
+        loss = self.surface.sloping(batch)
         grads = torch.autograd.grad(loss, self.surface.params, create_graph=True, allow_unused=True)
         # Only the graph matters, not the gradient itself: an edge of it spares a copy of the weights. A gradient
         # without a graph is constant: the loss is linear in that parameter, and its row of H is zero.

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from tiltsam.checks import check_count, check_nonnegative
-from tiltsam.flatness.evaluation import Batches, LossFn, LossSurface, Progress, check_finite, generator
-from tiltsam.flatness.sums import total_norm, weighted_mean, wide
+from tiltsam.flatness.evaluation import Batches, LossFn, LossSurface, Progress, generator
+from tiltsam.flatness.sums import check_finite, total_norm, weighted_mean, wide
 from tiltsam.settings import default_radius
 from tiltsam.tilting import StreamingTilt
 

@@ -1,4 +1,4 @@
-"""Means and norms over many numbers, in the precision they need."""
+"""Losses looked at; means and norms over many numbers, in the precision they need."""
 
 from __future__ import annotations
 
@@ -8,7 +8,23 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["block_length", "total_norm", "weighted_mean", "wide"]
+__all__ = ["block_length", "check_finite", "scalar", "total_norm", "weighted_mean", "wide"]
+
+
+def scalar(loss: Tensor) -> Tensor:
+    """The loss as a 0-dim tensor; a clear error for one that is not a single number."""
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+        raise ValueError(f"loss_fn must return the mean loss of the batch as a scalar tensor, got {shape}")
+    return loss.reshape(())
+
+
+def check_finite(losses: Tensor, where: str = "") -> None:
+    """Raise a ValueError that names the first batch whose loss is not finite."""
+    bad = (~losses.isfinite()).nonzero()
+    if len(bad):
+        number = int(bad[0, 0])
+        raise ValueError(f"the loss is not finite{where}: {losses[number].item()} on batch {number}")
 
 
 def weighted_mean(values: Tensor, weights: Tensor) -> tuple[float, float]:

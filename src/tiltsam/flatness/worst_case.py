@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from tiltsam.batches import cut, tree_map
-from tiltsam.flatness.evaluation import Batches, LossFn, LossSurface, Progress, batch_size, check_finite, generator
-from tiltsam.flatness.sums import total_norm, weighted_mean, wide
+from tiltsam.flatness.evaluation import Batches, LossFn, LossSurface, Progress, batch_size, generator
+from tiltsam.flatness.sums import check_finite, total_norm, weighted_mean, wide
 
 __all__ = ["WorstCase", "m_sharpness"]
 

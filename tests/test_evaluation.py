@@ -63,6 +63,7 @@ def unusual_model(dtype: torch.dtype = torch.float64) -> nn.Module:
 
 
 @every
+@pytest.mark.filterwarnings("ignore:a step this small")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 def test_leaves_no_trace(measure: Any, dtype: torch.dtype) -> None:
     model = unusual_model(dtype)
@@ -538,6 +539,7 @@ def test_supervised_calls_the_model() -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @every
+@pytest.mark.filterwarnings("ignore:a step this small")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_on_a_gpu(measure: Any, dtype: torch.dtype) -> None:
     """Batches on the host are moved; nothing is left behind; the GPU's own random state is as it was."""

@@ -175,6 +175,27 @@ def test_bfloat16_weights_too_coarse_for_the_noise_warn() -> None:
     neighborhood(model, mse, data, std=0.5, num_samples=2)
 
 
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_bfloat16_weights_too_coarse_for_a_climb_warn(adaptive: bool) -> None:
+    """Else a model would seem flat whose weights just cannot move by so little."""
+    model = nn.Linear(16, 1, bias=False).bfloat16()
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+    data = [(torch.ones(4, 16, dtype=torch.bfloat16), torch.ones(4, 1, dtype=torch.bfloat16))]
+
+    def climb(rho: float) -> None:
+        m_sharpness(model, mse, data, rho=rho, adaptive=adaptive)
+
+    def objectives(rho: float) -> None:
+        for objective in (SamLoss(rho), TsamLoss(rho=0.0, radius=rho)):
+            cross_objectives({"": model}, mse, data, {"": objective})
+
+    for measure in (climb, objectives):
+        with pytest.warns(UserWarning, match=r"rounded .* float32 copy"):
+            measure(1e-3)
+        measure(1.0)
+
+
 @pytest.mark.parametrize(
     "options",
     [{"std": 0.0}, {"std": []}, {"std": float("nan")}, {"std": 0.1, "num_samples": 1}, {"std": 0.1, "t": -1.0}],

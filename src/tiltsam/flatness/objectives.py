@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from tiltsam.checks import check_count, check_nonnegative
 from tiltsam.flatness.evaluation import Batches, LossFn, LossSurface, Progress, generator
-from tiltsam.flatness.sums import check_finite, total_norm, weighted_mean, wide
+from tiltsam.flatness.sums import check_finite, place, total_norm, weighted_mean, wide
 from tiltsam.settings import default_radius
 from tiltsam.tilting import StreamingTilt
 
@@ -174,6 +174,9 @@ def cross_objectives(
         ValueError: If there is no model, split or objective, a model has no trainable parameters, data is empty or a
             loss is not finite.
 
+    Warns:
+        UserWarning: If the weights are so coarse (bfloat16, float16) that rounding changes a step by a tenth or more.
+
     Example:
         >>> from tiltsam.flatness.evaluation import supervised
         >>> data = [(torch.randn(8, 2), torch.randn(8, 1))]
@@ -230,8 +233,7 @@ def _climb(surface: LossSurface, batch: Any, rho: float) -> None:
     _, grads = surface.gradient(batch)
     with torch.no_grad():
         pace = rho / (total_norm(grads) + _TINY)
-        for param, grad in zip(surface.params, grads, strict=True):
-            param.copy_(param + grad.to(wide(grad)) * pace.to(grad.device))
+        place(surface.params, surface.params, (grad.to(wide(grad)) * pace.to(grad.device) for grad in grads))
 
 
 def _into_ball(surface: LossSurface, radius: float, size: int, random: torch.Generator) -> None:
@@ -241,5 +243,4 @@ def _into_ball(surface: LossSurface, radius: float, size: int, random: torch.Gen
     length = torch.rand((), generator=random, device=device, dtype=torch.float64) ** (1 / size) * radius
     with torch.no_grad():
         scale = length / total_norm(noise)
-        for param, saved, part in zip(surface.params, surface.origin, noise, strict=True):
-            param.copy_(part.mul_(scale).to(saved.device) + saved)
+        place(surface.params, surface.origin, (part.mul_(scale) for part in noise))

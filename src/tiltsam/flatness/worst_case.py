@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from tiltsam.batches import cut, tree_map
 from tiltsam.flatness.evaluation import Batches, LossFn, LossSurface, Progress, batch_size, generator
-from tiltsam.flatness.sums import check_finite, total_norm, weighted_mean, wide
+from tiltsam.flatness.sums import check_finite, place, total_norm, weighted_mean, wide
 
 __all__ = ["WorstCase", "m_sharpness"]
 
@@ -95,6 +95,9 @@ def m_sharpness(
         ValueError: If the data is empty, a batch holds fewer than ``m`` examples at the start, a loss is not
             finite, or an argument is out of range.
 
+    Warns:
+        UserWarning: If the weights are so coarse (bfloat16, float16) that rounding changes a step by a tenth or more.
+
     Example:
         >>> from tiltsam.flatness.evaluation import supervised
         >>> data = [(torch.randn(8, 2), torch.randn(8, 1))]
@@ -150,9 +153,8 @@ def _ascend(
     def unit(index: int) -> Tensor | float:
         return 1.0 if eta is None else origin[index].abs() + eta
 
-    def place() -> None:
-        for index, (param, saved, shift) in enumerate(zip(params, origin, offset, strict=True)):
-            param.copy_(shift * unit(index) + saved)
+    def moves() -> Iterator[Tensor]:
+        return (shift * unit(index) for index, shift in enumerate(offset))
 
     low = high = surface.value(chunk)
     with torch.no_grad():
@@ -162,7 +164,7 @@ def _ascend(
                 if eta is not None:
                     shift.mul_(unit(index) > 0)
             _to_length(offset, rho / 2)
-            place()
+            place(params, origin, moves())
     for step in range(num_steps):
         loss, grads = surface.gradient(chunk)
         high = torch.maximum(high, loss)
@@ -172,7 +174,7 @@ def _ascend(
             for shift, rise in zip(offset, slope, strict=True):
                 shift.add_(rise.mul_(pace.to(rise.device)))
             _to_length(offset, rho, only_shrink=True)
-            place()
+            place(params, origin, moves())
     return low, torch.maximum(high, surface.value(chunk))
 
 

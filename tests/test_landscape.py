@@ -58,6 +58,16 @@ def test_random_directions_have_the_filter_norms_of_the_model() -> None:
         random_direction(model, normalize="row")  # type: ignore[arg-type]
 
 
+def test_a_direction_that_leads_nowhere_warns() -> None:
+    """Where biases alone are trained, none of the parameters has filters, and every slice would be flat."""
+    model = nn.Linear(3, 2)
+    model.weight.requires_grad_(False)
+    for normalize in ("filter", "layer"):
+        with pytest.warns(UserWarning, match=r"zero.* normalize='none'"):
+            assert not random_direction(model, normalize=normalize)["bias"].any()
+    assert random_direction(model, normalize="none")["bias"].all()
+
+
 def test_filter_normalisation_undoes_a_change_of_scale() -> None:
     """A ReLU network scaled up in one layer and down in the next is the same function, and has the same slice."""
     torch.manual_seed(0)

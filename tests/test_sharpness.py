@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -204,6 +205,13 @@ def test_bfloat16_weights_too_coarse_for_a_climb_warn(adaptive: bool) -> None:
 def test_neighborhood_rejects(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"must be"):
         neighborhood(Bowl([1.0], [1.0]), call, ONE, **options)
+
+
+@pytest.mark.parametrize("std", [np.float32(0.5), torch.tensor(0.5), np.array([0.5]), (0.5,)], ids=repr)
+def test_std_may_be_a_number_of_any_kind(std: Any) -> None:
+    bowl = Bowl([1.0], [0.0])
+    expected = neighborhood(bowl, call, ONE, 0.5, num_samples=3)
+    assert torch.equal(neighborhood(bowl, call, ONE, std, num_samples=3).losses, expected.losses)
 
 
 def test_from_losses_needs_two() -> None:

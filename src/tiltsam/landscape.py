@@ -13,6 +13,7 @@ Pictures of them are in :mod:`tiltsam.flatness.figures`.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
@@ -67,6 +68,9 @@ def random_direction(
         index: Which of the directions of that seed; two of them span a plane.
         normalize: ``filter``; ``layer`` to scale whole tensors; ``none`` to leave everything N(0, 1).
 
+    Warns:
+        UserWarning: If the direction is zero: biases alone are trained, say.
+
     Example:
         >>> layer = nn.Linear(3, 2)
         >>> direction = random_direction(layer)
@@ -88,6 +92,8 @@ def random_direction(
             rows = (len(weight), -1) if normalize == "filter" else (1, -1)
             ratio = weight.reshape(rows).norm(dim=1) / draw.reshape(rows).norm(dim=1)
             direction[name] = (draw.reshape(rows) * ratio[:, None]).view_as(weight)
+    if not any(bool(part.any()) for part in direction.values()):
+        warnings.warn("the direction is zero, as no trainable parameter has filters: normalize='none'", stacklevel=2)
     return direction
 
 

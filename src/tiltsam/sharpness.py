@@ -325,7 +325,7 @@ def _jackknife(left_out: list[Tensor]) -> Tensor:
 
 
 def _check_stds(std: float | Sequence[float]) -> list[float]:
-    stds = [float(std)] if isinstance(std, int | float) else [float(s) for s in std]
+    stds: list[float] = torch.as_tensor(std, dtype=torch.float64, device="cpu").reshape(-1).tolist()
     if not stds or not all(math.isfinite(s) and s > 0 for s in stds):
         raise ValueError(f"std must be one or more finite numbers > 0, got {std}")
     return stds

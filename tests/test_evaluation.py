@@ -417,6 +417,15 @@ def test_a_complex_parameter_is_a_clear_error(measure: Any) -> None:
         measure(model, lambda m, b: m(b[0].cfloat()).abs().mean(), [(torch.ones(2, 1), torch.ones(2, 1))])
 
 
+@every
+def test_parameters_that_share_memory_are_a_clear_error(measure: Any) -> None:
+    """Each of them would undo the other's move, and have half of the gradient."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2))
+    model[2].weight.data = model[0].weight.data
+    with pytest.raises(ValueError, match="share memory"):
+        measure(model, mse, [(torch.ones(2, 2), torch.ones(2, 2))])
+
+
 def test_sharded_parameters_are_a_clear_error(tmp_path: Path) -> None:
     dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
     try:

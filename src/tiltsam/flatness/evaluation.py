@@ -32,6 +32,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from tiltsam.batches import leaves, to_device
 from tiltsam.buffers import kept_buffers, to_the_end
+from tiltsam.checks import check_storage
 from tiltsam.distributed import is_sharded
 from tiltsam.flatness.randomness import RandomSources
 from tiltsam.flatness.sums import check_finite, scalar, weighted_mean
@@ -89,8 +90,8 @@ class LossSurface:
         autocast: The precision of each kind of device that was under autocast on entering.
 
     Raises:
-        ValueError: If the model has no trainable parameter, ``parameters`` names one it does not have, a parameter
-            is sharded or complex, or ``batches`` can be walked only once, is a batch or yields examples.
+        ValueError: If the model has no trainable parameter, ``parameters`` names one it does not have, a parameter is
+            sharded, complex or in another's memory, or ``batches`` is for one walk, a batch or a set of examples.
         TypeError: If ``loss_fn`` is a criterion of torch, which takes outputs and targets.
 
     Example:
@@ -345,7 +346,7 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     """The trainable parameters by name; one that is tied under several names comes once.
 
     Raises:
-        ValueError: If there is none, or one of the model's is sharded.
+        ValueError: If there is none, two share memory, or one of the model's is sharded.
     """
     if sharded := [name for name, p in model.named_parameters() if is_sharded(p)]:
         raise ValueError(
@@ -356,6 +357,7 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     found = {name: p for name, p in model.named_parameters() if p.requires_grad and p.numel() > 0}
     if not found:
         raise ValueError("the model has no trainable parameters")
+    check_storage(list(found.values()))
     return found
 
 

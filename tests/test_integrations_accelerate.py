@@ -222,6 +222,23 @@ def test_other_optimizers_are_refused():
         step(accelerator, optimizer, lambda: None)
 
 
+def test_a_base_that_was_prepared_is_refused():
+    """It is no optimizer of torch's any more: it lacks the hooks in which clipping is done."""
+    accelerator, model = accelerate.Accelerator(cpu=True), net()
+    model, base = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(TypeError, match=r"write accelerator\.prepare\(SAM\(base, \.\.\.\)\)"):
+        step(accelerator, tiltsam.SAM(base, model=model), lambda: None)
+
+
+def test_a_loss_in_place_of_its_function_is_refused():
+    training = Training()
+    x, y = torch.zeros(BATCH, 6, dtype=torch.float64), torch.zeros(BATCH, dtype=torch.long)
+    with pytest.raises(TypeError, match=r"loss_fn is called with the batch, several times a step; got Tensor"):
+        step(training.accelerator, training.optimizer, training.loss(x, y))
+    with pytest.raises(TypeError, match="loss_fn must return the loss, a tensor with one element; got tuple"):
+        step(training.accelerator, training.optimizer, lambda *batch: (training.loss(*batch), x), x, y)
+
+
 @pytest.mark.parametrize(("kind", "says"), [("DEEPSPEED", "take DDP or FSDP2"), ("FSDP", "set fsdp_version=2")])
 def test_distributions_that_cannot_be_right_are_refused(kind, says, monkeypatch):
     training = Training()

@@ -294,6 +294,16 @@ def test_two_methods_are_refused(tmp_path):
         InOrder(model, arguments, optimizers=(optimizer_for(model.net), None), method=tiltsam.SAM)
 
 
+def test_a_method_that_is_made_already_is_refused(tmp_path):
+    """It would be called with the Trainer's optimizer only when training begins."""
+    model = Classifier()
+    arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
+    with pytest.raises(TypeError, match=r"got SAM: write optimizers=\(SAM\(\.\.\.\), None\)"):
+        SharpnessAwareTrainer(model, arguments, method=optimizer_for(model.net, "sam"))
+    with pytest.raises(TypeError, match="method must be a class of tiltsam or a partial of one, got 'tsam'"):
+        SharpnessAwareTrainer(model, arguments, method="tsam")
+
+
 # Without a GPU there is no memory to pin, and torch says so.
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true:UserWarning")
 def test_the_example(tmp_path, monkeypatch):

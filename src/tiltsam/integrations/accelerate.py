@@ -53,7 +53,8 @@ def step(
         The loss that was descended, detached; ``None`` while gradients accumulate.
 
     Raises:
-        TypeError: If the optimizer is not one of tiltsam's.
+        TypeError: If the optimizer is not one of tiltsam's, or wraps a base that was prepared by itself; if ``loss_fn``
+            is no function, or returns something else than a loss.
         ValueError: Where the accelerator shards or steps by means that several passes cannot go through.
 
     Example:
@@ -67,6 +68,11 @@ def step(
     method = prepared.optimizer if prepared is not None else optimizer
     if not isinstance(method, SharpnessAware):
         raise TypeError(f"step is for an optimizer of tiltsam, got {type(method).__name__}: step that one as usual")
+    if isinstance(method.base, AcceleratedOptimizer):
+        name = type(method).__name__
+        raise TypeError(f"the base was prepared before {name} wrapped it: write accelerator.prepare({name}(base, ...))")
+    if not callable(loss_fn):
+        raise TypeError(f"loss_fn is called with the batch, several times a step; got {type(loss_fn).__name__}")
     check_distribution(accelerator)
     window = _waiting.setdefault(method, [])
     window.append(batch)
@@ -79,6 +85,9 @@ def step(
         for i, micro_batch in enumerate(window):
             with without_sync(accelerator, method.model, i + 1 < len(window)):
                 loss = loss_fn(*micro_batch)
+                if not isinstance(loss, Tensor):
+                    got = type(loss).__name__
+                    raise TypeError(f"loss_fn must return the loss, a tensor with one element; got {got}")
                 accelerator.backward(loss)
             total = total + loss.detach() / accelerator.gradient_accumulation_steps
         return total

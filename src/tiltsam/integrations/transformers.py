@@ -32,6 +32,10 @@ class SharpnessAwareMixin:
         method: Called with the Trainer's optimizer and ``model=``, returns the method that wraps it: a class of
             tiltsam, or a ``functools.partial`` of one. Not needed if ``optimizers`` brings an optimizer of tiltsam.
         kwargs: As for the Trainer.
+
+    Raises:
+        TypeError: If ``method`` cannot be called: an optimizer that is made already, say, or a name.
+        ValueError: If no method is said, or two.
     """
 
     sharpness_aware: SharpnessAware | None = None
@@ -43,6 +47,11 @@ class SharpnessAwareMixin:
     optimizer: Any
 
     def __init__(self, *args: Any, method: Callable[..., SharpnessAware] | None = None, **kwargs: Any) -> None:
+        if method is not None and not callable(method):
+            name = type(method).__name__
+            made = isinstance(method, SharpnessAware)
+            got = f"{name}: write optimizers=({name}(...), None)" if made else repr(method)
+            raise TypeError(f"method must be a class of tiltsam or a partial of one, got {got}")
         super().__init__(*args, **kwargs)
         self._method = method
         self._window: list[Any] = []

@@ -111,6 +111,23 @@ def without_the_model(rank, method, steps):
     return flat(model)
 
 
+def gradients_of_their_own(rank, kind):
+    """The error of a first step in which nobody averages gradients, or somebody does it by hand."""
+    model = mlp()
+    wrapped = DistributedDataParallel(model) if kind == "inside" else None
+    base = sgd(model.parameters())
+    if kind == "by hand":
+        base.register_step_pre_hook(lambda *_: average_gradients(model))
+    optimizer = tiltsam.SAM(base, model=wrapped, parallel=None if kind == "alone" else tiltsam.Parallel())
+    return refusal(lambda: train(model, optimizer, range(2), rank, dist.get_world_size()))
+
+
+def average_gradients(model):
+    for p in model.parameters():
+        dist.all_reduce(p.grad)
+        p.grad /= dist.get_world_size()
+
+
 def local_ascent(rank, steps):
     model = DistributedDataParallel(mlp())
     optimizer = tiltsam.SAM(

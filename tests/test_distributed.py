@@ -66,6 +66,16 @@ def test_a_user_who_does_not_pass_the_model_is_safe(ranks):
     torch.testing.assert_close(found[0], jobs.alone("tsam", "sgd", 10), **CLOSE)
 
 
+@pytest.mark.parametrize("kind", ["bare", "inside", "by hand", "alone"])
+def test_gradients_that_nobody_averages_are_noticed_at_the_first_step(ranks, kind):
+    """The closure calls a model without DDP, or the one inside it."""
+    for error in ranks(jobs.gradients_of_their_own, kind):
+        if kind in ("bare", "inside"):
+            assert error.startswith("gradients differ among the ranks that see different batches")
+        else:
+            assert error is None
+
+
 def test_local_ascent_is_m_sam(ranks):
     found = ranks(jobs.local_ascent, 10)
     assert same(found)

@@ -78,6 +78,7 @@ class World:
         self._data: list[Group] = []
         self._samples: Group | None = None
         self._ddp: DistributedDataParallel | None = None
+        self._trusts_gradients = sharding.mesh is not None  # FSDP averages them itself, and ranks hold parts
         if parallel is None or not (dist.is_available() and dist.is_initialized()):
             if sharding.groups:
                 raise ValueError("sharded parameters cannot be stepped by one process alone: leave parallel out")
@@ -146,6 +147,25 @@ class World:
     def all(self, flag: Tensor) -> Tensor:
         """Whether it is true on every data rank."""
         return self.average((~flag).to(torch.float32)) == 0
+
+    def check_averaged(self, params: Sequence[Tensor]) -> None:
+        """Raise if data ranks descended different gradients, for then nobody averages them. Asked at the first step."""
+        if self._trusts_gradients or not self._data:
+            return
+        grads = [torch.view_as_real(p.grad) if p.is_complex() else p.grad for p in params if p.grad is not None]
+        norms = [torch.linalg.vector_norm(g, dtype=torch.float64).to(params[0].device) for g in grads]
+        norm = torch.stack([params[0].new_zeros((), dtype=torch.float64), *norms]).norm()
+        largest = torch.stack([norm, -norm]).nan_to_num(0.0, 0.0, 0.0)
+        for group in self._data:
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+        high, low = largest[0].item(), -largest[1].item()
+        if high - low > 1e-6 * high:
+            raise ValueError(
+                "gradients differ among the ranks that see different batches, so that their weights drift apart: let "
+                "the closure call the DistributedDataParallel module, not the model inside it; a process that trains "
+                "on its own says parallel=None"
+            )
+        self._trusts_gradients = high > 0  # a step that is skipped tells nothing
 
     def ascending(self) -> AbstractContextManager[object]:
         """Around a pass whose gradient only points the way up."""

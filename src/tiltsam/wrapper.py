@@ -218,6 +218,7 @@ class SharpnessAware(Shell):
             try:
                 with space.on_device(), space.world.explaining(self.setting("steps_taken")):
                     self._info = (self._run or self.execute)(space)
+                    space.world.check_averaged(space.params)
             finally:
                 space.closures, space.ascent_closure, space.scaling.scaler = [_released], None, None
         self._settings.count_step()

@@ -172,7 +172,8 @@ def check_gradient(gradient: Sequence[Tensor | None]) -> None:
     if all(g is None for g in gradient):
         raise RuntimeError(
             "the closure left no gradient on any trainable parameter: it has to call loss.backward() on a loss of "
-            "the optimizer's own parameters, not of a copy, and must not clear the gradients afterwards"
+            "the optimizer's own parameters, not of a copy (fully_shard makes new ones: make the optimizer after it), "
+            "and must not clear the gradients afterwards"
         )
 
 

@@ -155,10 +155,7 @@ class World:
         grads = [torch.view_as_real(p.grad) if p.is_complex() else p.grad for p in params if p.grad is not None]
         norms = [torch.linalg.vector_norm(g, dtype=torch.float64).to(params[0].device) for g in grads]
         norm = torch.stack([params[0].new_zeros((), dtype=torch.float64), *norms]).norm()
-        largest = torch.stack([norm, -norm]).nan_to_num(0.0, 0.0, 0.0)
-        for group in self._data:
-            dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
-        high, low = largest[0].item(), -largest[1].item()
+        low, high = (x.item() for x in _extremes(norm.nan_to_num(0.0, 0.0, 0.0), self._data))
         if high - low > 1e-6 * high:
             raise ValueError(
                 "gradients differ among the ranks that see different batches, so that their weights drift apart: let "
@@ -187,9 +184,7 @@ class World:
             return
         device = weights[0].device
         sums = torch.stack([x.sum(dtype=torch.float64).to(device) for x in weights]).nan_to_num()
-        largest = torch.stack([sums, -sums])
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._samples)
-        if not torch.equal(largest[0], -largest[1]):
+        if not torch.equal(*_extremes(sums, [self._samples])):
             raise ValueError(
                 "weights differ among the ranks that share samples: seed all of them alike before the model is made, "
                 "or load one checkpoint on all"
@@ -305,6 +300,14 @@ class Sharding:
         """Whether slices of parameter ``i`` along its first dimension lie on one rank each."""
         spec = self._specs[i]
         return not self.split(i) or (spec.dim() > 1 and all(p.dim == 0 for p in spec.placements if p.is_shard()))
+
+
+def _extremes(x: Tensor, groups: Sequence[Group]) -> tuple[Tensor, Tensor]:
+    """The smallest and the largest that any rank of the groups has, element by element."""
+    both = torch.stack([-x, x])
+    for group in groups:
+        dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
+    return -both[0], both[1]
 
 
 def ddp_in(model: torch.nn.Module | None) -> DistributedDataParallel | None:

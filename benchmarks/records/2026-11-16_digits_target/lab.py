@@ -1,4 +1,4 @@
-"""The lab with a TSAM that chooses its tilt: ``python lab.py compare digits --methods target-2.0 …``."""
+"""The lab with a TSAM that chooses its tilt: ``python lab.py compare digits --methods target-3-2.0 …``."""
 
 import math
 import sys

@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import math
 import statistics
 from collections import defaultdict
 from pathlib import Path
@@ -13,6 +12,7 @@ import matplotlib as mpl
 mpl.use("agg")
 import matplotlib.pyplot as plt
 
+from tiltsam.lab.report.settings import mean_of
 from tiltsam.palette import OKABE_ITO
 from timing import print_table
 
@@ -29,12 +29,8 @@ def name_of(config: dict[str, Any]) -> str:
 
 def spread(values: list[float], form: str = ".2f") -> str:
     """Mean and standard error."""
-    return f"{statistics.fmean(values):{form}} ± {error(values):.2f}"
-
-
-def error(values: list[float]) -> float:
-    """The standard error."""
-    return statistics.stdev(values) / math.sqrt(len(values))
+    mean = mean_of(values)
+    return f"{mean.value:{form}} ± {mean.error:.2f}"
 
 
 runs: dict[str, dict[int, dict[str, Any]]] = defaultdict(dict)
@@ -76,14 +72,11 @@ for axis, number in zip(axes, (3, 5), strict=True):
         compared = [differences(name, other, kind) for kind in KINDS for other in (untilted, "tsam s=1")]
         table.append([name, f"{size(name):.2f}", *(spread(scores(name, kind)) for kind in KINDS), *compared])
     for (kind, told), color, marker in zip(KINDS.items(), OKABE_ITO, ("o-", "s--"), strict=False):
-        at = [size(name) for name in mine]
-        means = [statistics.fmean(scores(name, kind)) for name in mine]
-        axis.errorbar(
-            at, means, [error(scores(name, kind)) for name in mine], fmt=marker, color=color, capsize=3, label=told
-        )
-    axis.axhline(
-        statistics.fmean(scores("tsam s=1", "score")), color="gray", linestyle=":", label="one sample, at the end"
-    )
+        means = [mean_of(scores(name, kind)) for name in mine]
+        values, errors = [mean.value for mean in means], [mean.error for mean in means]
+        axis.errorbar([size(name) for name in mine], values, errors, fmt=marker, color=color, capsize=3, label=told)
+    alone = mean_of(scores("tsam s=1", "score")).value
+    axis.axhline(alone, color="gray", linestyle=":", label="one sample, at the end")
     axis.set(xlabel=f"of {number} samples, how many the weights are worth")
     axis.grid(alpha=0.3)
 for name in ("tsam s=1", "sam"):

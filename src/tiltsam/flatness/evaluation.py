@@ -34,8 +34,9 @@ from tiltsam.batches import leaves, to_device
 from tiltsam.buffers import kept_buffers, to_the_end
 from tiltsam.checks import check_storage
 from tiltsam.distributed import is_sharded
+from tiltsam.flatness.losses import check_finite, scalar
 from tiltsam.flatness.randomness import RandomSources
-from tiltsam.flatness.sums import check_finite, scalar, weighted_mean
+from tiltsam.flatness.sums import weighted_mean
 from tiltsam.vectors import apart, dense
 
 __all__ = [
@@ -321,9 +322,8 @@ def supervised(criterion: Callable[[Any, Any], Tensor]) -> LossFn:
 
     def loss_fn(model: nn.Module, batch: Any) -> Tensor:
         if isinstance(batch, Tensor):  # two rows of which would pass for inputs and targets
-            raise ValueError(
-                "a batch must be (inputs, targets), got a Tensor: for a single one write [(inputs, targets)]"
-            )
+            why = "a batch must be (inputs, targets), got a Tensor: for a single one write [(inputs, targets)]"
+            raise ValueError(why)
         inputs, targets = batch
         return criterion(model(inputs), targets)
 

@@ -24,7 +24,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tiltsam.flatness.evaluation import LossSurface
-from tiltsam.flatness.sums import check_finite
+from tiltsam.flatness.losses import check_finite
 
 __all__ = ["HessianOperator"]
 

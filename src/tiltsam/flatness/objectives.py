@@ -21,7 +21,9 @@ from torch import Tensor, nn
 
 from tiltsam.checks import check_count, check_nonnegative
 from tiltsam.flatness.evaluation import Batches, LossFn, LossSurface, Progress, generator
-from tiltsam.flatness.sums import check_finite, place, total_norm, weighted_mean, wide
+from tiltsam.flatness.losses import check_finite
+from tiltsam.flatness.moves import place
+from tiltsam.flatness.sums import total_norm, weighted_mean, wide
 from tiltsam.settings import default_radius
 from tiltsam.tilting import StreamingTilt
 

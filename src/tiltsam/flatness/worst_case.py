@@ -19,7 +19,9 @@ from torch import Tensor, nn
 
 from tiltsam.batches import cut, tree_map
 from tiltsam.flatness.evaluation import Batches, LossFn, LossSurface, Progress, batch_size, generator
-from tiltsam.flatness.sums import check_finite, place, total_norm, weighted_mean, wide
+from tiltsam.flatness.losses import check_finite
+from tiltsam.flatness.moves import place
+from tiltsam.flatness.sums import total_norm, weighted_mean, wide
 
 __all__ = ["WorstCase", "m_sharpness"]
 

@@ -9,14 +9,10 @@
 - The mathematics: :mod:`tiltsam.tilting`, :mod:`tiltsam.samplers`.
 """
 
-from tiltsam import curvature, landscape, samplers, sharpness, tilting
-from tiltsam.averaging import WeightAverage
-from tiltsam.capture import capture
+from tiltsam import samplers, tilting
 from tiltsam.distributed import Parallel
-from tiltsam.info import StepInfo
-from tiltsam.optim import ASAM, ERM, METHODS, PGN, RSAM, SAM, TSAM, LineSearchSAM
+from tiltsam.optim import ASAM, ERM, METHODS, PGN, RSAM, SAM, TSAM, LineSearchSAM, SharpnessAware, StepInfo
 from tiltsam.tilting import tilted_loss, tilted_mean, tilted_var, tilted_weights
-from tiltsam.wrapper import SharpnessAware
 
 __version__ = "0.1.0"
 
@@ -32,13 +28,8 @@ __all__ = [
     "Parallel",
     "SharpnessAware",
     "StepInfo",
-    "WeightAverage",
     "__version__",
-    "capture",
-    "curvature",
-    "landscape",
     "samplers",
-    "sharpness",
     "tilted_loss",
     "tilted_mean",
     "tilted_var",

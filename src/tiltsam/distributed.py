@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["Parallel", "Sharding", "World"]
+__all__ = ["Parallel", "Ranks", "Sharding"]
 
 Group: TypeAlias = Any
 """A ``torch.distributed.ProcessGroup``."""
@@ -65,7 +65,7 @@ class Parallel:
                 )
 
 
-class World:
+class Ranks:
     """What the ranks of a step have in common. One process alone has nothing to exchange, and does not.
 
     Args:
@@ -148,7 +148,7 @@ class World:
         """Whether it is true on every data rank."""
         return self.average((~flag).to(torch.float32)) == 0
 
-    def check_averaged(self, params: Sequence[Tensor]) -> None:
+    def check_same_gradients(self, params: Sequence[Tensor]) -> None:
         """Raise if data ranks descended different gradients, for then nobody averages them. Asked at the first step."""
         if self._trusts_gradients or not self._data:
             return
@@ -164,7 +164,7 @@ class World:
             )
         self._trusts_gradients = high > 0  # a step that is skipped tells nothing
 
-    def ascending(self) -> AbstractContextManager[object]:
+    def no_sync(self) -> AbstractContextManager[object]:
         """Around a pass whose gradient only points the way up."""
         if self.local_ascent:
             assert self._ddp is not None
@@ -178,7 +178,7 @@ class World:
         """Whether the samples of a step are divided among ranks."""
         return self._samples is not None
 
-    def check_alike(self, weights: Sequence[Tensor]) -> None:
+    def check_same_weights(self, weights: Sequence[Tensor]) -> None:
         """Raise if ranks that share samples hold other weights: all would step as if they were the first one's."""
         if self._samples is None:
             return
@@ -215,7 +215,7 @@ class World:
                 x.copy_(part.view(x.shape))
 
     @contextmanager
-    def explaining(self, step: int) -> Iterator[None]:
+    def annotate_errors(self, step: int) -> Iterator[None]:
         """Around a step: an error in it says on which rank, for it may be another's that died."""
         if self.alone:
             yield

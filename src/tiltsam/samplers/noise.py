@@ -1,4 +1,4 @@
-"""Draws of μ itself: the point θ, a ball around it, a Gaussian. Naive sampling, and the starts of the others."""
+"""Samplers of μ itself: θ, a ball around it, a Gaussian. They also start the samplers that ascend."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import ClassVar
 
 import torch
 
-from tiltsam.samplers.kernel import Draw, Stateless, evaluated
-from tiltsam.space import Space, Spread
+from tiltsam.samplers.base import Draw, Stateless, evaluated
+from tiltsam.space.protocol import Space, Spread
 
 __all__ = ["Center", "Gaussian", "Uniform"]
 
@@ -19,57 +19,55 @@ class Center(Stateless):
 
     tilted: ClassVar[bool] = False
     independent: ClassVar[bool] = True
-    scale_free: ClassVar[bool] = True
+    deterministic: ClassVar[bool] = True
 
     def move(self, space: Space, index: int) -> None:
         """``point <- θ``."""
-        space.go_home()
+        space.reset_to_center()
 
-    def sample(self, space: Space, index: int, state: None) -> tuple[Draw, None]:
+    def sample(self, space: Space, index: int, shared: None) -> Draw:
         """Evaluate at θ."""
         self.move(space, index)
-        return evaluated(space.evaluate()), None
+        return evaluated(space.evaluate())
 
 
 @dataclass(frozen=True)
 class Uniform(Stateless):
     """ε uniform in the ball of radius R (naive sampling, appendix of the paper). One pass a sample.
 
-    Consistent: with weights softmax(t L) the aggregate tends to the gradient of the tilted loss as s grows, its bias
-    falling like 1/s. At R = 0 no noise is drawn and the point is θ, bit for bit.
+    Consistent: with weights softmax(t L) the aggregate tends to the gradient of the tilted loss as s grows, with a bias
+    that falls like 1/s. At R = 0 no noise is drawn and the point is θ, bit for bit.
     """
 
     tilted: ClassVar[bool] = False
     independent: ClassVar[bool] = True
-    scale_free: ClassVar[bool] = True
 
     def move(self, space: Space, index: int) -> None:
         """``point <- θ + δ``."""
-        if not space.noisy:
-            space.go_home()
-            return
-        space.scatter(index, Spread(radius=space.radius))
+        if space.noisy:
+            space.add_noise(index, Spread(radius=space.radius))
+        else:
+            space.reset_to_center()
 
-    def sample(self, space: Space, index: int, state: None) -> tuple[Draw, None]:
+    def sample(self, space: Space, index: int, shared: None) -> Draw:
         """Evaluate at a random point."""
         self.move(space, index)
-        return evaluated(space.evaluate()), None
+        return evaluated(space.evaluate())
 
 
 @dataclass(frozen=True)
 class Gaussian(Stateless):
-    """ε ~ N(0, std² I) (naive sampling under Gaussian μ). One pass a sample; consistent as :class:`Uniform` is.
+    """ε ~ N(0, std² I) (naive sampling under Gaussian μ). One pass a sample; consistent like :class:`Uniform`.
 
     Args:
-        std: Standard deviation of a coordinate, whatever R; ``None`` means R/√d, whose typical length is R.
-        clip: Shorten draws longer than R to R. Then μ is no longer Gaussian, but ‖ε‖ ≤ R holds (at R = 0, ε = 0).
+        std: Standard deviation of a coordinate, independent of R; ``None`` means R/√d, whose typical length is R.
+        clip: Shorten draws longer than R to length R. Then μ is no longer Gaussian, but ‖ε‖ ≤ R holds.
     """
 
     std: float | None = None
     clip: bool = False
     tilted: ClassVar[bool] = False
     independent: ClassVar[bool] = True
-    scale_free: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.std is not None and self.std < 0:
@@ -77,14 +75,14 @@ class Gaussian(Stateless):
 
     def move(self, space: Space, index: int) -> None:
         """``point <- θ + δ``."""
-        bound_by_radius = self.std is None or self.clip
-        if self.std == 0 or (bound_by_radius and not space.noisy):
-            space.go_home()
+        depends_on_radius = self.std is None or self.clip
+        if self.std == 0 or (depends_on_radius and not space.noisy):
+            space.reset_to_center()
             return
         std = space.radius / space.dim**0.5 if self.std is None else torch.full_like(space.radius, self.std)
-        space.scatter(index, Spread(std=std, longest=space.radius if self.clip else None))
+        space.add_noise(index, Spread(std=std, max_norm=space.radius if self.clip else None))
 
-    def sample(self, space: Space, index: int, state: None) -> tuple[Draw, None]:
+    def sample(self, space: Space, index: int, shared: None) -> Draw:
         """Evaluate at a random point."""
         self.move(space, index)
-        return evaluated(space.evaluate()), None
+        return evaluated(space.evaluate())

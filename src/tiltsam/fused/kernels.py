@@ -1,9 +1,8 @@
-"""The Triton kernels behind :mod:`tiltsam.fused`. Importing this needs Triton.
+"""The Triton kernels of :mod:`tiltsam.fused`. Importing this needs Triton.
 
-A program owns a chunk of 4·LANES elements of one tensor: ``owners``, ``starts`` and ``lengths`` say which. Vectors come
-as tables of addresses, one per tensor. Where a sum over all elements is wanted, each program stores its part, and the
-last one to finish adds the parts up, always in the same order. Triton compiles what stands here, so it is written in
-Triton's Python, untyped.
+A program processes a chunk of 4·LANES elements of one tensor, given by ``owners``, ``starts`` and ``lengths``. Vectors
+are tables with one address per tensor. For a sum over all elements each program stores its part, and the last one to
+finish adds the parts up, always in the same order.
 """
 
 import triton
@@ -23,7 +22,7 @@ def row(table, owner, start, lanes):
 
 @triton.jit
 def last_to_finish(partial, counter, chunk, part, count):
-    """Store this program's part of a sum; whether all others have stored theirs. The counter is left at 0."""
+    """Store this program's part of a sum; return whether all others have stored theirs. Resets the counter."""
     tl.store(partial + chunk, part)
     last = tl.atomic_add(counter, 1, sem="acq_rel") == count - 1
     if last:
@@ -83,10 +82,10 @@ def _uniform(i):
 
 @triton.jit(do_not_specialize=["sample"])
 def noise_scale(
-    owners, starts, lengths, seed, sample, partial, counter, radius, std, longest, scale, moved, count, dim,
+    owners, starts, lengths, seed, sample, partial, counter, radius, std, max_norm, scale, distance, count, dim,
     BALL: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """What to multiply the noise z by: ``R U^(1/d) / ‖z‖`` for the ball, ``min(std, longest / ‖z‖)`` else."""
+    """The factor of the noise z: ``R U^(1/d) / ‖z‖`` for the ball, ``min(std, max_norm / ‖z‖)`` else."""
     chunk = tl.program_id(0)
     length = tl.load(lengths + chunk)
     lanes = tl.arange(0, LANES)
@@ -106,26 +105,13 @@ def noise_scale(
             logarithm = tl.sum(tl.log(_uniform(i0)), 0)
             factor = tl.load(radius) * tl.exp(logarithm / dim) / (norm + EPS)
         else:
-            factor = tl.minimum(tl.load(std), tl.load(longest) / (norm + EPS))
+            factor = tl.minimum(tl.load(std), tl.load(max_norm) / (norm + EPS))
         tl.store(scale, factor)
-        tl.store(moved, factor * norm)
-
-
-@triton.jit
-def shift(x, c, move, here, BACKUP: tl.constexpr):
-    """``x <- c + move``; where ``x`` is still θ, ``c`` becomes a copy of it first."""
-    if BACKUP:
-        home = tl.load(x, here)
-        tl.store(c, home, here)
-    else:
-        home = tl.load(c, here)
-    tl.store(x, home + move, here)
+        tl.store(distance, factor * norm)
 
 
 @triton.jit(do_not_specialize=["sample"])
-def noise_move(
-    owners, starts, lengths, point, center, seed, sample, scale, BACKUP: tl.constexpr, LANES: tl.constexpr
-):  # fmt: skip
+def noise_move(owners, starts, lengths, point, center, seed, sample, scale, LANES: tl.constexpr):
     """``point <- center + scale z``."""
     chunk = tl.program_id(0)
     owner, start, length = tl.load(owners + chunk), tl.load(starts + chunk), tl.load(lengths + chunk)
@@ -133,10 +119,58 @@ def noise_move(
     z0, z1, z2, z3 = normals(tl.load(seed), sample, chunk * LANES + lanes)
     s = tl.load(scale)
     x, c = row(point, owner, start, lanes), row(center, owner, start, lanes)
-    shift(x, c, s * z0, lanes < length, BACKUP)
-    shift(x + LANES, c + LANES, s * z1, lanes + LANES < length, BACKUP)
-    shift(x + 2 * LANES, c + 2 * LANES, s * z2, lanes + 2 * LANES < length, BACKUP)
-    shift(x + 3 * LANES, c + 3 * LANES, s * z3, lanes + 3 * LANES < length, BACKUP)
+    move(x, c, s * z0, lanes < length)
+    move(x + LANES, c + LANES, s * z1, lanes + LANES < length)
+    move(x + 2 * LANES, c + 2 * LANES, s * z2, lanes + 2 * LANES < length)
+    move(x + 3 * LANES, c + 3 * LANES, s * z3, lanes + 3 * LANES < length)
+
+
+@triton.jit
+def move(x, c, step, here):
+    """``x <- c + step``."""
+    tl.store(x, tl.load(c, here) + step, here)
+
+
+@triton.jit
+def filter_norms(owners, starts, lengths, x, norms, BLOCK: tl.constexpr):
+    """The norm of each filter; one program a filter."""
+    index = tl.program_id(0)
+    owner, start, length = tl.load(owners + index), tl.load(starts + index), tl.load(lengths + index)
+    lanes = tl.arange(0, BLOCK)
+    address = tl.load(x + owner).to(tl.pointer_type(tl.float32)) + start
+    squares = tl.zeros((BLOCK,), tl.float32)
+    for at in range(0, length, BLOCK):
+        a = tl.load(address + at + lanes, at + lanes < length, other=0.0)
+        squares += a * a
+    tl.store(norms + index, tl.sqrt(tl.sum(squares, 0)))
+
+
+@triton.jit(do_not_specialize=["sample"])
+def filter_noise_move(
+    owners, starts, lengths, point, center, seed, sample, gamma, norms, first_filters, filter_sizes,
+    LANES: tl.constexpr,
+):  # fmt: skip
+    """``point <- center + γ ‖filter‖ z``."""
+    chunk = tl.program_id(0)
+    owner, start, length = tl.load(owners + chunk), tl.load(starts + chunk), tl.load(lengths + chunk)
+    lanes = tl.arange(0, LANES)
+    z0, z1, z2, z3 = normals(tl.load(seed), sample, chunk * LANES + lanes)
+    g = tl.load(gamma)
+    first, size = norms + tl.load(first_filters + owner), tl.load(filter_sizes + owner)
+    x, c = row(point, owner, start, lanes), row(center, owner, start, lanes)
+    move(x, c, g * z0 * filter_of(first, size, start + lanes, lanes < length), lanes < length)
+    lanes += LANES
+    move(x + LANES, c + LANES, g * z1 * filter_of(first, size, start + lanes, lanes < length), lanes < length)
+    lanes += LANES
+    move(x + 2 * LANES, c + 2 * LANES, g * z2 * filter_of(first, size, start + lanes, lanes < length), lanes < length)
+    lanes += LANES
+    move(x + 3 * LANES, c + 3 * LANES, g * z3 * filter_of(first, size, start + lanes, lanes < length), lanes < length)
+
+
+@triton.jit
+def filter_of(first, size, index, here):
+    """The norm of the filter that an element belongs to."""
+    return tl.load(first + index // size, here, other=0.0)
 
 
 @triton.jit
@@ -156,11 +190,11 @@ def gradient_norm(
 
 
 @triton.jit
-def climb(
-    owners, starts, lengths, point, center, gradient, rho, norm, finite, partial, counter, moved, count,
-    BACKUP: tl.constexpr, LANES: tl.constexpr,
+def ascend(
+    owners, starts, lengths, point, center, gradient, rho, norm, finite, partial, counter, distance, count,
+    LANES: tl.constexpr,
 ):  # fmt: skip
-    """``point <- point + ρ n(g)`` where finite; ``moved`` becomes ‖point − center‖."""
+    """``point <- point + ρ n(g)`` where finite; ``distance`` becomes ‖point − center‖."""
     chunk = tl.program_id(0)
     owner, start, length = tl.load(owners + chunk), tl.load(starts + chunk), tl.load(lengths + chunk)
     lanes = tl.arange(0, 4 * LANES)
@@ -168,16 +202,55 @@ def climb(
     x, c = row(point, owner, start, lanes), row(center, owner, start, lanes)
     g = tl.load(row(gradient, owner, start, lanes), here, other=0.0, eviction_policy="evict_first")
     before = tl.load(x, here, other=0.0)
-    if BACKUP:
-        home = before
-        tl.store(c, before, here)
-    else:
-        home = tl.load(c, here, other=0.0)
+    theta = tl.load(c, here, other=0.0)
     after = before + tl.where(tl.load(finite) != 0, tl.load(rho) / (tl.load(norm) + EPS) * g, 0.0)
     tl.store(x, after, here)
-    gap = after - home
+    gap = after - theta
     if last_to_finish(partial, counter, chunk, tl.sum(gap * gap, 0), count):
-        tl.store(moved, tl.sqrt(total(partial, count)))
+        tl.store(distance, tl.sqrt(total(partial, count)))
+
+
+@triton.jit
+def adaptive_norm(owners, starts, lengths, center, gradient, eta, partial, counter, norm, count, LANES: tl.constexpr):
+    """The norm of ``(|center| + η) g``."""
+    chunk = tl.program_id(0)
+    owner, start, length = tl.load(owners + chunk), tl.load(starts + chunk), tl.load(lengths + chunk)
+    lanes = tl.arange(0, 4 * LANES)
+    here = lanes < length
+    g = tl.load(row(gradient, owner, start, lanes), here, other=0.0)
+    scaled = (tl.abs(tl.load(row(center, owner, start, lanes), here, other=0.0)) + tl.load(eta)) * g
+    if last_to_finish(partial, counter, chunk, tl.sum(scaled * scaled, 0), count):
+        tl.store(norm, tl.sqrt(total(partial, count)))
+
+
+@triton.jit
+def adaptive_ascend(
+    owners, starts, lengths, point, center, gradient, eta, rho, norm, finite, partial, counter, distance, count,
+    LANES: tl.constexpr,
+):  # fmt: skip
+    """``point <- center + ρ T²g/‖Tg‖`` where finite, with ``T = |center| + η``; ``distance`` is that of the two."""
+    chunk = tl.program_id(0)
+    owner, start, length = tl.load(owners + chunk), tl.load(starts + chunk), tl.load(lengths + chunk)
+    lanes = tl.arange(0, 4 * LANES)
+    here = lanes < length
+    theta = tl.load(row(center, owner, start, lanes), here, other=0.0)
+    g = tl.load(row(gradient, owner, start, lanes), here, other=0.0, eviction_policy="evict_first")
+    metric = tl.abs(theta) + tl.load(eta)
+    step = metric * (metric * (tl.load(rho) / (tl.load(norm) + EPS) * g))
+    step = tl.where(tl.load(finite) != 0, step, 0.0)
+    tl.store(row(point, owner, start, lanes), theta + step, here)
+    if last_to_finish(partial, counter, chunk, tl.sum(tl.where(here, step * step, 0.0), 0), count):
+        tl.store(distance, tl.sqrt(total(partial, count)))
+
+
+@triton.jit
+def zero_unless(owners, starts, lengths, x, mask, LANES: tl.constexpr):
+    """``x <- 0`` unless ``mask``; touches no memory otherwise."""
+    chunk = tl.program_id(0)
+    if tl.load(mask) == 0:
+        owner, start, length = tl.load(owners + chunk), tl.load(starts + chunk), tl.load(lengths + chunk)
+        lanes = tl.arange(0, 4 * LANES)
+        tl.store(row(x, owner, start, lanes), tl.zeros((4 * LANES,), tl.float32), lanes < length)
 
 
 @triton.jit
@@ -199,23 +272,23 @@ def mix(owners, starts, lengths, mean, gradient, share, valid, FIRST: tl.constex
 
 @triton.jit(do_not_specialize=["sample", "count"])
 def weigh(
-    loss, valid, start, distance, norm, tilt, board, share, sample, count, LAST: tl.constexpr, WIDTH: tl.constexpr
+    loss, valid, start, distance, norm, tilt, record, share, sample, count, LAST: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
-    """One program: a sample joins the board, and gets its share of the weight; the last one sums the step up.
+    """Add a sample to the record and compute its share of the weight; the last sample completes the record.
 
-    The board: loss, effective sample size, how many are not finite, the largest loss and the weight relative to it;
-    then ``count`` numbers each of loss, weight, start loss, distance, gradient norm, validity.
+    The record: loss, effective sample size, number of samples that are not finite, largest loss, total weight relative
+    to it; then ``count`` numbers each of loss, weight, start loss, distance, gradient norm, validity.
     """
     value, ok, t = tl.load(loss), tl.load(valid) != 0, tl.load(tilt)
-    top = tl.load(board + 3, sample > 0, other=float("-inf"))
-    mass = tl.load(board + 4, sample > 0, other=0.0)
+    top = tl.load(record + 3, sample > 0, other=float("-inf"))
+    mass = tl.load(record + 4, sample > 0, other=0.0)
     new_top = tl.where(ok, tl.maximum(top, value), top)
     mine = tl.where(ok, tl.exp(t * (value - new_top)), 0.0)
     new_mass = mine + tl.where(mass > 0, mass * tl.exp(t * (top - new_top)), 0.0)
     tl.store(share, tl.where(new_mass > 0, mine / new_mass, 0.0))
-    tl.store(board + 3, new_top)
-    tl.store(board + 4, new_mass)
-    column = board + 5 + sample
+    tl.store(record + 3, new_top)
+    tl.store(record + 4, new_mass)
+    column = record + 5 + sample
     tl.store(column, value)
     tl.store(column + 2 * count, tl.load(start))
     tl.store(column + 3 * count, tl.load(distance))
@@ -223,22 +296,22 @@ def weigh(
     tl.store(column + 5 * count, tl.where(ok, 1.0, 0.0))
     if LAST:
         index = tl.arange(0, WIDTH)
-        before = index < sample  # the others are on the board, this one is not yet for everyone to see
-        losses = tl.where(index == sample, value, tl.load(board + 5 + index, before, other=0.0))
-        counts = tl.load(board + 5 + 5 * count + index, before, other=0.0) > 0
+        before = index < sample  # this program's own stores may not be visible yet
+        losses = tl.where(index == sample, value, tl.load(record + 5 + index, before, other=0.0))
+        counts = tl.load(record + 5 + 5 * count + index, before, other=0.0) > 0
         counts = tl.where(index == sample, ok, counts)
         argument = tl.where(counts, t * (losses - new_top), 0.0)
         weights = tl.where(counts, tl.exp(argument), 0.0)
         total_weight = tl.sum(weights, 0)
         number = tl.sum(tl.where(counts, 1.0, 0.0), 0)
         weights = weights / tl.maximum(total_weight, 1.0e-30)
-        tl.store(board + 5 + count + index, weights, index < count)
+        tl.store(record + 5 + count + index, weights, index < count)
         squares = tl.sum(weights * weights, 0)
-        tl.store(board + 1, tl.sum(weights, 0) * tl.sum(weights, 0) / tl.maximum(squares, 1.0e-30))
-        tl.store(board + 2, count - number)
+        tl.store(record + 1, tl.sum(weights, 0) * tl.sum(weights, 0) / tl.maximum(squares, 1.0e-30))
+        tl.store(record + 2, count - number)
         # (1/t) log of the mean weight, by log1p where t is small; the weighted mean where t is 0.
         mean = new_top + tl.sum(tl.where(counts, weights * (losses - new_top), 0.0), 0)
         excess = tl.sum(tl.where(counts, libdevice.expm1(argument), 0.0), 0) / number
         log_mean = tl.where(excess > -0.5, libdevice.log1p(tl.maximum(excess, -0.5)), tl.log(total_weight / number))
         tilted = tl.where(t == 0, mean, new_top + log_mean / tl.where(t == 0, 1.0, t))
-        tl.store(board, tl.where(number > 0, tilted, float("nan")))
+        tl.store(record, tl.where(number > 0, tilted, float("nan")))

@@ -1,0 +1,384 @@
+"""A :class:`ParameterSpace` whose stages are one Triton launch each: float32 weights on one CUDA device.
+
+Torch's foreach kernels read and write every vector once per elementary operation, and torch has no fused random
+numbers: on a ResNet-18 drawing the noise alone takes 62 launches. Here each stage of a sample is one launch over all
+tensors, which are found through tables of addresses:
+
+=============================  =============================================  ===================================
+stage                          reads and writes, in vectors                   foreach kernels for the same
+=============================  =============================================  ===================================
+``point <- θ + scale z``       2 (the noise is drawn twice, never stored)     7
+norm of a gradient, twice      2                                              2
+``point <- point + ρ n(g)``    4, including ``‖point − θ‖``                   7, and 4 for the norm
+``mean += share (g − mean)``   3, the first time 2                            9
+=============================  =============================================  ===================================
+
+That is 11 vectors a sample instead of 29, in 7 launches instead of about 90. ``benchmarks/records`` has measurements.
+
+Noise is Philox in counter mode, indexed by (seed, sample, element): the same eagerly and in a captured graph.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from tiltsam.distributed import is_sharded
+from tiltsam.space.gradient_mean import Gradient, GradientMean
+from tiltsam.space.parameter_space import ParameterSpace
+from tiltsam.space.protocol import Draw, Evaluation, Spread
+from tiltsam.space.step_record import HEADER, StepRecord, Weighting, unpack
+from tiltsam.space.tensor_lists import is_dense
+from tiltsam.tilting import StreamingTilt
+
+try:
+    from tiltsam.fused import kernels
+except ImportError:  # torch comes without Triton on some platforms
+    kernels = None  # type: ignore[assignment]
+
+__all__ = ["AddressTables", "FusedSpace"]
+
+CHUNK = 4096  # elements of a program: four normals from each of 1024 Philox counters
+LANES = CHUNK // 4
+WARPS = 4
+FILTER_BLOCK = 1024
+
+
+class FusedSpace(ParameterSpace):
+    """The space with Triton kernels. Gradients that are incomplete or laid out differently fall back to torch's."""
+
+    @staticmethod
+    def supports(groups: Sequence[Sequence[Tensor]]) -> bool:
+        """Return whether the kernels can take these parameters: float32, dense, aligned, on one CUDA device."""
+        params = [p for group in groups for p in group if p.requires_grad and p.numel()]
+        return (
+            kernels is not None
+            and not any(is_sharded(p) for p in params)
+            and len({p.device for p in params}) == 1
+            and all(p.is_cuda and p.dtype == torch.float32 and is_dense(p) for p in params)
+            and all(p.data_ptr() % 16 == 0 for p in params)
+            and sum(p.numel() for p in params) < 2**31
+        )
+
+    def __init__(self, groups: Sequence[Sequence[Tensor]], **options: Any) -> None:
+        super().__init__(groups, **options)
+        self.tables = AddressTables(self.device)
+        self._launcher = _Launcher(self._like)
+        self.gradient_mean = _FusedMean(self.params, self, self.ranks)
+        self._strides = [x.stride() for x in self._like]
+        self._gradient_table: Tensor | None = None  # addresses of the last gradient, if the kernels can take it
+
+    def replica(self, point: list[Tensor]) -> Self:
+        """See :class:`ParameterSpace`. The copy has its own scratch memory, so it may run concurrently."""
+        other = super().replica(point)
+        other._launcher = _Launcher(self._like)
+        other.gradient_mean = copy.copy(self.gradient_mean)
+        other.gradient_mean._lists = other  # type: ignore[attr-defined]
+        return other
+
+    # ---------------------------------------------------------------- stages
+
+    def _norm_if_finite(self, gradient: Gradient, loss: Tensor, after: Evaluation | None) -> tuple[Tensor, Tensor]:
+        self._gradient_table = None
+        if not self._fits(gradient):
+            return super()._norm_if_finite(gradient, loss, after)
+        self._gradient_table = self.tables.of(gradient)
+        norm, finite = self._launcher.number(), torch.empty((), dtype=torch.bool, device=self.device)
+        before = self.true if after is None else after.finite
+        self._launcher.launch_sum(
+            kernels.gradient_norm, gradient=self._gradient_table, loss=loss, before=before, norm=norm, finite=finite
+        )
+        return norm, finite
+
+    def _fits(self, gradient: Gradient) -> bool:
+        return all(
+            g is not None and g.stride() == stride and g.data_ptr() % 16 == 0
+            for g, stride in zip(gradient, self._strides, strict=True)
+        )
+
+    def _table_of(self, gradient: Gradient) -> Tensor | None:
+        return self._gradient_table if gradient is self._gradient else None
+
+    def add_noise(self, sample: int, spread: Spread) -> None:
+        """See :class:`Space`. The noise is never stored."""
+        self._leave_center()
+        seed, scale, distance = self.generators.device_seed(self.device), *self._launcher.numbers(2)
+        self._launcher.launch_sum(
+            kernels.noise_scale,
+            seed=seed,
+            sample=sample,
+            radius=scale if spread.radius is None else spread.radius,  # a missing one is not read
+            std=scale if spread.std is None else spread.std,
+            max_norm=self._launcher.infinity if spread.max_norm is None else spread.max_norm,
+            scale=scale,
+            distance=distance,
+            dim=self.dim,
+            BALL=spread.radius is not None,
+        )
+        point, center = self._point_table(), self._center_table()
+        self._launcher.launch(kernels.noise_move, point=point, center=center, seed=seed, sample=sample, scale=scale)
+        self._distance = distance
+
+    def add_filter_noise(self, sample: int, gamma: Tensor) -> None:
+        """See :class:`Space`."""
+        if not self._launcher.has_filters:
+            super().add_filter_noise(sample, gamma)
+            return
+        self._leave_center()
+        self._launcher.add_filter_noise(
+            self._point_table(), self._center_table(), self.generators.device_seed(self.device), sample, gamma
+        )
+
+    def ascend(self, at: Evaluation, rho: Tensor) -> None:
+        """See :class:`Space`."""
+        table = self._table_of(at.gradient)
+        if table is None or rho.dim() > 0:
+            super().ascend(at, rho)
+            return
+        self._leave_center()
+        distance = self._launcher.number()
+        self._launcher.launch_sum(
+            kernels.ascend,
+            point=self._point_table(),
+            center=self._center_table(),
+            gradient=table,
+            rho=rho,
+            norm=at.norm,
+            finite=at.finite,
+            distance=distance,
+        )
+        self._distance = distance
+
+    def ascend_adaptive(self, at: Evaluation, rho: Tensor, eta: Tensor) -> None:
+        """See :class:`Space`."""
+        table = self._table_of(at.gradient)
+        if table is None or rho.dim() > 0 or not self._at_center:
+            super().ascend_adaptive(at, rho, eta)
+            return
+        self._leave_center()
+        norm, distance = self._launcher.numbers(2)
+        center = self._center_table()
+        self._launcher.launch_sum(kernels.adaptive_norm, center=center, gradient=table, eta=eta, norm=norm)
+        self._launcher.launch_sum(
+            kernels.adaptive_ascend,
+            point=self._point_table(),
+            center=center,
+            gradient=table,
+            eta=eta,
+            rho=rho,
+            norm=norm,
+            finite=at.finite,
+            distance=distance,
+        )
+        self._distance = distance
+
+    def zero_unless_(self, x: Sequence[Tensor | None], mask: Tensor) -> None:
+        """See :class:`Space`."""
+        table = self._gradient_table if x is self._gradient else None
+        if table is None:
+            super().zero_unless_(x, mask)
+        else:
+            self._launcher.launch(kernels.zero_unless, x=table, mask=mask)
+
+    def step_record(self, weighting: Weighting | None, num_samples: int) -> StepRecord:
+        """See :class:`ParameterSpace`."""
+        tilt = self.zero if weighting is None else getattr(weighting, "t", None)  # any tilt: one sample has all weight
+        if self.ranks.splits_samples or not isinstance(tilt, Tensor) or not isinstance(weighting, StreamingTilt | None):
+            return super().step_record(weighting, num_samples)
+        return _FusedRecord(tilt, num_samples)
+
+    def _point_table(self) -> Tensor:
+        return self.tables.named("point", self._point)
+
+    def _center_table(self) -> Tensor:
+        return self.tables.named("center", self._center)
+
+
+class AddressTables:
+    """Addresses of the tensors of vectors, on the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._named: dict[str, tuple[list[int], Tensor]] = {}
+
+    def named(self, name: str, x: Sequence[Tensor]) -> Tensor:
+        """Return the table of a vector that stays in place."""
+        addresses = [a.data_ptr() for a in x]
+        known = self._named.get(name)
+        if known is None or known[0] != addresses:
+            known = (addresses, self._upload(addresses))
+            self._named[name] = known
+        return known[1]
+
+    def of(self, x: Sequence[Tensor | None]) -> Tensor:
+        """Return the table of a gradient, which is elsewhere in every pass."""
+        return self._upload([a.data_ptr() for a in x if a is not None])
+
+    def _upload(self, addresses: list[int]) -> Tensor:
+        # The allocator of pinned memory waits for the copy before it reuses the memory.
+        table = torch.tensor(addresses, dtype=torch.int64, device="cpu").pin_memory()
+        return table.to(self._device, non_blocking=True)
+
+
+class ReservedTables(AddressTables):
+    """Tables of a graph that is being captured: allocated before, filled after the capture.
+
+    Args:
+        device: The device.
+        num_tables: How many tables the graph needs at most.
+        num_tensors: Addresses of a table.
+    """
+
+    def __init__(self, device: torch.device, num_tables: int, num_tensors: int) -> None:
+        super().__init__(device)
+        width = num_tensors + num_tensors % 2  # rows start at multiples of 16 bytes, as all tables do
+        self.memory = torch.zeros(num_tables, width, dtype=torch.int64, device=device)
+        self._rows: list[list[int]] = []
+
+    def _upload(self, addresses: list[int]) -> Tensor:
+        self._rows.append(addresses)
+        return self.memory[len(self._rows) - 1]
+
+    def fill(self) -> None:
+        """Write the addresses, which are the same at every replay."""
+        for row, addresses in zip(self.memory, self._rows, strict=False):
+            row[: len(addresses)].copy_(torch.tensor(addresses, dtype=torch.int64))
+
+
+class _FusedMean(GradientMean):
+    """The mean of gradients, updated by one launch."""
+
+    def add(self, gradient: Gradient, share: Tensor, valid: Tensor, like: Sequence[Tensor]) -> None:
+        """See :class:`GradientMean`."""
+        space: Any = self._lists
+        first = not any(self._seen)
+        table = space._table_of(gradient)
+        if table is None or not (first or all(self._seen)):
+            super().add(gradient, share, valid, like)
+            return
+        self.allocate(gradient, like)
+        mean = space.tables.named("mean", [m for m in self._memory if m is not None])
+        # The first sample has all the weight or none, so its share is also its validity.
+        space._launcher.launch(
+            kernels.mix, mean=mean, gradient=table, share=share, valid=share if first else valid, FIRST=first
+        )
+        self._seen = [True] * len(self._params)
+
+
+class _FusedRecord(StepRecord):
+    """A record of tilted samples: one launch a sample, none at the end.
+
+    Args:
+        tilt: The tilt of the weights.
+        num_samples: Number of samples of the step.
+    """
+
+    def __init__(self, tilt: Tensor, num_samples: int) -> None:
+        super().__init__(None)
+        self._tilt, self._num_samples = tilt, num_samples
+        self._row = torch.empty(HEADER + 6 * num_samples, dtype=torch.float32, device=tilt.device)
+
+    def add(self, draw: Draw, distance: Tensor) -> Tensor:
+        """See :class:`StepRecord`."""
+        share, count, total = torch.empty_like(self._tilt), len(self._draws), self._num_samples
+        kernels.weigh[(1,)](
+            draw.loss, draw.valid, draw.start_loss, distance, draw.gradient_norm, self._tilt, self._row, share, count,
+            total, LAST=count == total - 1, WIDTH=1 << (total - 1).bit_length(), num_warps=1,
+        )  # fmt: skip
+        self._draws.append(draw._replace(gradient=None))
+        return share
+
+    def finish(self) -> Tensor:
+        """See :class:`StepRecord`."""
+        return unpack(self._row)[0]
+
+    def table(self) -> Tensor:
+        """See :class:`StepRecord`."""
+        return unpack(self._row)[1]
+
+    def pack(self) -> Tensor:
+        """See :class:`StepRecord`."""
+        return self._row
+
+
+class _Launcher:
+    """Launches kernels over all elements of a set of parameters.
+
+    Args:
+        like: The parameters; every vector has their shapes and strides.
+    """
+
+    def __init__(self, like: Sequence[Tensor]) -> None:
+        self._device = like[0].device
+        self._like = like
+        owner, start, length = [], [], []
+        for i, x in enumerate(like):
+            for at in range(0, x.numel(), CHUNK):
+                owner.append(i)
+                start.append(at)
+                length.append(min(CHUNK, x.numel() - at))
+        self._num_chunks = len(owner)
+        # Separate allocations: kernels are compiled for the alignment of their arguments, which rows would not share.
+        self._chunks = {"owners": self._int32(owner), "starts": self._int32(start), "lengths": self._int32(length)}
+        self._partial = torch.empty(self._num_chunks, dtype=torch.float32, device=self._device)
+        self._counter = torch.zeros((), dtype=torch.int32, device=self._device)
+        self.infinity = torch.full((), torch.inf, dtype=torch.float32, device=self._device)
+        self.has_filters = all(x.dim() < 2 or x.stride(0) * x.shape[0] == x.numel() for x in like)
+        self._filters: dict[str, Tensor] = {}
+
+    def launch(self, kernel: Any, **arguments: Any) -> None:
+        """Launch a kernel with one program per chunk."""
+        kernel[(self._num_chunks,)](**self._chunks, **arguments, LANES=LANES, num_warps=WARPS)
+
+    def launch_sum(self, kernel: Any, **arguments: Any) -> None:
+        """Launch a kernel that also sums over all chunks."""
+        self.launch(kernel, **arguments, partial=self._partial, counter=self._counter, count=self._num_chunks)
+
+    def add_filter_noise(self, point: Tensor, center: Tensor, seed: Tensor, sample: int, gamma: Tensor) -> None:
+        """``point <- center + γ ‖filter‖ z``."""
+        f = self._filters or self._make_filters()
+        kernels.filter_norms[(len(f["norms"]),)](
+            f["owners"], f["starts"], f["lengths"], center, f["norms"], BLOCK=FILTER_BLOCK, num_warps=WARPS
+        )
+        self.launch(
+            kernels.filter_noise_move,
+            point=point,
+            center=center,
+            seed=seed,
+            sample=sample,
+            gamma=gamma,
+            norms=f["norms"],
+            first_filters=f["first"],
+            filter_sizes=f["sizes"],
+        )
+
+    def _make_filters(self) -> dict[str, Tensor]:
+        """Lay out the filters: slices along the first dimension, or a whole tensor of one dimension."""
+        owner, start, length, first, size = [], [], [], [], []
+        for i, x in enumerate(self._like):
+            rows = x.shape[0] if x.dim() > 1 else 1
+            first.append(len(owner))
+            size.append(x.numel() // rows)
+            for r in range(rows):
+                owner.append(i)
+                start.append(r * size[-1])
+                length.append(size[-1])
+        names = {"owners": owner, "starts": start, "lengths": length, "first": first, "sizes": size}
+        self._filters = {name: self._int32(values) for name, values in names.items()}
+        self._filters["norms"] = torch.empty(len(owner), dtype=torch.float32, device=self._device)
+        return self._filters
+
+    def number(self) -> Tensor:
+        """Return an uninitialised scalar."""
+        return torch.empty((), dtype=torch.float32, device=self._device)
+
+    def numbers(self, count: int) -> list[Tensor]:
+        """Return uninitialised scalars."""
+        return [self.number() for _ in range(count)]
+
+    def _int32(self, values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=self._device)

@@ -1,0 +1,127 @@
+"""Settings of a method, stored in the parameter groups of the base optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from numbers import Integral, Real
+from typing import Any, TypeAlias
+
+import torch
+from torch.optim import Optimizer
+
+__all__ = ["Hyperparameters", "Schedule"]
+
+Schedule: TypeAlias = Callable[[int], float]
+"""A value as a function of the step, 0 at the first; :mod:`tiltsam.tilting` has ready ones."""
+
+
+class Hyperparameters:
+    """The settings of a method as entries of ``param_groups``, where users, schedulers and checkpoints find them.
+
+    If the base already uses a name, the entry is called ``tilt_<name>``. ``rho`` may differ between groups; an entry
+    ``own_rho`` marks the groups that brought their own. All other settings have one value for the whole step.
+
+    Args:
+        base: The optimizer that owns the groups.
+        initial: Names and initial values; a callable is a schedule.
+    """
+
+    per_group = frozenset({"own_rho", "rho"})
+
+    def __init__(self, base: Optimizer, initial: Mapping[str, Any]) -> None:
+        if "rho" in initial:
+            initial = {"own_rho": False, **initial}  # before rho: it records which groups brought one
+        for name, value in initial.items():
+            if isinstance(value, torch.nn.Module):
+                raise TypeError(f"{name} must be a number, got the model {type(value).__name__}: pass model=...")
+        self._base = base
+        self._schedules: dict[str, Schedule] = {name: value for name, value in initial.items() if callable(value)}
+        self._initial = {name: _as_python(value(0) if callable(value) else value) for name, value in initial.items()}
+        self._keys = {name: f"tilt_{name}" if name in base.defaults else name for name in initial}
+        for group in base.param_groups:  # otherwise the others would follow what group 0 brought
+            for name, key in self._keys.items():
+                if name not in self.per_group and name != "steps_taken":
+                    group.setdefault(key, self._initial[name])
+        self.fill()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._keys
+
+    def __getitem__(self, name: str) -> Any:
+        """Return a setting that has one value for the whole step."""
+        key = self._keys[name]
+        first, *others = self._base.param_groups
+        value = first.get(key, self._initial[name])
+        for group in others:
+            if group.get(key, value) != value:
+                raise ValueError(f"{key} must be the same in all parameter groups, got {value} and {group[key]}")
+        return value
+
+    def per_group_values(self, name: str) -> list[Any]:
+        """Return a setting, one value per group."""
+        return [group[self._keys[name]] for group in self._base.param_groups]
+
+    def values(self) -> tuple[Any, ...]:
+        """Return all settings except the step count, to detect changes."""
+        keys = [key for name, key in self._keys.items() if name != "steps_taken"]
+        return tuple(group.get(key) for group in self._base.param_groups for key in keys)
+
+    def entries(self) -> frozenset[str]:
+        """Return the names of the entries in the groups."""
+        return frozenset(self._keys.values())
+
+    def fill(self, before: Sequence[Mapping[str, Any]] | None = None) -> None:
+        """Give groups that lack a setting its value: that of group 0, or for ``rho`` the initial one.
+
+        Args:
+            before: The groups before a state dict was loaded; their values then count as initial.
+        """
+        groups = self._base.param_groups
+        for i, group in enumerate(groups):
+            for name, key in self._keys.items():
+                if key in group:
+                    continue
+                source = group if name in self.per_group else groups[0]
+                if before is not None:
+                    value = before[i][key]
+                else:
+                    value = self._keys["rho"] in group if name == "own_rho" else self._initial[name]
+                group[key] = source.get(key, value)
+        key = self._keys["steps_taken"]
+        taken = max((group[key] for group in groups), default=0)
+        for group in groups:
+            group[key] = taken  # a group that was removed for a while has fallen behind
+
+    def update(self) -> None:
+        """Fill groups that were added to the base, and give scheduled settings their values at the coming step."""
+        self.fill()
+        if self._schedules:
+            step = self["steps_taken"]
+            for name, schedule in self._schedules.items():
+                value = _as_python(schedule(step))
+                for group in self._base.param_groups:
+                    if name != "rho" or not group["own_rho"]:
+                        group[self._keys[name]] = value
+
+    def count_step(self) -> None:
+        """Increment the step count."""
+        for group in self._base.param_groups:
+            group[self._keys["steps_taken"]] += 1
+
+    def __str__(self) -> str:
+        shown: dict[str, Any] = {}
+        if "rho" in self:
+            key, initial = self._keys["rho"], self._initial["rho"]
+            rho = sorted({group.get(key, initial) for group in self._base.param_groups})
+            shown["rho"] = rho[0] if len(rho) == 1 else rho
+        for name in self._keys:
+            if name != "steps_taken" and name not in self.per_group:
+                shown[name] = self._schedules.get(name, self[name])
+        return ", ".join(f"{name}={value!r}" for name, value in shown.items())
+
+
+def _as_python(value: Any) -> Any:
+    """Convert a numpy number: ``torch.load`` would refuse it in a checkpoint."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return value
+    return int(value) if isinstance(value, Integral) else float(value)

@@ -1,0 +1,56 @@
+"""Ranks that see the same batch and divide the samples of a step among them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from tiltsam.space.parameter_space import ParameterSpace
+from tiltsam.space.protocol import Draw
+from tiltsam.space.step_record import StepRecord
+
+__all__ = ["join_samples", "skip_samples"]
+
+
+def skip_samples(space: ParameterSpace) -> None:
+    """Take part in a step without samples: one pass at θ whose gradient has no weight.
+
+    So the random state of this rank advances as on the others, and it knows which parameters have a gradient.
+    """
+    space.reset_to_center()
+    at = space.evaluate()
+    nothing = Draw(at.loss, at.gradient, at.norm, torch.zeros_like(at.finite), at.loss)
+    space.add_to_mean(nothing, space.zero, single=False)
+
+
+def join_samples(
+    space: ParameterSpace, record: StepRecord, samples: Sequence[int], joined: StepRecord, num_samples: int
+) -> StepRecord:
+    """Exchange what the ranks have found; afterwards all have the same record and the same mean of gradients.
+
+    One sum of scalars, and one sum of gradients, each rank's weighted by the total weight of its samples.
+
+    Args:
+        space: The space of the step.
+        record: The samples of this rank.
+        samples: Their indices.
+        joined: An empty record for the samples of all ranks.
+        num_samples: Number of samples of all ranks.
+    """
+    numbers = torch.zeros(5 * num_samples + len(space.params), dtype=space.dtype, device=space.device)
+    rows, seen = numbers[: 5 * num_samples].view(-1, 5), numbers[5 * num_samples :]
+    for j, row in zip(samples, record.rows(), strict=True):
+        rows[j] = row
+    seen.copy_(torch.tensor(space.gradient_mean.seen(), dtype=space.dtype))
+    space.ranks.sum_over_samples(numbers)
+    for row in rows:
+        loss, valid, start_loss, distance, norm = row.unbind()
+        joined.add(Draw(loss, None, norm, valid != 0, start_loss), distance)
+    joined.finish()
+    weights = joined.table()[1]
+    weight = weights[list(samples)].sum() if samples else space.zero
+    space.gradient_mean.sum_over_ranks(weight, (seen > 0).tolist())
+    space.ranks.copy_from_first([*space.model_state.buffers(), *space.sampler_state.tensors()])
+    joined.set_sampler_info(record)
+    return joined

@@ -1,0 +1,590 @@
+"""The optimizer that wraps another: it gives the base a gradient gathered around the weights.
+
+A step of any method:
+
+.. code-block:: text
+
+    save θ
+    for j in 1..s:
+        sampler: move the weights to θ + ε_j, evaluate loss and gradient there
+        mean of gradients += share of sample j · (its gradient − mean)
+    restore θ
+    base.step() with the mean as gradient
+
+Methods choose a sampler (where to evaluate, :mod:`tiltsam.samplers`) and a weighting (how samples count).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from tiltsam.distributed import Parallel
+from tiltsam.fused import parameter_space
+from tiltsam.optim.hyperparameters import Hyperparameters, Schedule
+from tiltsam.optim.sample_parallel import join_samples, skip_samples
+from tiltsam.optim.step_info import NonfiniteCounter, StepInfo
+from tiltsam.optim.validation import (
+    NEEDS_SCALER,
+    check_arguments,
+    check_base,
+    check_closures,
+    check_minimizes,
+    check_not_lightning,
+    check_sampler,
+    is_state_initialization,
+    warn_missing_model,
+    warn_missing_scaler,
+)
+from tiltsam.samplers import Center, Sampler
+from tiltsam.space.evaluator import Closure, scale_of
+from tiltsam.space.model_state import ModelState
+from tiltsam.space.parameter_space import ParameterSpace
+from tiltsam.space.sampler_state import SamplerState
+from tiltsam.space.snapshot import uninterrupted
+from tiltsam.space.step_record import FixedWeights, StepRecord, Weighting
+from tiltsam.space.validation import check_nonnegative, warn_low_precision
+
+__all__ = ["Schedule", "SharpnessAware", "Step", "StepInfo"]
+
+_LAST = -1  # key of a pre-hook of the base; torch's own keys count from 0
+
+
+class Step(NamedTuple):
+    """What a step needs to run."""
+
+    space: ParameterSpace
+    sampler: Sampler
+    num_samples: int
+    closures: Sequence[Closure]
+    ascent_closure: Closure | None = None
+    scaler: torch.amp.GradScaler | None = None
+
+
+class SharpnessAware(Optimizer):
+    """A torch optimizer that wraps another one and gives it a gradient gathered around the weights.
+
+    It shares ``param_groups`` and ``state`` with ``base``: schedulers, hooks, ``add_param_group`` and checkpoints work
+    on either. The settings of a method are entries of the parameter groups, under the names of the constructor's
+    arguments; if the base already uses a name (Adadelta's ``rho``, RMSprop's ``alpha``) ours is ``tilt_<name>``. ``rho``
+    may differ between groups; schedules do not change groups that brought their own. All other settings have one value
+    for the whole step.
+
+    A step of the wrapper contains a step of the base: torch's global step hooks run for both.
+
+    A step that raises leaves no trace: whatever the closure or a hook before the base's update raises, including a
+    Ctrl-C, weights, buffers and the step count are those from before the step, bit for bit. Once the base has begun its
+    update, the weights are the base's.
+
+    Args:
+        base: An *instance* of a torch optimizer.
+        sampler: Where to evaluate.
+        settings: Settings of the method and their initial values; a callable is a schedule, evaluated at each step.
+        model: Pass it for models with BatchNorm or dropout: buffers are then updated once a step, at its first pass, and
+            all passes of a step use the same dropout masks.
+        seed: Seed of the noise. All noise derives from (seed, step, sample): a resumed run draws what an uninterrupted
+            one would have drawn, and the global random state is never used.
+        buffers_once: Whether ``model``'s buffers keep the values of the first pass.
+        same_dropout: Whether all passes use the same dropout masks.
+        parallel: The processes that take each step together, see :class:`tiltsam.Parallel`; by default they are
+            detected (DDP, FSDP2, or all processes of ``torch.distributed``). ``None``: this process trains on its own.
+        skip_nonfinite: If no sample of a step is finite, do not step the base. Costs one host synchronisation a step;
+            otherwise the base steps with a zero gradient.
+    """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Reject ``SAM(params, SGD, lr=0.1)``, as other packages want it, before Python rejects ``lr``."""
+        first = list(inspect.signature(cls.__init__).parameters)[1:2]
+        given = args or [kwargs[name] for name in first if name in kwargs]  # empty when a copy is made
+        if given and first == ["base"]:
+            check_base(given[0], cls.__name__, SharpnessAware)
+        return super().__new__(cls)
+
+    def __init__(
+        self,
+        base: Optimizer,
+        sampler: Sampler,
+        settings: Mapping[str, Any],
+        *,
+        model: torch.nn.Module | None = None,
+        seed: int = 0,
+        buffers_once: bool = True,
+        same_dropout: bool = True,
+        parallel: Parallel | None = Parallel(),  # noqa: B008 (frozen)
+        skip_nonfinite: bool = False,
+    ) -> None:
+        check_base(base, type(self).__name__, SharpnessAware)
+        check_arguments(base, model, seed, parallel)
+        check_sampler(sampler)
+        self.base = base
+        self.sampler = sampler
+        self.model = model
+        self.parallel = parallel
+        self.skip_nonfinite = skip_nonfinite
+        self._model_options = {"buffers_once": buffers_once, "same_dropout": same_dropout}
+        self._sampler_state = SamplerState(getattr(sampler, "state_names", ()))
+        self._sampler_state.check_base(base)
+        # Optimizer.__init__ would create its own groups and state. Its unpickling path sets up the rest of an
+        # Optimizer (hooks, the profiled step) around ours.
+        Optimizer.__setstate__(self, {"defaults": {**base.defaults}})
+        self._zero_grad_profile_name = f"Optimizer.zero_grad#{type(self).__name__}.zero_grad"
+        self._hyperparameters = Hyperparameters(base, {**settings, "seed": seed, "steps_taken": 0})
+        self._numbers = [name for name in settings if name != "rho"]
+        self._space: ParameterSpace | None = None
+        self._space_key: tuple[Any, ...] = ()
+        self._places: list[Any] = []  # of the parameters in memory, to notice changes quickly
+        self._written: tuple[Any, ...] = ()  # settings that were checked and written to the space
+        self._info: StepInfo | None = None
+        self._nonfinite = NonfiniteCounter()
+        self._stepping = False  # whether a step is in progress
+        self._has_stepped = False
+        self.check_settings()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Without a scheduler's patch of step, hooks (like torch), and what the next step makes again.
+        state = {k: v for k, v in self.__dict__.items() if k != "step" and not k.startswith("_optimizer_")}
+        return {**state, "_space": None, "_places": [], "_written": (), "_info": None, "_stepping": False}
+
+    # ---------------------------------------------------------------- what a method may override
+
+    def check_settings(self) -> None:
+        """Raise on a setting out of bounds. Called when settings have changed. Overrides call ``super()``."""
+        if "rho" in self._hyperparameters:
+            for rho in self._hyperparameters.per_group_values("rho"):
+                check_nonnegative("rho", rho)
+        if not isinstance(self.sampler, Center):
+            check_minimizes(self.param_groups)
+
+    def write_settings(self, space: ParameterSpace) -> None:
+        """Write settings to the device, where samplers read them by ``space.setting(name)``. Overrides call ``super()``.
+
+        All settings that are numbers are written; override it for numbers derived from them.
+        """
+        for name in self._numbers:
+            if not isinstance(value := self.setting(name), bool) and isinstance(value, int | float):
+                space.scalars.set(name, float(value))
+        if "rho" in self._hyperparameters:
+            space.scalars.set_rho([float(rho) for rho in self._hyperparameters.per_group_values("rho")])
+
+    @property
+    def num_samples(self) -> int:
+        """Number of samples of a step."""
+        return 1
+
+    def plan(self) -> tuple[Sampler, int]:
+        """Return the sampler and the number of samples of the coming step.
+
+        Override it for a method that does something else at some steps, decided by ``self.setting("steps_taken")``.
+        """
+        return self.sampler, self.num_samples
+
+    def weighting(self, space: ParameterSpace) -> Weighting:
+        """Return how the samples of a step are weighted, if there are several; by default equally."""
+        return FixedWeights(torch.ones(self.num_samples, dtype=space.dtype, device=space.device))
+
+    # ---------------------------------------------------------------- a step
+
+    def step(  # type: ignore[override]
+        self,
+        closure: Closure | Sequence[Closure] | None = None,
+        ascent_closure: Closure | None = None,
+        *,
+        scaler: torch.amp.GradScaler | None = None,
+    ) -> Tensor:
+        """Evaluate around θ, restore θ, and let the base descend the aggregate gradient.
+
+        Args:
+            closure: Runs forward and backward on *one* mini-batch and returns the loss; called several times. It need
+                not clear gradients, except those of parameters that are not this optimizer's. For gradient
+                accumulation, loop over micro-batches inside and return the total.
+                Or a list with one closure per sample, each on its own part of the mini-batch (m-SAM).
+            ascent_closure: Used for gradients that only give the direction of an ascent (the first pass of SAM): the
+                same on part of the mini-batch makes those passes cheaper.
+            scaler: For float16: the closure calls ``scaler.scale(loss).backward()`` and returns the unscaled loss. The
+                base's hooks see the unscaled aggregate. Samples that overflow get no weight; if all do, the base does
+                not step. Call ``scaler.update()`` afterwards.
+
+        Returns:
+            The aggregate loss: the tilted loss of the samples for TSAM, the loss at the perturbed point for SAM.
+            Detached, on the device of the parameters; NaN if no sample was finite. Without a closure, which is allowed
+            only while rates and gradients are zero (``torch.distributed.checkpoint`` creates a base's state so), NaN.
+
+        Raises:
+            RuntimeError: If called inside the closure of a step, or if the weights could not be restored after an
+                error. The next step then restores them first.
+        """
+        name = type(self).__name__
+        if closure is None and is_state_initialization(self.param_groups):
+            self.base.step()
+            return torch.full((), torch.nan)
+        closures = check_closures(closure, ascent_closure, name)
+        if not isinstance(self.sampler, Center):
+            check_not_lightning(closures[0], name)
+        return self._run(closures, ascent_closure, scaler, self._step_base).loss
+
+    def _run(
+        self,
+        closures: Sequence[Closure],
+        ascent_closure: Closure | None,
+        scaler: torch.amp.GradScaler | None,
+        update: Callable[[Step, StepInfo], None],
+    ) -> StepInfo:
+        """Take a step: begin, aggregate, update, finish. If anything is raised before the update, undo it.
+
+        An interrupt may arrive at any bytecode, also while a context manager below is left. The one handler here covers
+        them all, so what it does must not depend on where the interrupt arrived.
+        """
+        if self._stepping:
+            raise RuntimeError(f"{type(self).__name__}.step must not be called inside its own closure")
+        grad_enabled = torch.is_grad_enabled()
+        try:
+            self._stepping = True
+            with torch.no_grad():
+                step = self.begin(closures, ascent_closure, scaler)
+                with step.space.on_device(), step.space.ranks.annotate_errors(self.setting("steps_taken")):
+                    info = self.aggregate(step)
+                    update(step, info)
+                self.finish(step, info)
+            self._stepping = False
+        except BaseException:
+            self._stepping = False
+            torch.set_grad_enabled(grad_enabled)
+            if self._space is not None:
+                uninterrupted(self._space.roll_back)
+            raise
+        return info
+
+    def begin(
+        self,
+        closures: Sequence[Closure],
+        ascent_closure: Closure | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+    ) -> Step:
+        """Prepare a step on the host: schedules, bounds, numbers and seeds to the device."""
+        self._hyperparameters.update()
+        space = self.current_space()
+        values = self._hyperparameters.values()
+        if values != self._written:
+            self.check_settings()
+            self.write_settings(space)
+            self._written = values
+        for group in self.param_groups:
+            for p in group["params"]:
+                if not p.requires_grad:
+                    p.grad = None  # otherwise the base keeps applying the gradient from before it was frozen
+        space.generators.begin_step(self.setting("seed"), self.setting("steps_taken"))
+        sampler, num_samples = self.plan()
+        if len(closures) != 1:
+            self._check_parts(len(closures), sampler, num_samples, whole_ascent=ascent_closure is not None)
+        if scaler is not None and not scaler.is_enabled():
+            scaler = None
+        return Step(space, sampler, num_samples, closures, ascent_closure, scaler)
+
+    def aggregate(self, step: Step) -> StepInfo:
+        """Run all passes of a step and restore the weights; the gradient is in ``step.space.gradient_mean``."""
+        space = step.space
+        moves = not isinstance(step.sampler, Center)
+        with space.perturbed(step.closures, step.ascent_closure, step.scaler, moves=moves):
+            record = self.average_samples(space, step.sampler, step.num_samples)
+            loss = record.finish()
+        passes = space.evaluator
+        return StepInfo(
+            loss,
+            record.table,
+            record.sampler_info,
+            valid=record.valid,
+            num_forwards=passes.num_forwards,
+            num_backwards=passes.num_backwards,
+            num_ascents=passes.num_ascents,
+            num_parts=len(step.closures),
+        )
+
+    def average_samples(self, space: ParameterSpace, sampler: Sampler, num_samples: int) -> StepRecord:
+        """Draw the samples of a step and average their gradients, weighted. This is the loop over samples."""
+        record = space.step_record(self._weighting(space, num_samples), num_samples)
+        mine = space.ranks.my_samples(num_samples, independent=sampler.independent)
+        shared = sampler.begin(space) if mine else skip_samples(space)
+        for j in mine:
+            space.begin_sample(j)
+            draw = sampler.sample(space, j, shared)
+            share = record.add(draw, space.distance())
+            space.add_to_mean(draw, share, single=num_samples == 1)
+        if space.ranks.splits_samples:
+            record = join_samples(space, record, mine, StepRecord(self._weighting(space, num_samples)), num_samples)
+        return record
+
+    def _weighting(self, space: ParameterSpace, num_samples: int) -> Weighting | None:
+        return self.weighting(space) if num_samples > 1 else None
+
+    def _step_base(self, step: Step, info: StepInfo) -> None:
+        """Let the base descend the mean of the gradients."""
+        space = step.space
+        space.assign_gradients()
+        with self._before_update(space.begin_update):
+            if step.scaler is not None:
+                self._step_scaled(step.scaler, space, info)
+            elif not self.skip_nonfinite or bool(info.weights.any().item()):
+                self.base.step()
+        space.begin_update()  # if the base was skipped
+
+    def _step_scaled(self, scaler: torch.amp.GradScaler, space: ParameterSpace, info: StepInfo) -> None:
+        """Step the base through the scaler: not at all if no sample has weight; report any overflow to the scaler."""
+        space.gradient_mean.scale_(scale_of(scaler, info.loss))
+        scaler.unscale_(self.base)
+        overflows = scaler._found_inf_per_device(self.base).values()
+        for found in overflows:
+            found.add_((info.weights == 0).all().to(found))
+        scaler.step(self.base)
+        for found in overflows:
+            found.add_((info.num_nonfinite > 0).to(found))
+
+    @Optimizer.profile_hook_step
+    def replay(self, step: Step, run: Callable[[], StepInfo]) -> Tensor:
+        """Take a step whose passes and update are launched by ``run``, a captured graph. Step hooks run as usual."""
+        with torch.no_grad():
+            info = run()
+            self.finish(step, info)
+        return info.loss
+
+    def finish(self, step: Step, info: StepInfo) -> None:
+        """Count the step and keep its info."""
+        self._info = info
+        self._nonfinite.add(info.valid)
+        self._hyperparameters.count_step()
+        if not self._has_stepped:
+            self._has_stepped = True
+            if self.model is None and self._model_options["buffers_once"] and info.num_forwards > 1:
+                warn_missing_model(step.space.params)
+            if step.scaler is None:
+                warn_missing_scaler(info.loss, info.gradient_norms)
+
+    def accumulate_gradient(
+        self, closure: Closure | Sequence[Closure], *, scaler: torch.amp.GradScaler | None = None
+    ) -> Tensor:
+        """Run the passes of a step and leave the aggregate in ``.grad`` instead of stepping the base.
+
+        For trainers that clip, log and step on their own: ``optimizer.base.step()`` is the other half. The step counts
+        as taken.
+
+        Args:
+            closure: As for :meth:`step`.
+            scaler: The scaler that the closure uses. The gradient is left scaled, as after any backward; if a pass
+                overflowed it becomes infinite, so that the scaler skips the step and lowers its scale.
+
+        Returns:
+            The loss of the first pass: for SAM the one at the weights, which a plain step would report. The aggregate
+            loss is ``optimizer.info.loss``.
+
+        Example:
+            >>> w = torch.nn.Parameter(torch.tensor([3.0]))
+            >>> sam = tiltsam.SAM(torch.optim.SGD([w], lr=0.1), rho=1.0)
+            >>> def closure():
+            ...     loss = (w**2 / 2).sum()
+            ...     loss.backward()
+            ...     return loss
+            >>> sam.accumulate_gradient(closure)
+            tensor(4.5000)
+            >>> w.grad  # at 3 + 1
+            tensor([4.])
+        """
+        first: list[Tensor] = []
+        closures = [_remember_first(one, first) for one in check_closures(closure, None, type(self).__name__)]
+        self._run(closures, None, scaler, self._leave_gradient)
+        return first[0]
+
+    def _leave_gradient(self, step: Step, info: StepInfo) -> None:
+        """Leave the mean of the gradients to a trainer that steps the base."""
+        space = step.space
+        space.assign_gradients()
+        if step.scaler is not None:
+            space.gradient_mean.scale_(scale_of(step.scaler, info.loss))
+            gradient = next(p.grad for p in space.params if p.grad is not None)
+            gradient.add_(torch.where(info.num_nonfinite > 0, torch.inf, 0.0).to(gradient))
+        elif self.skip_nonfinite and not bool(info.weights.any().item()):
+            self.zero_grad()  # a base skips parameters without a gradient
+        space.begin_update()
+
+    @contextmanager
+    def _before_update(self, hook: Callable[..., None]) -> Iterator[None]:
+        """Call ``hook`` inside ``base.step()``, after all its other pre-hooks."""
+        hooks = self.base._optimizer_step_pre_hooks
+        hooks.pop(_LAST, None)  # left by an interrupted step, it would not come last
+        hooks[_LAST] = hook
+        try:
+            yield
+        finally:
+            hooks.pop(_LAST, None)
+
+    def _check_parts(self, number: int, sampler: Sampler, num_samples: int, *, whole_ascent: bool) -> None:
+        """Raise ValueError unless each sample can have its own closure."""
+        if number != num_samples or not sampler.independent:
+            takes = f"one closure, or one for each of its {num_samples} samples" if sampler.independent else "one closure"
+            raise ValueError(f"{type(self).__name__} takes {takes}; got {number}")
+        if getattr(sampler, "shared", False) and not whole_ascent:
+            raise ValueError("a shared ascent needs ascent_closure if each sample has its own closure")
+
+    # ---------------------------------------------------------------- the space and what a step measured
+
+    def current_space(self) -> ParameterSpace:
+        """Return the space over the parameters that are trainable now; rebuilt only when they change."""
+        params = [p for group in self.param_groups for p in group["params"]]
+        space = self._space
+        if space is not None and space.sharding.mesh is None:
+            places = [(id(p), p.requires_grad, p.dtype, p.data_ptr()) for p in params]
+            if places == self._places:
+                return space
+            self._places = places
+        key = tuple(
+            tuple((id(p), p.requires_grad, p.dtype, p.device, p.shape, p.stride()) for p in group["params"])
+            for group in self.param_groups
+        )
+        if space is not None and key == self._space_key:
+            return space
+        if space is not None:
+            space.roll_back()  # if an earlier restore failed, its backup must not be lost
+        self._space = parameter_space(
+            [group["params"] for group in self.param_groups],
+            model_state=ModelState(self.model, devices=[p.device for p in params], **self._model_options),
+            parallel=self.parallel,
+            sampler_state=self._sampler_state,
+        )
+        self._space_key, self._places, self._written = key, [], ()
+        names = self._sampler_state.names
+        if names and self._space.ranks.local_ascent:
+            raise ValueError(f"Parallel(ascent='local') would make each rank keep another {', '.join(names)}")
+        self._sampler_state.allocate(self._space.params)
+        warn_low_precision(self._space.params)
+        return self._space
+
+    def structure(self, step: Step, changeable: frozenset[str] = frozenset()) -> Hashable:
+        """Return a key of a captured step: steps with equal keys may share a graph.
+
+        They differ at most in numbers that are read from the device: the method's own, and those of the base named in
+        ``changeable``.
+        """
+        skipped = self._hyperparameters.entries() | changeable
+        base = tuple(
+            (name, value)
+            for group in self.param_groups
+            for name, value in group.items()
+            if name not in skipped and (value is None or isinstance(value, bool | int | float | str | tuple))
+        )
+        modes = tuple(m.training for m in self.model.modules()) if self.model is not None else ()
+        return self._space_key, step.sampler, step.num_samples, step.space.scalars.structure(), modes, base
+
+    @property
+    def info(self) -> StepInfo:
+        """What the last step measured. Reading its tensors' values waits for the device; nothing else does."""
+        if self._info is None:
+            raise NoStepError("no step was taken yet")
+        return self._info
+
+    def check_nonfinite(self) -> None:
+        """Warn about samples that were not finite since the last call. Waits for the device."""
+        self._nonfinite.warn()
+
+    @property
+    def _step_supports_amp_scaling(self) -> _RefusesScalerStep:
+        """Read by ``GradScaler.step``: its truth value raises with the lines to write."""
+        return _RefusesScalerStep(type(self).__name__)
+
+    # ---------------------------------------------------------------- torch.optim.Optimizer, shared with the base
+
+    def setting(self, name: str) -> Any:
+        """Return a setting that has one value for the whole step."""
+        return self._hyperparameters[name]
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The base's parameter groups."""
+        return self.base.param_groups
+
+    @param_groups.setter
+    def param_groups(self, value: list[dict[str, Any]]) -> None:
+        self.base.param_groups = value
+
+    @property
+    def state(self) -> Any:
+        """The base's state."""
+        return self.base.state
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        self.base.state = value
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group to the base, with this method's settings unless it brings its own."""
+        self.base.add_param_group(param_group)
+        try:
+            self._hyperparameters.fill()
+            self.check_settings()
+        except Exception:
+            self.param_groups.pop()
+            raise
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear gradients. Never needed: a step clears them before each pass."""
+        self.base.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the base's state dict, its groups with this method's settings, and the sampler's vectors."""
+        self._hyperparameters.fill()
+        for hook in self._optimizer_state_dict_pre_hooks.values():
+            hook(self)
+        state = self._sampler_state.state_dict(self.base)
+        for post in self._optimizer_state_dict_post_hooks.values():
+            replaced = post(self, state)
+            state = state if replaced is None else replaced
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what :meth:`state_dict` returned, or a checkpoint of the bare base: settings then stay as they are.
+
+        A checkpoint of a different method also restores the settings both share (e.g. ``rho``).
+        """
+        state_dict = state_dict.copy()
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            replaced = hook(self, state_dict)
+            state_dict = state_dict if replaced is None else replaced
+        self._hyperparameters.fill()
+        before = [dict(group) for group in self.param_groups]
+        self._sampler_state.load_state_dict(self.base, state_dict)
+        self._hyperparameters.fill(before)
+        for post in self._optimizer_load_state_dict_post_hooks.values():
+            post(self)
+        self.check_settings()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._hyperparameters},\n  base={self.base!r})"
+
+
+class NoStepError(RuntimeError, AttributeError):
+    """Raised by ``info`` before the first step; an AttributeError, so that ``hasattr`` and ``inspect`` work."""
+
+
+class _RefusesScalerStep:
+    """Refuses ``GradScaler.step(optimizer)``, which cannot run the passes of a step."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __bool__(self) -> bool:
+        raise RuntimeError(NEEDS_SCALER.format(name=self._name))
+
+
+def _remember_first(closure: Closure, losses: list[Tensor]) -> Closure:
+    """Return the closure, made to append the loss of the first pass of a step to ``losses``."""
+
+    def remembering() -> object:
+        loss = closure()
+        if not losses:
+            losses.append(torch.as_tensor(loss).detach())
+        return loss
+
+    return remembering

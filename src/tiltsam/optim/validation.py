@@ -1,0 +1,192 @@
+"""Checks of what users pass to a method, with messages that show what to write."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Mapping, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import Optimizer
+
+from tiltsam.distributed import Parallel, local_part
+from tiltsam.space.evaluator import Closure
+from tiltsam.space.validation import warn
+
+__all__ = [
+    "NEEDS_SCALER",
+    "check_arguments",
+    "check_base",
+    "check_closures",
+    "check_minimizes",
+    "check_not_lightning",
+    "check_sampler",
+    "is_state_initialization",
+    "warn_missing_model",
+    "warn_missing_scaler",
+]
+
+_T = TypeVar("_T")
+
+NEEDS_CLOSURE = """{name}.step() needs a closure, because it evaluates the loss at several points. Write:
+
+    def closure():
+        loss = criterion(model(inputs), targets)
+        loss.backward()
+        return loss
+
+    loss = optimizer.step(closure)
+
+To accumulate gradients, loop over micro-batches inside the closure."""
+
+NEEDS_SCALER = """scaler.step(optimizer, ...) cannot step {name}, which runs several passes a step. Write:
+
+    def closure():
+        with torch.autocast("cuda", torch.float16):
+            loss = criterion(model(inputs), targets)
+        scaler.scale(loss).backward()
+        return loss
+
+    loss = optimizer.step(closure, scaler=scaler)
+    scaler.update()"""
+
+
+def check_base(base: Any, name: str, engine: type[Optimizer]) -> None:
+    """Raise TypeError unless the method ``name`` can wrap ``base``; methods (``engine``) do not wrap each other."""
+    if isinstance(base, type):
+        raise TypeError(
+            f"{name} wraps an instance, got the class {base.__name__}: write {name}({base.__name__}(params, ...), ...)"
+        )
+    if isinstance(base, engine):
+        raise TypeError(f"{name} cannot wrap {type(base).__name__}, which is sharpness-aware itself: wrap its base")
+    if not isinstance(base, Optimizer):
+        raise TypeError(
+            f"base must be a torch.optim.Optimizer instance, got {type(base).__name__}: write "
+            f"{name}(torch.optim.SGD(model.parameters(), lr=0.1), ...)"
+        )
+    if isinstance(base, torch.optim.LBFGS):
+        raise TypeError(f"{name} cannot wrap LBFGS, which evaluates the closure itself, several times a step")
+
+
+def check_arguments(base: Optimizer, model: Any, seed: Any, parallel: Any) -> None:
+    """Raise on common arguments of a wrong type; warn if ``model`` is not the one that ``base`` trains."""
+    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+        raise ValueError(f"seed must be an integer >= 0, got {seed!r}")
+    if parallel is not None and not isinstance(parallel, Parallel):
+        raise TypeError(f"parallel must be a tiltsam.Parallel or None, got {type(parallel).__name__}")
+    if model is None:
+        return
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    trainable = {id(p) for p in model.parameters() if p.requires_grad}
+    if trainable and trainable.isdisjoint(id(p) for group in base.param_groups for p in group["params"]):
+        warn("none of the optimizer's parameters belongs to model=: is it another copy of the model?")
+
+
+def check_sampler(sampler: Any) -> None:
+    """Raise unless ``sampler`` is an instance with the attributes of a sampler."""
+    if isinstance(sampler, type):
+        raise TypeError(f"sampler must be an instance, got the class {sampler.__name__}: write {sampler.__name__}()")
+    name = type(sampler).__name__
+    if missing := [part for part in ("begin", "sample", "tilted", "independent") if not hasattr(sampler, part)]:
+        raise TypeError(f"{name} is not a sampler: it lacks {', '.join(missing)} (see tiltsam.samplers.Sampler)")
+    if isinstance(names := getattr(sampler, "state_names", ()), str):
+        raise TypeError(f"{name}.state_names must be a tuple of names, got {names!r}: write ({names!r},)")
+    if names and sampler.independent:
+        raise ValueError(f"{name} keeps state between samples; set independent = False")
+    try:
+        hash(sampler)
+    except TypeError:
+        raise TypeError(f"samplers must be hashable: declare {name} with @dataclass(frozen=True)") from None
+
+
+def check_minimizes(groups: Sequence[Mapping[str, Any]]) -> None:
+    """Reject ``maximize=True``: the ascent would find the best neighbour instead of the worst."""
+    if any(group.get("maximize") for group in groups):
+        raise ValueError(
+            "maximize=True is not supported: let the closure run backward on the negative objective and return that"
+        )
+
+
+def check_closures(
+    closure: Closure | Sequence[Closure] | None, ascent_closure: Closure | None, name: str
+) -> Sequence[Closure]:
+    """Return the closures of a step as a list; raise TypeError with the lines to write unless they are callable."""
+    closures = [closure] if callable(closure) else closure
+    if not isinstance(closures, Sequence) or not all(callable(one) for one in closures):
+        raise TypeError(NEEDS_CLOSURE.format(name=name))
+    if ascent_closure is not None and not callable(ascent_closure):
+        hint = ": pass scaler=scaler" if isinstance(ascent_closure, torch.amp.GradScaler) else ""
+        raise TypeError(f"ascent_closure must be a closure, got {type(ascent_closure).__name__}{hint}")
+    return closures
+
+
+def check_not_lightning(closure: Closure, name: str) -> None:
+    """Raise if Lightning's automatic optimization made the closure: it clips and calls hooks at every pass."""
+    if not isinstance(closure, partial):
+        return
+    module_name = getattr(closure.func, "__module__", None) or ""
+    if module_name.split(".")[0] not in ("lightning", "pytorch_lightning"):
+        return
+    for module in closure.args[:1]:
+        if getattr(module, "automatic_optimization", False):
+            raise RuntimeError(
+                f"Lightning would clip and call hooks at every pass of {name}: write "
+                f"class {type(module).__name__}(tiltsam.integrations.lightning.SharpnessAwareMixin, LightningModule)"
+            )
+
+
+def is_state_initialization(param_groups: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether a step of the base would change no weight: all rates and gradients are zero.
+
+    ``torch.distributed.checkpoint`` calls ``step()`` so, to create the optimizer's state before loading it.
+    """
+    gradients = [p.grad for group in param_groups for p in group["params"] if p.grad is not None]
+    rates = [group["lr"] for group in param_groups if "lr" in group]
+    return bool(gradients) and not any(rates) and not any(local_part(g).any() for g in gradients)
+
+
+def warn_missing_model(params: Sequence[Tensor]) -> None:
+    """Warn if a BatchNorm layer of these parameters updates its statistics at every pass.
+
+    Without ``model=`` the layers are found through the garbage collector, which takes tens of milliseconds: done only
+    if two vectors of the same shape follow each other, as a layer's weight and bias do.
+    """
+    if not any(p.dim() == q.dim() == 1 and p.shape == q.shape for p, q in pairwise(params)):
+        return
+    ids = {id(p) for p in params}
+    layers = [m for m in _instances(_BatchNorm) if m.training and m.running_mean is not None and id(m.weight) in ids]
+    if layers:
+        warn(
+            f"{type(layers[0]).__name__} updates its running statistics at every pass of a step, also at perturbed "
+            "weights: pass model=, or buffers_once=False if that is intended"
+        )
+
+
+def warn_missing_scaler(loss: Tensor, gradient_norms: Tensor) -> None:
+    """Warn if the loss or a gradient is large and a GradScaler is in use. Waits for the device.
+
+    A closure cannot be inspected, so this is a heuristic.
+    """
+    if torch.maximum(loss.abs(), gradient_norms.max()).item() <= _LARGE:
+        return
+    if any(scaler.is_enabled() and scaler._scale is not None for scaler in _instances(torch.amp.GradScaler)):
+        warn(f"a loss or gradient exceeds {_LARGE:g} and a GradScaler is in use: pass scaler= if the closure scales")
+
+
+_LARGE = 1000.0  # GradScaler starts at a scale of 65536
+
+
+def _instances(cls: type[_T]) -> list[_T]:
+    """Return all living objects of a class or its subclasses, without touching any other object."""
+    classes: set[type] = set()
+    pending: list[type] = [cls]
+    while pending:
+        found = pending.pop()
+        classes.add(found)
+        pending += found.__subclasses__()
+    return [x for x in gc.get_objects() if type(x) in classes]

@@ -1,0 +1,194 @@
+"""The closures of a step: run them at the current weights and collect loss and gradient."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from types import FrameType
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import _engine_run_backward
+
+from tiltsam.distributed import Ranks, Sharding, local_gradient, reshard
+from tiltsam.space.model_state import ModelState
+from tiltsam.space.tensor_lists import as_real, dealias
+
+__all__ = ["Closure", "Evaluator", "NeedsGraphError", "forward_only", "scale_of"]
+
+Closure: TypeAlias = Callable[[], Any]
+"""Torch's protocol: run forward and backward, return the loss."""
+
+
+class Evaluator:
+    """Runs the closures of a step and counts the passes.
+
+    Args:
+        params: The parameters whose gradients are collected.
+        model_state: Buffers and random states that all passes share.
+        ranks: The processes that take the step together.
+        sharding: How the parameters are split.
+        dtype: Dtype of the loss.
+        device: Device of the loss.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[Tensor],
+        model_state: ModelState,
+        ranks: Ranks,
+        sharding: Sharding,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.params, self.model_state, self.ranks, self.sharding = params, model_state, ranks, sharding
+        self._dtype, self._device = dtype, device
+        self._special = sharding.mesh is not None or any(p.is_complex() for p in params)
+        self._differentiates = False  # whether the closure takes derivatives before it calls backward()
+        self.end_step()
+
+    def begin_step(
+        self,
+        closures: Sequence[Closure],
+        ascent_closure: Closure | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+    ) -> None:
+        """Set the closures of a step: one for all samples, or one for each."""
+        self.closures, self.ascent_closure, self.scaler = closures, ascent_closure, scaler
+        self.sample = 0
+        self.num_forwards = self.num_backwards = self.num_ascents = 0
+
+    def end_step(self) -> None:
+        """Release the closures."""
+        self.closures, self.ascent_closure, self.scaler = [_no_closure], None, None
+
+    def loss_and_gradient(self, *, ascent: bool) -> tuple[Tensor, list[Tensor | None]]:
+        """Run forward and backward; the returned list is the only owner of the gradient."""
+        params = self.params
+        for p in params:
+            p.grad = None  # autograd then hands over its own buffer instead of adding to ours
+        closure = self.ascent_closure if ascent and self.ascent_closure else self._closure()
+        self.model_state.begin_pass()
+        with self.ranks.no_sync() if ascent and self.ranks.local_ascent else nullcontext(), torch.enable_grad():
+            value = closure()
+        self.model_state.end_pass()
+        self.num_forwards += 1
+        self.num_backwards += 1
+        self.num_ascents += ascent
+        gradient = dealias([None if p.grad is None else self._gradient_of(p) for p in params])
+        for p in params:
+            p.grad = None
+        if all(g is None for g in gradient):
+            raise RuntimeError(
+                "the closure left no gradient on any trainable parameter: it must call loss.backward() on a loss of "
+                "the optimizer's own parameters, not of a copy (fully_shard makes new ones: make the optimizer after "
+                "it), and must not clear the gradients afterwards"
+            )
+        return self._average(self._loss(value)), gradient
+
+    def loss(self) -> Tensor:
+        """Run forward only. Backward passes of the closure are skipped; a graph is built only if the loss needs one."""
+        try:
+            value = self._forward()
+        except NeedsGraphError:
+            self._differentiates = True  # inside the loss: forces, or the norm of a gradient
+            value = self._forward()
+        self.num_forwards += 1
+        if self.sharding.mesh is not None:
+            if self.model_state.model is None:
+                raise ValueError("a forward pass without backward over sharded parameters needs model=, to reshard it")
+            reshard(self.model_state.model)
+        return self._average(self._loss(value))
+
+    def _forward(self) -> Any:
+        self.model_state.begin_pass()
+        value = forward_only(self._closure(), graph=self._differentiates)
+        self.model_state.end_pass()
+        return value
+
+    def _closure(self) -> Closure:
+        return self.closures[self.sample if len(self.closures) > 1 else 0]
+
+    def _average(self, loss: Tensor) -> Tensor:
+        return loss if self.ranks.alone else self.ranks.average(loss)
+
+    def _loss(self, value: Any) -> Tensor:
+        if not isinstance(value, Tensor | float | int):
+            raise TypeError(f"the closure must return the loss, a tensor with one element; got {type(value).__name__}")
+        loss = value.detach() if isinstance(value, Tensor) else torch.tensor(value, dtype=self._dtype)
+        if loss.numel() != 1:
+            raise ValueError(f"the closure must return one loss, got a tensor of shape {tuple(loss.shape)}")
+        return loss.reshape(()).to(device=self._device, dtype=self._dtype)
+
+    def _gradient_of(self, p: Tensor) -> Tensor:
+        grad: Tensor = local_gradient(p) if self._special else p.grad  # type: ignore[assignment]
+        if grad.layout != torch.strided:
+            raise TypeError(f"gradients must be dense, got {grad.layout}: build the embedding with sparse=False")
+        if grad.dtype != p.dtype:
+            raise TypeError(f"a gradient must have the dtype of its parameter, {p.dtype}, got {grad.dtype}")
+        if self._special:
+            grad = grad.resolve_conj().resolve_neg()
+        return as_real(grad)
+
+
+# -------------------------------------------------------------------- forward passes without backward
+
+
+def scale_of(scaler: torch.amp.GradScaler, like: Tensor) -> Tensor:
+    """Return the factor of a GradScaler as a tensor like ``like``."""
+    return scaler.scale(torch.ones_like(like))
+
+
+class NeedsGraphError(RuntimeError):
+    """Raised when a loss is differentiated in a pass that builds no graph."""
+
+
+def forward_only(call: Callable[[], Any], *, graph: bool = False, skip_backward: bool = True) -> Any:
+    """Return ``call()`` without building a graph and without running backward passes.
+
+    A backward pass is skipped however it is written (``loss.backward()``, ``torch.autograd.backward(loss)``,
+    ``scaler.scale(loss).backward()``); ``torch.autograd.grad`` runs. There is no switch that an interrupt could leave
+    on: :func:`_run_backward` looks for the frame of this function on the stack.
+
+    Args:
+        call: Computes a loss.
+        graph: Build the graph, for a ``call`` that differentiates inside.
+        skip_backward: Skip backward passes.
+
+    Raises:
+        NeedsGraphError: If ``call`` fails to differentiate and ``graph`` is false: call again with ``graph=True``.
+    """
+    _install_run_backward()
+    with torch.set_grad_enabled(graph):
+        return call()
+
+
+@functools.cache
+def _install_run_backward() -> None:
+    """Route ``backward`` and ``grad`` of :mod:`torch.autograd` through :func:`_run_backward`, from now on."""
+    torch.autograd._engine_run_backward = _run_backward  # type: ignore[attr-defined, assignment]
+
+
+def _run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run torch's engine, unless a backward pass is requested inside :func:`forward_only`."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not forward_only.__code__:
+        frame = frame.f_back
+    if frame is None:
+        return _engine_run_backward(outputs, *args, **kwargs)
+    options = frame.f_locals
+    if options["skip_backward"] and kwargs.get("accumulate_grad"):
+        return ()
+    try:
+        return _engine_run_backward(outputs, *args, **kwargs)
+    except RuntimeError as error:
+        if options["graph"]:
+            raise
+        raise NeedsGraphError(str(error)) from error
+
+
+def _no_closure() -> Tensor:
+    raise RuntimeError("no step is in progress: its closure was released")

@@ -1,0 +1,129 @@
+"""The gradient of a step: a running weighted mean over its samples, kept in one vector."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tiltsam.distributed import Ranks, local_part
+from tiltsam.space.tensor_lists import TensorLists, allocate, copy_if_, lerp_, zero_unless_
+
+__all__ = ["GradientMean"]
+
+Gradient = list[Tensor | None]
+
+
+class GradientMean:
+    """Running mean ``mean += share (gradient − mean)``.
+
+    The gradient of a step with one sample is used as it is: it needs no second vector.
+
+    Args:
+        params: The parameters that receive the mean as their gradient.
+        lists: Vector operations over the parameters.
+        ranks: The processes that take a step together.
+    """
+
+    def __init__(self, params: Sequence[Tensor], lists: TensorLists, ranks: Ranks) -> None:
+        self._params, self._lists, self._ranks = params, lists, ranks
+        self._memory: Gradient = [None] * len(params)
+        self._buffers: list[Tensor] = []  # flat buffers behind the memory
+        self._single: Gradient | None = None  # the gradient of a step with one sample
+        self._seen: list[bool] = []
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        """Forget what was added: no parameter has a gradient yet."""
+        self._single = None
+        self._seen = [False] * len(self._params)
+
+    def set(self, gradient: Gradient, valid: Tensor) -> None:
+        """Use the gradient of the only sample of a step; one that is not valid becomes zero."""
+        self._lists.zero_unless_(gradient, valid)
+        self._single = list(gradient)
+        self._seen = [g is not None for g in gradient]
+
+    def add(self, gradient: Gradient, share: Tensor, valid: Tensor, like: Sequence[Tensor]) -> None:
+        """Add a gradient; it is overwritten.
+
+        A gradient that is not valid counts as zero, and so does a first gradient without weight. A parameter without a
+        gradient in this pass counts as zero; one without a gradient in the whole step keeps ``None``.
+
+        Args:
+            gradient: The gradient.
+            share: Its share of the total weight so far.
+            valid: Whether it counts.
+            like: Tensors of the mean's shapes.
+        """
+        first = not any(self._seen)
+        self.allocate(gradient, like)
+        for block in self._lists.blocks:
+            part = share.to(block.device)
+            ok = part > 0 if first else valid.to(block.device)
+            new = [i for i in block.indices if gradient[i] is not None and not self._seen[i]]
+            old = [i for i in block.indices if gradient[i] is not None and self._seen[i]]
+            missing = [i for i in block.indices if gradient[i] is None and self._seen[i]]
+            if new:
+                copy_if_(_pick(self._memory, new), _pick(gradient, new), ok)
+                if not first:
+                    torch._foreach_mul_(_pick(self._memory, new), part)
+            if old:
+                zero_unless_(_pick(gradient, old), ok)
+                lerp_(_pick(self._memory, old), _pick(gradient, old), part)
+            if missing:
+                torch._foreach_mul_(_pick(self._memory, missing), 1 - part)
+        self._seen = [seen or g is not None for seen, g in zip(self._seen, gradient, strict=True)]
+
+    def allocate(self, gradient: Gradient, like: Sequence[Tensor]) -> None:
+        """Allocate memory for parameters that have a gradient for the first time."""
+        everywhere = self._ranks.splits_samples  # ranks need one layout, whichever parameters have a gradient on each
+        missing = [i for i, g in enumerate(gradient) if (everywhere or g is not None) and self._memory[i] is None]
+        if missing:
+            new, buffers = allocate([like[i] for i in missing])
+            self._buffers += buffers
+            for i, mean in zip(missing, new, strict=True):
+                self._memory[i] = mean
+
+    @property
+    def tensors(self) -> Gradient:
+        """The mean; ``None`` for parameters without a gradient in this step."""
+        if self._single is not None:
+            return self._single
+        return [mean if seen else None for mean, seen in zip(self._memory, self._seen, strict=True)]
+
+    def scale_(self, factor: Tensor) -> None:
+        """Multiply the mean by a scalar."""
+        self._lists.scale_(self.tensors, factor)
+
+    def seen(self) -> list[bool]:
+        """Return which parameters have a gradient in this step."""
+        return self._seen
+
+    def sum_over_ranks(self, weight: Tensor, seen: list[bool]) -> None:
+        """Replace the mean by the sum over the ranks that share samples, this rank's multiplied by ``weight``."""
+        for mean, here in zip(self._memory, self._seen, strict=True):
+            if mean is not None and not here:
+                mean.zero_()  # other ranks may have a gradient here
+        self._seen = seen
+        for buffer in self._buffers:
+            buffer.mul_(weight.to(buffer.device))
+            self._ranks.sum_over_samples(buffer)
+
+    def assign(self) -> None:
+        """Assign the mean to ``.grad`` of the parameters."""
+        for i, (p, mean) in enumerate(zip(self._params, self.tensors, strict=True)):
+            if mean is not None and p.is_complex():
+                mean = torch.view_as_complex(mean)
+            p.grad = None if mean is None else self._lists.sharding.wrap(i, mean)
+
+    def discard(self) -> None:
+        """Discard a partial mean: zero any ``.grad`` that still aliases it."""
+        for p, mean, seen in zip(self._params, self._memory, self._seen, strict=True):
+            if seen and p.grad is not None and mean is not None and local_part(p.grad).data_ptr() == mean.data_ptr():
+                mean.zero_()
+
+
+def _pick(x: Sequence[Tensor | None], indices: Sequence[int]) -> list[Tensor]:
+    return [a for i in indices if (a := x[i]) is not None]

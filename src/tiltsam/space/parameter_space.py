@@ -1,0 +1,369 @@
+"""The trainable parameters of a model as one vector, with a centre θ and a point that samplers move.
+
+:class:`ParameterSpace` is all that a sampler sees of a network: it saves the weights, evaluates the closure wherever
+the point is, and restores every bit when the passes of a step end, however they end.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from tiltsam.distributed import Parallel, Ranks, Sharding, local_part, reshard
+from tiltsam.space.evaluator import Closure, Evaluator, scale_of
+from tiltsam.space.gradient_mean import GradientMean
+from tiltsam.space.model_state import ModelState
+from tiltsam.space.protocol import EPS, Draw, Evaluation, Spread
+from tiltsam.space.randomness import NoiseGenerators
+from tiltsam.space.sampler_state import SamplerState
+from tiltsam.space.scalars import DeviceScalars
+from tiltsam.space.step_record import StepRecord, Weighting
+from tiltsam.space.tensor_lists import TensorLists, allocate, as_real
+from tiltsam.space.validation import check_storage
+
+__all__ = ["ParameterSpace"]
+
+
+class ParameterSpace(TensorLists):
+    """The trainable parameters of some parameter groups as a :class:`~tiltsam.space.protocol.Space`.
+
+    Memory besides the parameters: one copy of them (``center``), one mean of gradients if a step has several samples,
+    and the vectors that a sampler asks for by name. All are allocated once and reused at every step.
+
+    Args:
+        groups: The parameters by group. Frozen ones are skipped.
+        model_state: Buffers and random states that the passes of a step share.
+        parallel: The processes that take a step together.
+        sampler_state: Vectors that the sampler keeps between steps.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[Sequence[Tensor]],
+        *,
+        model_state: ModelState | None = None,
+        parallel: Parallel | None = None,
+        sampler_state: SamplerState | None = None,
+    ) -> None:
+        members = {id(p): (p, g) for g, group in enumerate(groups) for p in group if p.requires_grad}.values()
+        self.params = [p for p, _ in members if p.numel()]
+        self._empty = [p for p, _ in members if not p.numel()]  # they have no coordinates
+        if not self.params:
+            raise ValueError("no trainable parameters: every tensor is frozen (requires_grad=False) or empty")
+        check_storage(self.params)
+        self.model_state = model_state if model_state is not None else ModelState()
+        sharding = Sharding(self.params)
+        self.ranks = Ranks(parallel, self.model_state.model, sharding)
+        self._views = sharding.mesh is not None or any(p.is_complex() for p in self.params)
+        here = self._local_tensors()
+        self.ranks.check_same_weights(here)
+        dtype = torch.float64 if any(x.dtype == torch.float64 for x in here) else torch.float32
+        group_of = [g for p, g in members if p.numel()]
+        super().__init__(here, group_of, [p.dim() for p in self.params], sharding=sharding, dtype=dtype)
+        self.dim = sum(p.numel() * (2 if p.is_complex() else 1) for p in self.params)
+        self.scalars = DeviceScalars(len(groups), dtype, self.device)
+        self.generators = NoiseGenerators([x.device for x in here])
+        self.evaluator = Evaluator(self.params, self.model_state, self.ranks, sharding, dtype, self.device)
+        self.gradient_mean = GradientMean(self.params, self, self.ranks)
+        self.sampler_state = sampler_state if sampler_state is not None else SamplerState()
+        self._point = here
+        self._center, _ = allocate(here)
+        self._saved = False  # whether _center holds θ
+        self._at_center = True  # whether the point is θ
+        self._distance: Tensor | None = self.zero  # ‖point − θ‖, if known
+        self._gradient: list[Tensor | None] = []  # of the last evaluation
+        self._gradients_before: list[Tensor | None] | None = None  # until the mean replaces them
+        self._unfinished = False  # whether buffers and sampler state are those of a step not taken yet
+
+    # ---------------------------------------------------------------- a step: save, perturb, restore
+
+    @contextmanager
+    def perturbed(
+        self,
+        closures: Sequence[Closure],
+        ascent_closure: Closure | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+        *,
+        moves: bool = True,
+    ) -> Iterator[None]:
+        """Save the weights, let the body move the point, and restore the weights bit for bit, whatever is raised.
+
+        Args:
+            closures: One closure for all samples, or one for each.
+            ascent_closure: Used for gradients that only give the direction of an ascent.
+            scaler: The GradScaler that the closures use.
+            moves: Whether the body moves the point at all.
+        """
+        try:
+            self._begin_step(moves)
+            self.evaluator.begin_step(closures, ascent_closure, scaler)
+            yield
+            self._restore()
+            self.model_state.end_step()
+        except BaseException:
+            self.roll_back()
+            raise
+        finally:
+            self.evaluator.end_step()
+
+    def _begin_step(self, moves: bool) -> None:
+        self.roll_back()  # if an earlier restore failed, its backup must not be overwritten
+        self._point = self._local_tensors()  # p.data may be another tensor than at the last step
+        self._at_center, self._distance = True, self.zero
+        self.gradient_mean.begin_step()
+        self.model_state.begin_step()
+        self.sampler_state.begin_step()
+        self._unfinished = True
+        self._gradients_before = [p.grad for p in self.params + self._empty]
+        if moves:
+            self.copy_(self._center, self._point)
+            self._saved = True
+
+    def _restore(self) -> None:
+        """Copy θ back if the point has moved; safe to repeat."""
+        if self._saved and not self._at_center:
+            try:
+                self.copy_(self._point, self._center)
+            except Exception:  # a foreach copy may need memory
+                for x, theta in zip(self._point, self._center, strict=True):
+                    x.copy_(theta)
+            self._at_center = True
+        self._saved = False
+
+    def assign_gradients(self) -> None:
+        """Assign the mean of the samples' gradients to ``.grad`` of the parameters."""
+        self.gradient_mean.assign()
+        self._gradients_before = None
+
+    def begin_update(self, *_: object) -> None:
+        """Check that ranks agree on the gradient, and keep buffers and sampler state: now the step is taken."""
+        if self._unfinished:
+            self.ranks.check_same_gradients(self.params)
+            self._unfinished = False
+
+    def roll_back(self) -> None:
+        """Undo a step that was not taken: weights, gradients, buffers and the sampler's vectors.
+
+        What to undo follows from what was saved, not from where the step was interrupted, so this may be repeated if it
+        is interrupted itself. Gradients stay once :meth:`assign_gradients` has set them.
+
+        Raises:
+            RuntimeError: If the weights cannot be restored. Their backup is kept, and the next step tries again.
+        """
+        try:
+            self._restore()
+        except Exception as error:
+            raise RuntimeError(
+                "the weights could not be restored and are still perturbed. Their original values are in "
+                "optimizer.current_space().center; the next optimizer.step() restores them first"
+            ) from error
+        finally:
+            if self._gradients_before is not None:
+                self.model_state.end_step()
+                for p, grad in zip(self.params + self._empty, self._gradients_before, strict=True):
+                    p.grad = grad
+                self.gradient_mean.discard()
+                if self.sharding.mesh is not None:
+                    reshard(self.model_state.model)  # FSDP must not reuse copies gathered at the perturbed weights
+                self._gradients_before = None
+            if self._unfinished:
+                self.model_state.roll_back()
+                self.sampler_state.roll_back()
+                self._unfinished = False
+
+    def on_device(self) -> AbstractContextManager[object]:
+        """Make the parameters' GPU the current one: Triton launches there."""
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+
+    def _local_tensors(self) -> list[Tensor]:
+        return [as_real(local_part(p)) for p in self.params] if self._views else list(self.params)
+
+    def replica(self, point: list[Tensor]) -> Self:
+        """Return a space over the same parameters and numbers whose point is ``point`` and whose centre is θ itself.
+
+        For captured steps: the parameters are made to use the memory of ``point`` while their kernels are recorded, so
+        θ neither moves nor has to be saved. Later changes to the settings are seen.
+        """
+        other = copy.copy(self)
+        other.evaluator = copy.copy(self.evaluator)
+        other._point, other._center = point, self._local_tensors()
+        other._saved, other._at_center, other._distance = True, False, None
+        other._scratch, other._gradient = {}, []
+        return other
+
+    # ---------------------------------------------------------------- numbers
+
+    @property
+    def rho(self) -> Tensor:
+        """See :class:`Space`."""
+        return self.scalars.rho
+
+    @property
+    def radius(self) -> Tensor:
+        """See :class:`Space`."""
+        return self.scalars["radius"]
+
+    @property
+    def delta(self) -> Tensor:
+        """See :class:`Space`."""
+        return self.scalars["delta"]
+
+    @property
+    def noisy(self) -> bool:
+        """See :class:`Space`."""
+        return self.scalars.noisy
+
+    @property
+    def ascending(self) -> bool:
+        """See :class:`Space`."""
+        return self.scalars.ascending
+
+    def setting(self, name: str) -> Tensor:
+        """See :class:`Space`."""
+        return self.scalars[name]
+
+    # ---------------------------------------------------------------- passes
+
+    def begin_sample(self, sample: int) -> None:
+        """Select the closure of a sample."""
+        self.evaluator.sample = sample
+
+    def evaluate(self, *, ascent: bool = False, after: Evaluation | None = None) -> Evaluation:
+        """See :class:`Space`."""
+        self._gradient.clear()  # a sampler may still hold the list; its memory is free from here on
+        loss, gradient = self.evaluator.loss_and_gradient(ascent=ascent)
+        self._gradient = gradient
+        if self.evaluator.scaler is not None:
+            self.scale_(gradient, 1 / scale_of(self.evaluator.scaler, loss))
+        norm, finite = self._norm_if_finite(gradient, loss, after)
+        if ascent and self.ranks.local_ascent:
+            finite = self.ranks.all(finite)  # each rank has its own gradient: all must decide alike
+            norm = norm.masked_fill(~finite, 0.0)
+        return Evaluation(loss, gradient, norm, finite)
+
+    def _norm_if_finite(
+        self, gradient: list[Tensor | None], loss: Tensor, after: Evaluation | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the norm of the gradient, or 0 unless it, the loss and ``after`` are finite; and whether they are."""
+        norm = self.norm(gradient)
+        if self.device.type == "cpu":  # reading values is free
+            if math.isfinite(loss.item()) and math.isfinite(norm.item()) and (after is None or after.finite):
+                return norm, self.true
+            return self.zero, self.false
+        finite = torch.isfinite(loss) & torch.isfinite(norm)
+        if after is not None:
+            finite = finite & after.finite
+        return torch.where(finite, norm, self.zero), finite
+
+    def forward(self) -> Tensor:
+        """See :class:`Space`."""
+        return self.evaluator.loss()
+
+    def step_record(self, weighting: Weighting | None, num_samples: int) -> StepRecord:
+        """Return an empty record of the samples of a step."""
+        return StepRecord(weighting)
+
+    def add_to_mean(self, draw: Draw, share: Tensor, *, single: bool) -> None:
+        """Add a sample's gradient to the mean of the step.
+
+        Args:
+            draw: The sample.
+            share: Its share of the total weight so far.
+            single: Whether it is the only sample of the step.
+        """
+        if single and not self.ranks.splits_samples:
+            self.gradient_mean.set(draw.gradient, draw.valid)
+            return
+        gradient = draw.gradient
+        if draw.keep_gradient and any(self.gradient_mean.seen()):  # the first gradient is copied anyway
+            gradient = [None if g is None else g.clone() for g in gradient]
+        self.gradient_mean.add(gradient, share.to(self.dtype), draw.valid, self._point)
+
+    # ---------------------------------------------------------------- moving the point
+
+    @property
+    def point(self) -> list[Tensor]:
+        """See :class:`Space`. Reading it marks the point as moved, since samplers write to it in place."""
+        self._leave_center()
+        return self._point
+
+    @property
+    def center(self) -> list[Tensor]:
+        """See :class:`Space`."""
+        return self._center
+
+    def _leave_center(self) -> None:
+        if not self._saved:
+            raise RuntimeError("the point can be moved only inside perturbed(moves=True)")
+        self._at_center, self._distance = False, None
+
+    def reset_to_center(self) -> None:
+        """See :class:`Space`."""
+        if not self._at_center:
+            self.copy_(self._point, self._center)
+            self._at_center, self._distance = True, self.zero
+
+    def add_noise(self, sample: int, spread: Spread) -> None:
+        """See :class:`Space`. The noise is drawn into the point itself: no other vector holds it."""
+        point = self.point
+        self.normal_(point, sample)
+        self.scale_(point, spread.scale(self.norm(point), lambda: self.uniform(sample), self.dim))
+        self.add_(point, self._center)
+
+    def add_filter_noise(self, sample: int, gamma: Tensor) -> None:
+        """See :class:`Space`."""
+        point = self.point
+        self.normal_(point, sample)
+        scales = self.filter_norms(self._center)
+        self.scale_(scales, gamma)
+        self.map_(point, lambda z, w, scale: torch.addcmul(w, z, scale), self._center, scales)
+
+    def ascend(self, at: Evaluation, rho: Tensor) -> None:
+        """See :class:`Space`."""
+        scale = rho / (at.norm + EPS)
+        distance = scale * at.norm if self._at_center and rho.dim() == 0 else None
+        self.zero_unless_(at.gradient, at.finite)
+        self.add_scaled_(self.point, at.gradient, scale)
+        self._distance = distance
+
+    def ascend_adaptive(self, at: Evaluation, rho: Tensor, eta: Tensor) -> None:
+        """See :class:`Space`."""
+        self.zero_unless_(at.gradient, at.finite)
+        self.scale_by_abs_(at.gradient, self._center, eta)
+        # Tg gets its length before it is scaled again: in half precision T²g may be too small to represent.
+        self.scale_(at.gradient, rho / (self.norm(at.gradient) + EPS))
+        self.scale_by_abs_(at.gradient, self._center, eta)
+        self.add_(self.point, at.gradient)
+
+    def distance(self) -> Tensor:
+        """Return ``‖point − θ‖``. Overwrites the point: evaluate it before."""
+        if self._distance is not None:
+            return self._distance
+        self.add_(self.point, self._center, alpha=-1.0)
+        return self.norm(self._point)
+
+    # ---------------------------------------------------------------- vectors
+
+    def state_vector(self, name: str) -> list[Tensor]:
+        """See :class:`Space`."""
+        return self.sampler_state.vector(name)
+
+    def normal_(self, x: Sequence[Tensor], sample: int) -> None:
+        """See :class:`Space`. Drawn tensor by tensor in parameter order, whatever the parameter groups."""
+        if self.sharding.mesh is None:
+            for a in x:
+                a.normal_(generator=self.generators.generator(sample, a.device))
+            return
+        for i, a in enumerate(x):
+            self.sharding.normal_(i, a, self.generators.generator(sample, a.device))
+
+    def uniform(self, sample: int) -> Tensor:
+        """See :class:`Space`."""
+        generator = self.generators.generator(sample, self.device)
+        return torch.rand((), generator=generator, dtype=self.dtype, device=self.device)

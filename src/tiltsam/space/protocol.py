@@ -1,0 +1,211 @@
+"""What a sampler may do with the weights: the :class:`Space` protocol.
+
+Samplers use this protocol and nothing else. :class:`~tiltsam.space.parameter_space.ParameterSpace` implements it for
+the weights of a network, ``tiltsam.toys.chain_space`` for many chains on a function with known answers, so that the
+samplers that train networks are tested against exact densities.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+__all__ = ["EPS", "Draw", "Evaluation", "Space", "Spread", "Vector"]
+
+EPS = 1e-12  # n(v) = v / (‖v‖ + EPS)
+
+Vector: TypeAlias = Any
+"""A vector of a :class:`Space`, opaque to samplers: only methods of the space operate on it."""
+
+
+class Evaluation(NamedTuple):
+    """The loss and gradient at one point."""
+
+    loss: Tensor
+    gradient: Vector
+    norm: Tensor
+    """Norm of the gradient; 0 if it is not finite."""
+    finite: Tensor
+    """Whether loss and gradient are finite."""
+
+
+class Draw(NamedTuple):
+    """One sample: the loss and gradient at θ+ε_j."""
+
+    loss: Tensor
+    gradient: Vector
+    """Adding it to the mean may overwrite it, unless ``keep_gradient`` is true."""
+    gradient_norm: Tensor
+    valid: Tensor
+    """False if any loss or gradient of this sample was not finite."""
+    start_loss: Tensor
+    """The loss where the sample started: at θ for SAM, at θ+δ_j for TSAM; ``loss`` itself without an ascent."""
+    info: Mapping[str, Tensor] = {}
+    """Further numbers (HMC: acceptance, energy error, divergence), shown in ``StepInfo.sampler``."""
+    keep_gradient: bool = False
+    """Whether the sampler reads ``gradient`` again in a later sample."""
+
+
+class Spread(NamedTuple):
+    """Size of the noise: uniform in a ball of ``radius``, or Gaussian of ``std``, shortened to ``max_norm``."""
+
+    radius: Tensor | None = None
+    std: Tensor | None = None
+    max_norm: Tensor | None = None
+
+    def scale(self, norm: Tensor, uniform: Callable[[], Tensor], dim: int) -> Tensor:
+        """Return the factor for standard normal noise of this norm.
+
+        It is ``R U^(1/d)/norm`` for the ball and ``min(std, max_norm/norm)`` for the Gaussian.
+        """
+        if self.radius is not None:
+            return self.radius * uniform() ** (1 / dim) / (norm + EPS)
+        assert self.std is not None
+        return self.std if self.max_norm is None else torch.minimum(self.std, self.max_norm / (norm + EPS))
+
+
+class Space(Protocol):
+    """The operations of a sampler. Scalars are 0-dim tensors, or have one entry per chain or parameter group."""
+
+    dim: int
+    """Number of real coordinates d."""
+    noisy: bool
+    """Whether ``radius`` is nonzero, known to the host."""
+    ascending: bool
+    """Whether any ``rho`` is nonzero, known to the host: without ascent no gradient is spent on it."""
+
+    @property
+    def point(self) -> Vector:
+        """The point that the next evaluation uses. Samplers write to it."""
+        ...
+
+    @property
+    def center(self) -> Vector:
+        """The weights θ at the start of the step. Read only."""
+        ...
+
+    @property
+    def rho(self) -> Tensor:
+        """Length ρ of the ascent; one entry per parameter group if they differ."""
+        ...
+
+    @property
+    def radius(self) -> Tensor:
+        """Radius R of the neighbourhood that noise is drawn from."""
+        ...
+
+    @property
+    def delta(self) -> Tensor:
+        """Tilt δ of a tilted sampler."""
+        ...
+
+    def setting(self, name: str) -> Tensor:
+        """Return a number of the method, such as RSAM's ``gamma``."""
+        ...
+
+    # ---------------------------------------------------------------- passes
+
+    def evaluate(self, *, ascent: bool = False, after: Evaluation | None = None) -> Evaluation:
+        """Run forward and backward at ``point``.
+
+        Args:
+            ascent: The gradient only gives the direction of an ascent; the step's ``ascent_closure`` may be used.
+            after: The evaluation that led to this point. If it is not finite, neither is this one.
+
+        Returns:
+            The evaluation. Its gradient is valid until the next call and may be overwritten.
+        """
+        ...
+
+    def forward(self) -> Tensor:
+        """Run forward only at ``point`` and return the loss; the last gradient stays valid."""
+        ...
+
+    # ---------------------------------------------------------------- moving the point
+
+    def reset_to_center(self) -> None:
+        """``point <- θ``."""
+        ...
+
+    def add_noise(self, sample: int, spread: Spread) -> None:
+        """``point <- θ + noise``, drawn from the generator of this sample."""
+        ...
+
+    def add_filter_noise(self, sample: int, gamma: Tensor) -> None:
+        """``point <- θ + γ ‖w_filter‖ z`` with standard normal z (RSAM).
+
+        A filter is a slice along a tensor's first dimension; a tensor of one dimension (a bias) is one filter.
+        """
+        ...
+
+    def ascend(self, at: Evaluation, rho: Tensor) -> None:
+        """``point <- point + ρ n(gradient)``, or nothing if ``at`` is not finite. Consumes the gradient."""
+        ...
+
+    def ascend_adaptive(self, at: Evaluation, rho: Tensor, eta: Tensor) -> None:
+        """``point <- point + ρ T²g/‖Tg‖`` with ``T = |θ| + η`` (ASAM). Consumes the gradient."""
+        ...
+
+    # ---------------------------------------------------------------- vectors
+
+    def vector(self, name: str) -> Vector:
+        """Return the scratch vector of this name. Its content at the start of a step is undefined."""
+        ...
+
+    def state_vector(self, name: str) -> Vector:
+        """Return a vector that the sampler keeps between steps (see ``Sampler.state_names``); zero at the first step.
+
+        Write to it in place. It is part of the optimizer's ``state_dict`` and restored if the step raises.
+        """
+        ...
+
+    def copy_to(self, name: str, x: Vector) -> Vector:
+        """Copy ``x`` into the scratch vector of this name and return that."""
+        ...
+
+    def normal_(self, x: Vector, sample: int) -> None:
+        """Fill ``x`` with standard normal numbers from the generator of this sample."""
+        ...
+
+    def uniform(self, sample: int) -> Tensor:
+        """Draw a U(0, 1) scalar from the generator of this sample."""
+        ...
+
+    def norm(self, x: Vector) -> Tensor:
+        """Return the Euclidean norm."""
+        ...
+
+    def dot(self, x: Vector, y: Vector) -> Tensor:
+        """Return the inner product."""
+        ...
+
+    def copy_(self, x: Vector, y: Vector) -> None:
+        """``x <- y``."""
+        ...
+
+    def scale_(self, x: Vector, scale: Tensor) -> None:
+        """``x <- scale x``."""
+        ...
+
+    def add_(self, x: Vector, y: Vector, alpha: float = 1.0) -> None:
+        """``x <- x + alpha y``."""
+        ...
+
+    def add_scaled_(self, x: Vector, y: Vector, scale: Tensor) -> None:
+        """``x <- x + scale y``; ``y`` is scaled in place."""
+        ...
+
+    def zero_unless_(self, x: Vector, mask: Tensor) -> None:
+        """``x <- x`` if the scalar ``mask`` is true, else 0, even where ``x`` is NaN or infinite."""
+        ...
+
+    def select_(self, x: Vector, y: Vector, mask: Tensor) -> None:
+        """``x <- y`` if the scalar ``mask`` is true."""
+        ...
+
+    def map_(self, x: Vector, function: Callable[..., Tensor], *others: Vector | Tensor) -> None:
+        """``x_i <- function(x_i, *others_i)`` for each tensor; ``others`` are vectors or scalars."""
+        ...

@@ -1,0 +1,136 @@
+"""The samples of one step and their weights."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from tiltsam.space.protocol import Draw
+
+__all__ = ["FixedWeights", "StepRecord", "Weighting", "unpack"]
+
+HEADER = 5  # numbers before the table in a packed record; the first is the loss
+
+
+class Weighting(Protocol):
+    """Weights of samples whose losses arrive one by one. :class:`tiltsam.tilting.StreamingTilt` is TSAM's."""
+
+    def add(self, losses: Tensor, valid: Tensor) -> Tensor:
+        """Add a loss and return its share of the total weight so far."""
+        ...
+
+    def loss(self) -> Tensor:
+        """Return the aggregate loss; NaN if no sample was valid."""
+        ...
+
+    def weights(self, losses: Tensor, valid: Tensor) -> Tensor:
+        """Return the final weights of all samples."""
+        ...
+
+
+class FixedWeights:
+    """A weighted mean: sample j has ``weights[j]``, a sample that is not finite has none.
+
+    Weights may be negative (a mean that extrapolates), but no prefix of them may sum to zero unless it is all zeros.
+    """
+
+    def __init__(self, weights: Tensor) -> None:
+        self._weights = weights
+        self._count = 0
+        self._mass = torch.zeros_like(weights[0])
+        self._mean = torch.zeros_like(weights[0])
+
+    def add(self, losses: Tensor, valid: Tensor) -> Tensor:
+        """See :class:`Weighting`."""
+        weight = torch.where(valid, self._weights[self._count], 0.0)
+        self._count += 1
+        self._mass = self._mass + weight
+        share = self._normalized(weight)
+        self._mean = self._mean + torch.where(valid, share * (losses - self._mean), 0.0)
+        return share
+
+    def loss(self) -> Tensor:
+        """See :class:`Weighting`."""
+        return torch.where(self._mass != 0, self._mean, torch.nan)
+
+    def weights(self, losses: Tensor, valid: Tensor) -> Tensor:
+        """See :class:`Weighting`."""
+        return self._normalized(torch.where(valid, self._weights, 0.0))
+
+    def _normalized(self, weights: Tensor) -> Tensor:
+        return torch.where(self._mass != 0, weights / torch.where(self._mass != 0, self._mass, 1.0), 0.0)
+
+
+class StepRecord:
+    """Collects the samples of a step.
+
+    Args:
+        weighting: Weights of the samples; ``None`` for a step with one sample, which has all the weight.
+    """
+
+    def __init__(self, weighting: Weighting | None) -> None:
+        self._weighting = weighting
+        self._draws: list[Draw] = []
+        self._reported = self._draws  # whose numbers sampler_info returns
+        self._distances: list[Tensor] = []
+        self._weights: Tensor | None = None
+
+    def add(self, draw: Draw, distance: Tensor) -> Tensor:
+        """Add a sample at ``distance`` from θ; return its share of the total weight so far."""
+        self._draws.append(draw._replace(gradient=None))
+        self._distances.append(distance)
+        if self._weighting is None:
+            return draw.valid
+        return self._weighting.add(draw.loss, draw.valid)
+
+    def finish(self) -> Tensor:
+        """Return the loss of the step, and fix the weights."""
+        if self._weighting is None:
+            (draw,) = self._draws
+            return torch.where(draw.valid, draw.loss, torch.nan)
+        self._weights = self._weighting.weights(*self._losses())
+        return self._weighting.loss()
+
+    @property
+    def valid(self) -> list[Tensor]:
+        """Whether each sample was finite."""
+        return [d.valid for d in self._draws]
+
+    def table(self) -> Tensor:
+        """Return one row each of losses, weights, start losses, distances, gradient norms and validity."""
+        losses, valid = self._losses()
+        weights = valid.to(losses.dtype) if self._weights is None else self._weights
+        starts = torch.stack([d.start_loss for d in self._draws])
+        norms = torch.stack([d.gradient_norm for d in self._draws])
+        return torch.stack([losses, weights, starts, torch.stack(self._distances), norms, valid.to(losses.dtype)])
+
+    def pack(self) -> Tensor:
+        """Return loss and table in one tensor, see :func:`unpack`."""
+        header = torch.nn.functional.pad(self.finish().reshape(1), (0, HEADER - 1))
+        return torch.cat([header, self.table().reshape(-1)])
+
+    def rows(self) -> list[Tensor]:
+        """Return each sample as five numbers for other ranks: loss, validity, start loss, distance, gradient norm."""
+        return [
+            torch.stack([d.loss, d.valid.to(d.loss.dtype), d.start_loss, distance, d.gradient_norm])
+            for d, distance in zip(self._draws, self._distances, strict=True)
+        ]
+
+    def sampler_info(self) -> dict[str, Tensor]:
+        """Return what the sampler reported, one entry per sample."""
+        names = self._reported[0].info if self._reported else ()
+        return {name: torch.stack([d.info[name] for d in self._reported]) for name in names}
+
+    def set_sampler_info(self, other: StepRecord) -> None:
+        """Report the sampler's numbers of another record: those of this rank, in the record of all ranks."""
+        self._reported = other._reported
+
+    def _losses(self) -> tuple[Tensor, Tensor]:
+        return torch.stack([d.loss for d in self._draws]), torch.stack([d.valid for d in self._draws])
+
+
+def unpack(row: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the loss and the table of a packed record."""
+    return row[0], row[HEADER:].view(6, -1)

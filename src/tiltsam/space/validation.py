@@ -1,0 +1,64 @@
+"""Bounds of numbers, and what parameters and gradients must be."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tiltsam.distributed import local_part
+
+__all__ = ["check_count", "check_nonnegative", "check_storage", "warn", "warn_low_precision"]
+
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+
+
+def check_nonnegative(name: str, value: Any) -> None:
+    """Raise ValueError unless ``value`` is a finite number >= 0."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
+        raise ValueError(f"{name} must be a finite number >= 0, got {value!r}")
+
+
+def check_count(name: str, value: Any, minimum: int = 1) -> None:
+    """Raise ValueError unless ``value`` is an integer >= ``minimum``."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        raise ValueError(f"{name} must be an integer >= {minimum}, got {value!r}")
+
+
+def check_storage(params: Sequence[Tensor]) -> None:
+    """Raise unless every parameter is floating point or complex and owns its memory."""
+    seen: dict[tuple[torch.device, int], Tensor] = {}
+    for p in params:
+        if not p.is_floating_point() and not p.is_complex():
+            raise TypeError(f"parameters must be floating point or complex, got {p.dtype}")
+        local = local_part(p)
+        if local.numel() and seen.setdefault((local.device, local.data_ptr()), p) is not p:
+            raise ValueError(
+                f"two parameters of shape {tuple(p.shape)} share memory and would be perturbed twice: tie weights by "
+                "using one Parameter object in both places"
+            )
+
+
+def warn_low_precision(params: Sequence[Tensor]) -> None:
+    """Warn if weights are stored in a dtype that rounds small perturbations away."""
+    low = sorted({str(p.dtype).removeprefix("torch.") for p in params if p.dtype in (torch.bfloat16, torch.float16)})
+    if low:
+        warn(
+            f"weights are {' and '.join(low)}: most coordinates of a small perturbation are rounded away. Keep the "
+            "weights in float32 and run the model under torch.autocast"
+        )
+
+
+def warn(message: str, category: type[Warning] = RuntimeWarning) -> None:
+    """Issue a warning attributed to the first caller outside this package and torch."""
+    torch_folder = os.path.dirname(torch.__file__) + os.sep
+    level, frame = 2, sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith((_PACKAGE, torch_folder)):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, category, stacklevel=level - 1)

@@ -65,8 +65,8 @@ CORE = {
     "curvature": {"flatness"},
     "landscape": {"flatness"},
     "flatness": {
-        *("batches", "buffers", "checks", "curvature", "distributed", "landscape", "palette", "settings"),
-        *("sharpness", "tilting", "vectors"),
+        *("batches", "buffers", "checks", "curvature", "distributed", "landscape", "palette", "passes"),
+        *("settings", "sharpness", "tilting", "vectors"),
     },
     "integrations": {"distributed", "info", "parameters", "wrapper"},
     "toys": {"chains", "palette", "samplers", "tilting"},

@@ -229,8 +229,8 @@ class LineSearchSAM(SharpnessAware):
         **options: See :class:`SharpnessAware`.
 
     Note:
-        In the K forward passes the closure's ``backward()`` does nothing: if it goes on to clamp or log gradients, it
-        finds ``None`` there.
+        Backward passes of the closure are skipped in the K forward passes, however they are called: a closure that goes
+        on to clamp or log gradients finds ``None`` there.
     """
 
     def __init__(self, base: Optimizer, rho: float | Schedule = 0.05, num_points: int = 10, **options: Any) -> None:

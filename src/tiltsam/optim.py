@@ -152,6 +152,10 @@ class TSAM(SharpnessAware):
             if delta > t:
                 raise ValueError(f"delta must be <= t, got delta={delta} with t={t}")
         check_count("num_samples", self.num_samples)
+        if self.num_samples > 1 and getattr(self.sampler, "deterministic", False):
+            raise ValueError(
+                f"num_samples must be 1 with {self.sampler!r}, whose samples are all the same, got {self.num_samples}"
+            )
 
     def write_settings(self, space: ParameterSpace) -> None:
         """See :class:`SharpnessAware`."""

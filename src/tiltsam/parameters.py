@@ -265,9 +265,11 @@ class ParameterSpace(BlockVectors, DeviceSettings):
 
     # ---------------------------------------------------------------- the gradient handed to the base optimizer
 
-    def accumulate(self, gradient: list[Tensor | None], share: Tensor, valid: Tensor, *, first: bool) -> None:
+    def accumulate(
+        self, gradient: list[Tensor | None], share: Tensor, valid: Tensor, *, first: bool, keep: bool = False
+    ) -> None:
         """Mix a gradient into the mean that the base gets; see :meth:`Accumulator.add`."""
-        self.mean.add(gradient, self._table_of(gradient), share, valid, self.point, first=first)
+        self.mean.add(gradient, self._table_of(gradient), share, valid, self.point, first=first, keep=keep)
 
     def stand_by(self) -> None:
         """What a rank does that holds no sample while others do: one pass at θ, whose gradient counts nothing.

@@ -321,7 +321,7 @@ class SharpnessAware(Shell):
                 space.stand_by()
             for k, (there, draw, distance) in enumerate(draws(sampler, space, mine, self._lanes)):
                 share = ledger.add(draw, distance)
-                there.accumulate(draw.gradient, share, draw.valid, first=k == 0)
+                there.accumulate(draw.gradient, share, draw.valid, first=k == 0, keep=draw.keep)
                 infos.append(draw.info)
             if space.world.splits_samples:
                 ledger = space.join_samples(ledger, mine, space.ledger(weighing(), num_samples))

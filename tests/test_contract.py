@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import friendly
 import tiltsam
 from cases import BAD_ARGUMENTS, METHODS, Problem, assert_same, quadratic_problem, sgd
 from tiltsam.tilting import linear_up
@@ -711,3 +712,34 @@ def test_a_tilt_beyond_the_range_of_its_dtype_follows_the_worst_sample():
     optimizer = tiltsam.TSAM(sgd(problem.model.parameters()), num_samples=3, t=1e39, radius=0.5, model=problem.model)
     optimizer.step(problem.closure)
     assert optimizer.info.weights[optimizer.info.losses.argmax()] == 1
+
+
+def lookahead(params):
+    pytorch_optimizer = pytest.importorskip("pytorch_optimizer")
+    return pytorch_optimizer.Lookahead(sgd(params), k=3)
+
+
+def test_state_dict_of_a_base_without_state_makes_a_round_trip():
+    """Lookahead's state dict has neither "state" nor "param_groups"."""
+
+    def fresh():
+        problem = Problem(nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 3)))
+        return problem, tiltsam.TSAM(lookahead(problem.model.parameters()), rho=0.1, seed=3)
+
+    unbroken, optimizer = fresh()
+    train(unbroken, optimizer, 4)
+    saved = copy.deepcopy([unbroken.model.state_dict(), optimizer.state_dict()])
+    train(unbroken, optimizer, 4)
+
+    resumed, optimizer = fresh()
+    resumed.model.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    assert optimizer.setting("steps_taken") == 4
+    train(resumed, optimizer, 4)
+    assert_same(unbroken.weights(), resumed.weights())
+
+
+def test_sampler_state_needs_a_base_with_state():
+    problem = Problem(nn.Linear(6, 3))
+    with pytest.raises(TypeError, match=r"Lookahead .*mean"):
+        friendly.FriendlySAM(lookahead(problem.model.parameters()))

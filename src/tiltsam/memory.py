@@ -37,6 +37,14 @@ class Memory:
         self._params: Sequence[Tensor] = ()  # of the present space
         self._before: list[Tensor] = []
 
+    def check_base(self, base: Optimizer) -> None:
+        """Raise if vectors are kept and the base's state dict has no place for them."""
+        if self.names and "state" not in base.state_dict():
+            raise TypeError(
+                f"{type(base).__name__} cannot be the base of a method that keeps {', '.join(self.names)} between "
+                'steps: its state_dict() has no "state"'
+            )
+
     def fill(self, params: Sequence[Tensor]) -> None:
         """Let every vector be there, over these parameters and where they are."""
         self._params = params
@@ -88,6 +96,8 @@ class Memory:
     def save(self, base: Optimizer) -> dict[str, Any]:
         """The state dict of the base, and in it what is kept."""
         saved: dict[str, Any] = base.state_dict()
+        if not self.names:
+            return saved  # of any form: that of a base around another optimizer may have no "state"
         state = dict(saved["state"])
         numbered = _numbered(saved, base)
         self._make([p for _, p in numbered if p.requires_grad])  # what loads a checkpoint asks what there is
@@ -102,6 +112,9 @@ class Memory:
 
         In place: a captured step knows its vectors by their addresses.
         """
+        if "state" not in saved:
+            base.load_state_dict(saved)
+            return
         apart = {i: _apart(state) for i, state in saved["state"].items()}
         base.load_state_dict(
             {**saved, "state": {i: theirs for i, (theirs, ours) in apart.items() if theirs or not ours}}

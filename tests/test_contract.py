@@ -1,6 +1,7 @@
 """The contract that every method keeps with torch: one table of tests, run for all of them."""
 
 import copy
+import inspect
 import io
 import pickle
 import warnings
@@ -15,6 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import friendly
 import tiltsam
 from cases import BAD_ARGUMENTS, METHODS, Problem, assert_same, quadratic_problem, sgd
+from tiltsam.fused import FusedLedger
+from tiltsam.info import row_of, with_numbers
+from tiltsam.integrations.gathering import gather
 from tiltsam.tilting import linear_up
 
 every_method = pytest.mark.parametrize("method", METHODS, ids=repr)
@@ -332,7 +336,7 @@ def test_a_step_that_changes_nothing_makes_the_bases_state():
         with pytest.raises(TypeError, match="needs a closure"):
             optimizer.step()
     optimizer.zero_grad(set_to_none=False)
-    optimizer.step()
+    assert optimizer.step().isnan()  # no loss was evaluated
     assert_same(before, problem.model.state_dict())
     assert len(optimizer.state) == len(params)
     assert optimizer.param_groups[0]["steps_taken"] == 0
@@ -743,3 +747,72 @@ def test_sampler_state_needs_a_base_with_state():
     problem = Problem(nn.Linear(6, 3))
     with pytest.raises(TypeError, match=r"Lookahead .*mean"):
         friendly.FriendlySAM(lookahead(problem.model.parameters()))
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_attributes_can_be_inspected(steps):
+    problem = Problem(nn.Linear(6, 3))
+    optimizer = tiltsam.SAM(sgd(problem.model.parameters()))
+    train(problem, optimizer, steps)
+    hasattr(optimizer, "_step_supports_amp_scaling")
+    names = dict(inspect.getmembers(optimizer))
+    assert ("last" in names) == ("info" in names) == bool(steps)
+
+
+@pytest.mark.parametrize("with_closure", [False, True])
+def test_scaler_step_is_refused(with_closure):
+    problem = Problem(nn.Linear(6, 3), dtype=torch.float32)
+    optimizer = tiltsam.SAM(sgd(problem.model.parameters()))
+    scaler = torch.amp.GradScaler("cpu")
+    before = problem.weights()
+    scaler.scale(problem.loss()).backward()
+    with pytest.raises(RuntimeError, match=r"(?s)SAM.*scaler=scaler"):
+        scaler.step(optimizer, *[problem.closure] * with_closure)
+    assert_same(problem.weights(), before)
+
+
+@every_method
+def test_repr_leaves_param_groups_as_they_are(method):
+    problem = Problem(nn.Linear(6, 3))
+    optimizer = method(sgd([problem.model.weight]))
+    optimizer.base.add_param_group({"params": [problem.model.bias], "lr": np.float64(0.5)})
+    before = [dict(group) for group in optimizer.param_groups]
+    assert type(optimizer).__name__ in repr(optimizer)
+    assert [dict(group) for group in optimizer.param_groups] == before
+
+
+def test_num_nonfinite_is_an_integer_in_every_path():
+    problem = Problem(nn.Linear(6, 3))
+    optimizer = tiltsam.TSAM(sgd(problem.model.parameters()), num_samples=2)
+    train(problem, optimizer, 1)
+    eager = optimizer.last
+    replayed = with_numbers(eager, row_of(eager))
+    assert {k: v.dtype for k, v in vars(replayed).items() if isinstance(v, torch.Tensor)} == {
+        k: v.dtype for k, v in vars(eager).items() if isinstance(v, torch.Tensor)
+    }
+    fused = FusedLedger(torch.ones(()), 2).numbers()
+    assert eager.num_nonfinite.dtype == replayed.num_nonfinite.dtype == fused["num_nonfinite"].dtype == torch.int64
+
+
+@pytest.mark.parametrize("path", ["step", "frozen", "current_space", "gather", "hooked"])
+def test_low_precision_warning_points_at_the_caller(path):
+    problem = Problem(nn.Linear(6, 3), dtype=torch.bfloat16)
+    optimizer = tiltsam.SAM(sgd(problem.model.parameters()))
+    calls = {
+        "step": lambda: optimizer.step(problem.closure),
+        "frozen": optimizer.frozen,
+        "current_space": optimizer.current_space,
+        "gather": lambda: gather(optimizer, problem.closure),
+        "hooked": lambda: torch.no_grad()(optimizer.step)(problem.closure),
+    }
+    with pytest.warns(RuntimeWarning, match="bfloat16") as caught:
+        calls[path]()
+    assert [w.filename for w in caught] == [__file__]
+
+
+@pytest.mark.parametrize("cls", [tiltsam.SAM, tiltsam.TSAM])
+def test_model_warning_points_at_the_caller(cls):
+    problem, other = Problem(nn.Linear(6, 3)), nn.Linear(6, 3)
+    with pytest.warns(RuntimeWarning, match="another copy") as caught:
+        cls(sgd(problem.model.parameters()), model=other)
+    assert [w.filename for w in caught] == [__file__]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from tiltsam.distributed import Parallel, World, local_part
+from tiltsam.warning import warn
 
 __all__ = [
     "NEEDS_CLOSURE",
@@ -127,10 +127,9 @@ def check_model(model: Any, base: Optimizer) -> None:
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     inside = {id(p) for p in model.parameters() if p.requires_grad}
     if inside and inside.isdisjoint(id(p) for group in base.param_groups for p in group["params"]):
-        warnings.warn(
+        warn(
             "none of the optimizer's parameters is one of model=: is that another copy of the model?",
             RuntimeWarning,
-            stacklevel=4,
         )
 
 
@@ -206,9 +205,8 @@ def warn_low_precision(params: Sequence[Tensor]) -> None:
     """Warn of weights that a small perturbation hardly moves."""
     low = sorted({str(p.dtype).removeprefix("torch.") for p in params if p.dtype in (torch.bfloat16, torch.float16)})
     if low:
-        warnings.warn(
+        warn(
             f"weights in {' and '.join(low)}: most coordinates of a small perturbation are lost to rounding. Keep the "
             "weights in float32 and run the model under torch.autocast",
             RuntimeWarning,
-            stacklevel=7,  # whoever called step
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +13,7 @@ from torch.optim import Optimizer
 from tiltsam import vectors
 from tiltsam.buffers import to_the_end
 from tiltsam.distributed import local_part
+from tiltsam.warning import warn
 
 __all__ = ["Memory"]
 
@@ -122,7 +122,7 @@ class Memory:
         begun = any(group.get("steps_taken") for group in saved["param_groups"])  # by one of ours, not by the bare base
         if begun and (gone := [n for n in self.names if not any(_PREFIX + n in ours for _, ours in apart.values())]):
             told = f"the checkpoint holds no {', '.join(gone)}, which the sampler keeps from step to step"
-            warnings.warn(f"{told}: it begins at zero", RuntimeWarning, stacklevel=3)  # whoever called load_state_dict
+            warn(f"{told}: it begins at zero", RuntimeWarning)  # whoever called load_state_dict
         for i, p in _numbered(saved, base) if self.names else ():
             for name in self.names:
                 value = apart[i][1].get(_PREFIX + name) if i in apart else None

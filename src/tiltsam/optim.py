@@ -17,7 +17,6 @@ Here ``g = ∇L(θ)`` on the mini-batch and ``n(v) = v/(‖v‖+1e-12)``.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal, TypeAlias
@@ -41,6 +40,7 @@ from tiltsam.samplers import (
 )
 from tiltsam.settings import Schedule, default_radius
 from tiltsam.tilting import StreamingTilt
+from tiltsam.warning import warn
 from tiltsam.weighing import FixedWeights, Weighing
 from tiltsam.wrapper import SharpnessAware
 
@@ -134,10 +134,9 @@ class TSAM(SharpnessAware):
         }
         super().__init__(base, kernel, settings, model=model, seed=seed, **options)
         if t is not None and num_samples is None and isinstance(kernel, Ascent | Uniform | Gaussian):
-            warnings.warn(
+            warn(
                 "t weighs samples against each other, and by default there is one: say num_samples=3, or leave t out",
                 UserWarning,
-                stacklevel=2,
             )
 
     def check_settings(self) -> None:

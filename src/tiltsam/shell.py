@@ -104,5 +104,4 @@ class Shell(Optimizer):
         self.check_settings()
 
     def __repr__(self) -> str:
-        self._settings.fill()
         return f"{type(self).__name__}({self._settings},\n  base={self.base!r})"

@@ -201,11 +201,13 @@ class SharpnessAware(Shell):
 
         Returns:
             The loss that was descended: the tilted loss of the samples for TSAM, the loss at the perturbed point for
-            SAM. Detached, on the device of the parameters; NaN if no sample was finite.
+            SAM. Detached, on the device of the parameters; NaN if no sample was finite. Without a closure, which is
+            allowed only while rates and gradients are zero (``torch.distributed.checkpoint`` makes a base's state so),
+            NaN: nothing is evaluated.
         """
         if closure is None and changes_nothing(self.param_groups):
             self.base.step()
-            return torch.zeros(())
+            return torch.full((), torch.nan)  # no loss was evaluated
         closures = [closure] if callable(closure) else closure
         if not isinstance(closures, Sequence) or not all(callable(one) for one in closures):  # a loss, say
             raise TypeError(NEEDS_CLOSURE.format(name=type(self).__name__))
@@ -346,18 +348,15 @@ class SharpnessAware(Shell):
         )
 
     @property
-    def _step_supports_amp_scaling(self) -> bool:
-        """What GradScaler.step asks first of an optimizer. It cannot step this one: say what to write.
-
-        Whoever else reads it (``inspect.getmembers``) gets the same answer.
-        """
-        raise RuntimeError(NEEDS_SCALER.format(name=type(self).__name__))
+    def _step_supports_amp_scaling(self) -> _RefusesScalerStep:
+        """What ``GradScaler.step`` tests first. Reading it is harmless, its truth value raises."""
+        return _RefusesScalerStep(type(self).__name__)
 
     @property
     def last(self) -> StepInfo:
         """What the last step saw, without waiting for the device and without warnings."""
         if self._info is None:
-            raise RuntimeError("no step was taken yet: info describes the last one")
+            raise NoStepError("no step was taken yet: info describes the last one")
         return self._info
 
     @property
@@ -381,6 +380,20 @@ class SharpnessAware(Shell):
             space.memory, self._space, self._space_key = self._memory, space, key
             warn_low_precision(self._space.params)
         return self._space
+
+
+class NoStepError(RuntimeError, AttributeError):
+    """Raised by ``info`` before the first step; an AttributeError, so that ``hasattr`` and ``inspect`` work."""
+
+
+class _RefusesScalerStep:
+    """Refuses ``GradScaler.step(optimizer)``, which cannot run the passes of a step."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __bool__(self) -> bool:
+        raise RuntimeError(NEEDS_SCALER.format(name=self._name))
 
 
 def _released() -> Tensor:

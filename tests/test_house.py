@@ -113,6 +113,26 @@ def test_the_library_needs_torch_alone():
     assert set(ast.literal_eval(run.stdout)) <= {"tiltsam", "torch"}
 
 
+@pytest.mark.parametrize("version", ["2.8.0", "2.10.1+cu130", "2.9.0a0+git1234567", "1.13.1"])
+def test_old_torch_is_refused(version):
+    with pytest.raises(ImportError, match=rf"2\.11.*{re.escape(version)}"):
+        tiltsam._check_torch(version)
+    code = f"import torch; torch.__version__ = {version!r}; import tiltsam.optim"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert run.returncode == 1
+    assert f"ImportError: tiltsam needs torch>=2.11, found torch {version}" in run.stderr
+
+
+@pytest.mark.parametrize("version", ["2.11.0", "2.11.0+cu130", "2.12.0a0+git", "2.15.0.dev20260101", "3.0", "unknown"])
+def test_new_torch_is_accepted(version):
+    tiltsam._check_torch(version)
+
+
+def test_torch_floor_is_that_of_the_package():
+    floor = ".".join(map(str, tiltsam._TORCH_FLOOR))
+    assert f'dependencies = ["torch>={floor}"]' in (REPOSITORY / "pyproject.toml").read_text()
+
+
 @pytest.mark.parametrize("name", MODULES)
 def test_public_names_are_documented(name):
     module = importlib.import_module(name)

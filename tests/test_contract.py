@@ -816,3 +816,75 @@ def test_model_warning_points_at_the_caller(cls):
     with pytest.warns(RuntimeWarning, match="another copy") as caught:
         cls(sgd(problem.model.parameters()), model=other)
     assert [w.filename for w in caught] == [__file__]
+
+
+def batch_norm_net():
+    return nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+
+
+def warnings_of(network, make, **options):
+    problem = Problem(network)
+    optimizer = make(sgd(problem.model.parameters()), **options)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(problem, optimizer, 2)
+    return [(w.category, w.filename == __file__, "model=" in str(w.message)) for w in caught]
+
+
+@pytest.mark.parametrize("make", [tiltsam.SAM, tiltsam.TSAM])
+def test_batch_norm_without_model_warns_once(make):
+    assert warnings_of(batch_norm_net(), make) == [(RuntimeWarning, True, True)]
+
+
+@pytest.mark.parametrize("case", ["model", "buffers_once", "one pass", "eval", "no statistics", "none"])
+def test_batch_norm_warning_needs_a_reason(case):
+    model = batch_norm_net()
+    other = batch_norm_net()  # of nobody
+    make, options = tiltsam.SAM, {}
+    if case == "model":
+        options = {"model": model}
+    elif case == "buffers_once":
+        options = {"buffers_once": False}
+    elif case == "one pass":
+        make = tiltsam.ERM
+    elif case == "eval":
+        model.eval()
+    elif case == "no statistics":
+        model[1] = nn.BatchNorm1d(4, track_running_stats=False)
+    else:
+        model[1] = nn.LayerNorm(4)
+    assert warnings_of(model, make, **options) == []
+    assert other.training
+
+
+@pytest.mark.parametrize("method", [tiltsam.SAM, tiltsam.ERM])
+@pytest.mark.parametrize("returns_scaled", [False, True])
+def test_scaled_closure_without_scaler_warns(method, returns_scaled):
+    problem = Problem(nn.Linear(6, 3), dtype=torch.float32)
+    optimizer = method(sgd(problem.model.parameters(), lr=1e-6))
+    scaler = torch.amp.GradScaler("cpu")
+
+    def closure():
+        loss = problem.loss()
+        scaled = scaler.scale(loss)
+        scaled.backward()
+        return scaled if returns_scaled else loss
+
+    with pytest.warns(RuntimeWarning, match="scaler=") as caught:
+        optimizer.step(closure)
+    optimizer.step(closure)  # warns once: another would be an error
+    assert [w.filename for w in caught] == [__file__]
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_large_gradients_do_not_warn_by_themselves(scaled):
+    problem = Problem(nn.Linear(6, 3), dtype=torch.float32)
+    optimizer = tiltsam.SAM(sgd(problem.model.parameters(), lr=1e-6))
+    scaler = torch.amp.GradScaler("cpu", enabled=scaled)
+
+    def closure():
+        loss = 1e5 * problem.loss()
+        scaler.scale(loss).backward()
+        return loss
+
+    optimizer.step(closure, scaler=scaler if scaled else None)  # warnings are errors

@@ -221,8 +221,8 @@ class SharpnessAware(Shell):
         if ascent_closure is not None and not callable(ascent_closure):
             hint = ": write scaler=scaler" if isinstance(ascent_closure, torch.amp.GradScaler) else ""
             raise TypeError(f"ascent_closure must be a closure, got {type(ascent_closure).__name__}{hint}")
-        if not isinstance(self.sampler, Center):
-            check_automatic(closures[0], type(self).__name__)
+        for one in closures if not isinstance(self.sampler, Center) else ():
+            check_automatic(one, type(self).__name__)
         with torch.no_grad():
             space = self.prepare(closures, ascent_closure)
             space.scaling.scaler = scaler if scaler is not None and scaler.is_enabled() else None

@@ -319,6 +319,21 @@ def test_a_loss_may_differentiate_inside(measure: Any) -> None:
 
 
 @every
+def test_error_of_the_loss_is_raised_at_once(measure: Any) -> None:
+    """Also one that mentions gradients: only a failed differentiation is tried again."""
+    calls = []
+
+    def fails_once(model: nn.Module, batch: Any) -> Tensor:
+        calls.append(1)
+        if len(calls) == 1:
+            raise RuntimeError("element 0 of tensors does not require grad")
+        return cross_entropy(model, batch)
+
+    with pytest.raises(RuntimeError, match="element 0"):
+        measure(convnet(), fails_once, unequal_batches())
+
+
+@every
 def test_works_inside_no_grad_and_inference_mode(measure: Any) -> None:
     model = convnet()
     expected = measure(model, cross_entropy, unequal_batches())

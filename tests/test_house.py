@@ -27,6 +27,7 @@ MODULES = sorted(
 # Each room, and the rooms it may look into. The lab may look everywhere; nobody looks into the lab.
 CORE = {
     "tilting": set(),
+    "warning": set(),
     "vectors": set(),
     "bases": set(),
     "batches": set(),
@@ -34,14 +35,14 @@ CORE = {
     "space": set(),
     "kernels": set(),
     "streams": set(),
-    "distributed": set(),
+    "distributed": {"warning"},
     "settings": set(),
     "shell": {"memory", "settings"},
-    "info": set(),
-    "checks": {"distributed"},
+    "info": {"warning"},
+    "checks": {"distributed", "warning"},
     "branches": set(),
     "blocks": {"distributed", "memory", "vectors"},
-    "memory": {"buffers", "distributed", "vectors"},
+    "memory": {"buffers", "distributed", "vectors", "warning"},
     "accumulator": {"blocks", "distributed", "fused", "vectors"},
     "scaling": {"accumulator"},
     "fused": {"kernels", "samplers", "space", "vectors"},
@@ -58,15 +59,15 @@ CORE = {
         *("checks", "distributed", "info", "lanes", "memory", "parameters", "passes", "samplers", "settings"),
         *("shell", "weighing"),
     },
-    "optim": {"checks", "parameters", "samplers", "settings", "tilting", "weighing", "wrapper"},
-    "capture": {"bases", "batches", "info", "lanes", "parameters", "passes", "wrapper"},
+    "optim": {"checks", "parameters", "samplers", "settings", "tilting", "warning", "weighing", "wrapper"},
+    "capture": {"bases", "batches", "info", "lanes", "parameters", "passes", "warning", "wrapper"},
     "palette": set(),
-    "sharpness": {"flatness", "tilting"},
+    "sharpness": {"flatness", "tilting", "warning"},
     "curvature": {"flatness"},
-    "landscape": {"flatness"},
+    "landscape": {"flatness", "warning"},
     "flatness": {
-        *("batches", "buffers", "checks", "curvature", "distributed", "landscape", "palette", "settings"),
-        *("sharpness", "tilting", "vectors"),
+        *("batches", "buffers", "checks", "curvature", "distributed", "landscape", "palette", "passes"),
+        *("settings", "sharpness", "tilting", "vectors", "warning"),
     },
     "integrations": {"distributed", "info", "parameters", "wrapper"},
     "toys": {"chains", "palette", "samplers", "tilting"},
@@ -110,6 +111,26 @@ def test_the_library_needs_torch_alone():
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert set(ast.literal_eval(run.stdout)) <= {"tiltsam", "torch"}
+
+
+@pytest.mark.parametrize("version", ["2.8.0", "2.10.1+cu130", "2.9.0a0+git1234567", "1.13.1"])
+def test_old_torch_is_refused(version):
+    with pytest.raises(ImportError, match=rf"2\.11.*{re.escape(version)}"):
+        tiltsam._check_torch(version)
+    code = f"import torch; torch.__version__ = {version!r}; import tiltsam.optim"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert run.returncode == 1
+    assert f"ImportError: tiltsam needs torch>=2.11, found torch {version}" in run.stderr
+
+
+@pytest.mark.parametrize("version", ["2.11.0", "2.11.0+cu130", "2.12.0a0+git", "2.15.0.dev20260101", "3.0", "unknown"])
+def test_new_torch_is_accepted(version):
+    tiltsam._check_torch(version)
+
+
+def test_torch_floor_is_that_of_the_package():
+    floor = ".".join(map(str, tiltsam._TORCH_FLOOR))
+    assert f'dependencies = ["torch>={floor}"]' in (REPOSITORY / "pyproject.toml").read_text()
 
 
 @pytest.mark.parametrize("name", MODULES)

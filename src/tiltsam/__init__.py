@@ -9,6 +9,25 @@
 - The mathematics: :mod:`tiltsam.tilting`, :mod:`tiltsam.samplers`.
 """
 
+# ruff: noqa: E402 (the version of torch is checked before anything is imported)
+
+import re
+
+import torch
+
+_TORCH_FLOOR = (2, 11)  # as in pyproject.toml; FSDP2 gives wrong gradients on older ones, without an error
+
+
+def _check_torch(version: str) -> None:
+    """Raise ImportError if torch is older than the floor. Local and development parts of the version do not count."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    if found is not None and (int(found[1]), int(found[2])) < _TORCH_FLOOR:
+        floor = ".".join(map(str, _TORCH_FLOOR))
+        raise ImportError(f"tiltsam needs torch>={floor}, found torch {version}")
+
+
+_check_torch(str(torch.__version__))
+
 from tiltsam import curvature, landscape, samplers, sharpness, tilting
 from tiltsam.averaging import WeightAverage
 from tiltsam.capture import capture

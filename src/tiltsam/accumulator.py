@@ -59,8 +59,9 @@ class Accumulator:
         like: Sequence[Tensor],
         *,
         first: bool,
+        keep: bool = False,
     ) -> None:
-        """Mix a gradient into the mean: ``mean += share (gradient − mean)``; uses it up.
+        """Mix a gradient into the mean: ``mean += share (gradient − mean)``. May overwrite it unless ``keep``.
 
         A gradient that is not ``valid`` counts as zero (its share is zero too), and so does a first one without weight.
         So does a parameter without gradient in this pass; one without any in the whole step keeps ``None``.
@@ -72,6 +73,7 @@ class Accumulator:
             valid: Whether it counts.
             like: Tensors of the mean's shapes.
             first: Whether it is the first of the step.
+            keep: Leave the gradient as it is. Costs a copy, except for the first of the step.
         """
         self._make_room(gradient, like)
         if self._fused is not None and table is not None and (first or all(self._seen)):
@@ -91,8 +93,9 @@ class Accumulator:
                 if not first:
                     vectors.scale_(_pick(self._mean, new), part, foreach=self._foreach)
             if old:
-                vectors.keep_(_pick(gradient, old), ok, foreach=self._foreach)
-                vectors.lerp_(_pick(self._mean, old), _pick(gradient, old), part, foreach=self._foreach)
+                mine = [g.clone() if keep else g for g in _pick(gradient, old)]
+                vectors.keep_(mine, ok, foreach=self._foreach)
+                vectors.lerp_(_pick(self._mean, old), mine, part, foreach=self._foreach)
             if gone:
                 vectors.scale_(_pick(self._mean, gone), 1 - part, foreach=self._foreach)
         self._seen = [seen or g is not None for seen, g in zip(self._seen, gradient, strict=True)]

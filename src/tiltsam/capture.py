@@ -16,7 +16,6 @@ noticed, and a new graph is captured.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -32,6 +31,7 @@ from tiltsam.info import StepInfo, row_of, with_numbers
 from tiltsam.lanes import Lanes, Room, fits, rooms_for
 from tiltsam.parameters import Closure, ParameterSpace
 from tiltsam.passes import CapturedRandom
+from tiltsam.warning import warn
 from tiltsam.wrapper import SharpnessAware
 
 __all__ = ["CapturedStep", "capture"]
@@ -255,7 +255,7 @@ class CapturedStep:
         except Exception as error:  # whatever the model does that a graph cannot hold
             self.reason = f"capturing failed: {_told(error)}"
             self._forget()
-            warnings.warn(f"steps run eagerly, because {self.reason}", RuntimeWarning, stacklevel=4)
+            warn(f"steps run eagerly, because {self.reason}", RuntimeWarning)
 
     def _capture(self, batch: tuple[Any, ...], seen: _Seen) -> _Graph:
         optimizer = self.optimizer
@@ -294,10 +294,9 @@ class CapturedStep:
         if not number:
             return None
         if space.passes.moves_other_buffers():
-            warnings.warn(
+            warn(
                 "samples run one after the other, because the model changes buffers other than BatchNorm's statistics",
                 RuntimeWarning,
-                stacklevel=8,
             )
             return None
         if self._rooms is None or len(self._rooms) != number:

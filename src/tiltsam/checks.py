@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import gc
 import math
-import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any
+from functools import partial
+from itertools import pairwise
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from tiltsam.distributed import Parallel, World, local_part
+from tiltsam.warning import warn
 
 __all__ = [
     "NEEDS_CLOSURE",
     "NEEDS_SCALER",
     "changes_nothing",
+    "check_automatic",
     "check_base",
     "check_count",
     "check_gradient",
@@ -30,7 +35,11 @@ __all__ = [
     "check_seed",
     "check_storage",
     "warn_low_precision",
+    "warn_missing_model",
+    "warn_missing_scaler",
 ]
+
+_T = TypeVar("_T")
 
 NEEDS_CLOSURE = """{name}.step() needs a closure, because it evaluates the loss at several points of one step. Write:
 
@@ -119,6 +128,20 @@ def changes_nothing(param_groups: Sequence[Mapping[str, Any]]) -> bool:
     return bool(gradients) and not any(rates) and not any(local_part(g).any() for g in gradients)
 
 
+def check_automatic(closure: Any, name: str) -> None:
+    """Raise if Lightning's automatic optimization made the closure: it clips and calls hooks at every pass."""
+    made_by = getattr(closure.func, "__module__", None) if isinstance(closure, partial) else None
+    if (made_by or "").split(".")[0] not in ("lightning", "pytorch_lightning"):
+        return
+    for module in closure.args[:1]:
+        if getattr(module, "automatic_optimization", False):
+            raise RuntimeError(
+                f"Lightning would clip and call hooks at every pass of {name}: write class {type(module).__name__}("
+                "SharpnessAwareMixin, LightningModule), from tiltsam.integrations.lightning, and end an optimizer_step "
+                "of your own in super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)"
+            )
+
+
 def check_model(model: Any, base: Optimizer) -> None:
     """Raise unless ``model`` is one, or ``None``; warn if all that ``base`` trains is outside what it could train."""
     if model is None:
@@ -127,10 +150,9 @@ def check_model(model: Any, base: Optimizer) -> None:
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     inside = {id(p) for p in model.parameters() if p.requires_grad}
     if inside and inside.isdisjoint(id(p) for group in base.param_groups for p in group["params"]):
-        warnings.warn(
+        warn(
             "none of the optimizer's parameters is one of model=: is that another copy of the model?",
             RuntimeWarning,
-            stacklevel=4,
         )
 
 
@@ -206,9 +228,59 @@ def warn_low_precision(params: Sequence[Tensor]) -> None:
     """Warn of weights that a small perturbation hardly moves."""
     low = sorted({str(p.dtype).removeprefix("torch.") for p in params if p.dtype in (torch.bfloat16, torch.float16)})
     if low:
-        warnings.warn(
+        warn(
             f"weights in {' and '.join(low)}: most coordinates of a small perturbation are lost to rounding. Keep the "
             "weights in float32 and run the model under torch.autocast",
             RuntimeWarning,
-            stacklevel=7,  # whoever called step
         )
+
+
+def warn_missing_model(params: Sequence[Tensor]) -> None:
+    """Warn if a layer of BatchNorm among the parameters moves its statistics at every pass.
+
+    Without ``model=`` the layers are found by the garbage collector, which takes some tens of milliseconds: only where
+    two vectors of one shape follow each other, as a layer's weight and bias do.
+    """
+    if not any(p.dim() == q.dim() == 1 and p.shape == q.shape for p, q in pairwise(params)):
+        return
+    mine = {id(p) for p in params}
+    layers = [
+        layer
+        for layer in _instances(_BatchNorm)
+        if layer.training and layer.running_mean is not None and id(getattr(layer, "weight", None)) in mine
+    ]
+    if layers:
+        warn(
+            f"{type(layers[0]).__name__} updates its running statistics at every pass of a step, also at perturbed "
+            "weights: pass model=, or buffers_once=False if that is meant",
+            RuntimeWarning,
+        )
+
+
+def warn_missing_scaler(loss: Tensor, gradient_norms: Tensor) -> None:
+    """Warn if the loss or a gradient is large and a GradScaler has scaled something. Waits for the device.
+
+    What the closure does to its loss cannot be seen from outside, so this is a guess, made at the first step.
+    """
+    if torch.maximum(loss.abs(), gradient_norms.max()).item() <= _LARGE:
+        return
+    if any(scaler.is_enabled() and scaler._scale is not None for scaler in _instances(torch.amp.GradScaler)):
+        warn(
+            f"a loss or gradient above {_LARGE:g}, and a GradScaler is in use: pass scaler= if the closure scales its "
+            "loss",
+            RuntimeWarning,
+        )
+
+
+_LARGE = 1000.0  # GradScaler begins at a scale of 65536
+
+
+def _instances(cls: type[_T]) -> list[_T]:
+    """All living objects of a class or a subclass, without touching any other object."""
+    classes: set[type] = set()
+    new: list[type] = [cls]
+    while new:
+        found = new.pop()
+        classes.add(found)
+        new += found.__subclasses__()
+    return [x for x in gc.get_objects() if type(x) in classes]

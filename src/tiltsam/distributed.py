@@ -18,7 +18,6 @@ TSAM in the time of a step of SAM. They exchange a handful of scalars, and one w
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -28,6 +27,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
+
+from tiltsam.warning import warn
 
 __all__ = ["Parallel", "Sharding", "World"]
 
@@ -94,11 +95,10 @@ class World:
                     "which ones see different batches, by model=DistributedDataParallel(...) or Parallel(data=...)"
                 )
             if model is None:
-                warnings.warn(
+                warn(
                     "samples are divided among ranks without model=: BatchNorm's statistics and the random state after "
                     "a step will differ from rank to rank",
                     RuntimeWarning,
-                    stacklevel=8,  # whoever called step
                 )
         self.local_ascent = parallel.ascent == "local" and bool(self._data)
         if self.local_ascent and self._ddp is None:

@@ -242,5 +242,5 @@ class FusedLedger:
             "start_losses": starts,
             "perturbation_norms": distances,
             "gradient_norms": norms,
-            "num_nonfinite": bad,
+            "num_nonfinite": bad.to(torch.int64),
         }

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
+
+from tiltsam.warning import warn
 
 __all__ = ["NonfiniteCount", "StepInfo", "row_of", "with_numbers"]
 
@@ -31,7 +32,7 @@ class StepInfo:
     gradient_norms: Tensor
     """(s,) ‖∇L(θ+ε_j)‖; 0 where not finite."""
     num_nonfinite: Tensor
-    """How many samples of this step were not finite."""
+    """How many samples of this step were not finite, int64."""
     num_forwards: int
     """Forward passes of this step."""
     num_backwards: int
@@ -58,8 +59,9 @@ def row_of(info: StepInfo) -> Tensor:
 def with_numbers(info: StepInfo, row: Tensor) -> StepInfo:
     """The same fields, with the numbers of ``row``."""
     pieces = iter(row.split([x.numel() for x in _tensors(info)]))
-    fields = {k: next(pieces).view(x.shape) for k, x in vars(info).items() if isinstance(x, Tensor)}
-    return replace(info, **fields, sampler={k: next(pieces).view(x.shape) for k, x in info.sampler.items()})
+    fields = {k: next(pieces).view(x.shape).to(x.dtype) for k, x in vars(info).items() if isinstance(x, Tensor)}
+    sampler = {k: next(pieces).view(x.shape).to(x.dtype) for k, x in info.sampler.items()}
+    return replace(info, **fields, sampler=sampler)
 
 
 class NonfiniteCount:
@@ -76,14 +78,13 @@ class NonfiniteCount:
         self._total.add_(number.to(torch.int64))
 
     def warn(self) -> None:
-        """Wait for the device, and warn the caller's caller of those that were not told of yet."""
+        """Wait for the device, and warn the caller of those that were not told of yet."""
         total = 0 if self._total is None else int(self._total.item())
         if total > self._told:
-            warnings.warn(
+            warn(
                 f"{total - self._told} samples had a loss or gradient that is not finite and got weight zero "
                 f"({total} since the start): lower rho, radius or the learning rate if this goes on",
                 RuntimeWarning,
-                stacklevel=3,
             )
             self._told = total
 

@@ -13,7 +13,6 @@ Pictures of them are in :mod:`tiltsam.flatness.figures`.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
@@ -23,6 +22,7 @@ from torch import Tensor, nn
 
 from tiltsam.flatness.evaluation import Batches, LossFn, LossSurface, Progress, generator, trainable
 from tiltsam.flatness.sums import wide
+from tiltsam.warning import warn
 
 __all__ = ["Direction", "Slice1D", "Slice2D", "between", "random_direction", "slice_1d", "slice_2d"]
 
@@ -93,7 +93,7 @@ def random_direction(
             ratio = weight.reshape(rows).norm(dim=1) / draw.reshape(rows).norm(dim=1)
             direction[name] = (draw.reshape(rows) * ratio[:, None]).view_as(weight)
     if not any(bool(part.any()) for part in direction.values()):
-        warnings.warn("the direction is zero, as no trainable parameter has filters: normalize='none'", stacklevel=2)
+        warn("the direction is zero, as no trainable parameter has filters: normalize='none'")
     return direction
 
 

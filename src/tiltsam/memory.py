@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +13,7 @@ from torch.optim import Optimizer
 from tiltsam import vectors
 from tiltsam.buffers import to_the_end
 from tiltsam.distributed import local_part
+from tiltsam.warning import warn
 
 __all__ = ["Memory"]
 
@@ -36,6 +36,14 @@ class Memory:
         self._kept: dict[Tensor, dict[str, Tensor]] = {}
         self._params: Sequence[Tensor] = ()  # of the present space
         self._before: list[Tensor] = []
+
+    def check_base(self, base: Optimizer) -> None:
+        """Raise if vectors are kept and the base's state dict has no place for them."""
+        if self.names and "state" not in base.state_dict():
+            raise TypeError(
+                f"{type(base).__name__} cannot be the base of a method that keeps {', '.join(self.names)} between "
+                'steps: its state_dict() has no "state"'
+            )
 
     def fill(self, params: Sequence[Tensor]) -> None:
         """Let every vector be there, over these parameters and where they are."""
@@ -88,6 +96,8 @@ class Memory:
     def save(self, base: Optimizer) -> dict[str, Any]:
         """The state dict of the base, and in it what is kept."""
         saved: dict[str, Any] = base.state_dict()
+        if not self.names:
+            return saved  # of any form: that of a base around another optimizer may have no "state"
         state = dict(saved["state"])
         numbered = _numbered(saved, base)
         self._make([p for _, p in numbered if p.requires_grad])  # what loads a checkpoint asks what there is
@@ -102,6 +112,9 @@ class Memory:
 
         In place: a captured step knows its vectors by their addresses.
         """
+        if "state" not in saved:
+            base.load_state_dict(saved)
+            return
         apart = {i: _apart(state) for i, state in saved["state"].items()}
         base.load_state_dict(
             {**saved, "state": {i: theirs for i, (theirs, ours) in apart.items() if theirs or not ours}}
@@ -109,7 +122,7 @@ class Memory:
         begun = any(group.get("steps_taken") for group in saved["param_groups"])  # by one of ours, not by the bare base
         if begun and (gone := [n for n in self.names if not any(_PREFIX + n in ours for _, ours in apart.values())]):
             told = f"the checkpoint holds no {', '.join(gone)}, which the sampler keeps from step to step"
-            warnings.warn(f"{told}: it begins at zero", RuntimeWarning, stacklevel=3)  # whoever called load_state_dict
+            warn(f"{told}: it begins at zero", RuntimeWarning)  # whoever called load_state_dict
         for i, p in _numbered(saved, base) if self.names else ():
             for name in self.names:
                 value = apart[i][1].get(_PREFIX + name) if i in apart else None

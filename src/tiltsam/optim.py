@@ -17,7 +17,6 @@ Here ``g = ∇L(θ)`` on the mini-batch and ``n(v) = v/(‖v‖+1e-12)``.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal, TypeAlias
@@ -41,6 +40,7 @@ from tiltsam.samplers import (
 )
 from tiltsam.settings import Schedule, default_radius
 from tiltsam.tilting import StreamingTilt
+from tiltsam.warning import warn
 from tiltsam.weighing import FixedWeights, Weighing
 from tiltsam.wrapper import SharpnessAware
 
@@ -134,10 +134,9 @@ class TSAM(SharpnessAware):
         }
         super().__init__(base, kernel, settings, model=model, seed=seed, **options)
         if t is not None and num_samples is None and isinstance(kernel, Ascent | Uniform | Gaussian):
-            warnings.warn(
+            warn(
                 "t weighs samples against each other, and by default there is one: say num_samples=3, or leave t out",
                 UserWarning,
-                stacklevel=2,
             )
 
     def check_settings(self) -> None:
@@ -152,6 +151,10 @@ class TSAM(SharpnessAware):
             if delta > t:
                 raise ValueError(f"delta must be <= t, got delta={delta} with t={t}")
         check_count("num_samples", self.num_samples)
+        if self.num_samples > 1 and getattr(self.sampler, "deterministic", False):
+            raise ValueError(
+                f"num_samples must be 1 with {self.sampler!r}, whose samples are all the same, got {self.num_samples}"
+            )
 
     def write_settings(self, space: ParameterSpace) -> None:
         """See :class:`SharpnessAware`."""
@@ -229,8 +232,8 @@ class LineSearchSAM(SharpnessAware):
         **options: See :class:`SharpnessAware`.
 
     Note:
-        In the K forward passes the closure's ``backward()`` does nothing: if it goes on to clamp or log gradients, it
-        finds ``None`` there.
+        Backward passes of the closure are skipped in the K forward passes, however they are called: a closure that goes
+        on to clamp or log gradients finds ``None`` there.
     """
 
     def __init__(self, base: Optimizer, rho: float | Schedule = 0.05, num_points: int = 10, **options: Any) -> None:

@@ -20,7 +20,7 @@ from tiltsam.branches import Branch
 from tiltsam.buffers import to_the_end
 from tiltsam.checks import check_gradient, check_kind, check_storage
 from tiltsam.distributed import Parallel, Sharding, World, local_gradient, local_part, reshard
-from tiltsam.passes import CapturedRandom, Passes, WithoutBackward
+from tiltsam.passes import CapturedRandom, NeedsGraphError, Passes, forward_only
 from tiltsam.scaling import LossScaling
 from tiltsam.settings import DeviceSettings
 from tiltsam.space import EPS, Evaluation, Spread
@@ -233,12 +233,10 @@ class ParameterSpace(BlockVectors, DeviceSettings):
         return Evaluation(loss, gradient, norm, finite)
 
     def forward(self) -> Tensor:
-        """See :class:`Space`. The closure's ``backward()`` does nothing, and no graph is built unless it needs one."""
+        """See :class:`Space`. Backward passes are skipped, and no graph is built unless the loss differentiates."""
         try:
             loss = self._forward()
-        except RuntimeError as error:
-            if self._differentiates or "does not require grad" not in str(error):
-                raise
+        except NeedsGraphError:
             self._differentiates = True  # inside the loss: forces, say, or the norm of a gradient
             loss = self._forward()
         self.num_forwards += 1
@@ -254,8 +252,8 @@ class ParameterSpace(BlockVectors, DeviceSettings):
         return self.closures[self.turn if len(self.closures) > 1 else 0]
 
     def _forward(self) -> Tensor:
-        with self.passes.one(), torch.set_grad_enabled(self._differentiates), WithoutBackward():
-            return self._loss(self._closure()())
+        with self.passes.one():
+            return self._loss(forward_only(self._closure(), graph=self._differentiates))
 
     def _loss(self, value: Any) -> Tensor:
         if not isinstance(value, Tensor | float | int):
@@ -267,9 +265,11 @@ class ParameterSpace(BlockVectors, DeviceSettings):
 
     # ---------------------------------------------------------------- the gradient handed to the base optimizer
 
-    def accumulate(self, gradient: list[Tensor | None], share: Tensor, valid: Tensor, *, first: bool) -> None:
+    def accumulate(
+        self, gradient: list[Tensor | None], share: Tensor, valid: Tensor, *, first: bool, keep: bool = False
+    ) -> None:
         """Mix a gradient into the mean that the base gets; see :meth:`Accumulator.add`."""
-        self.mean.add(gradient, self._table_of(gradient), share, valid, self.point, first=first)
+        self.mean.add(gradient, self._table_of(gradient), share, valid, self.point, first=first, keep=keep)
 
     def stand_by(self) -> None:
         """What a rank does that holds no sample while others do: one pass at θ, whose gradient counts nothing.

@@ -7,18 +7,21 @@ would differ by the mask and not by the perturbation alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import _engine_run_backward
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.overrides import TorchFunctionMode
 
 from tiltsam.buffers import KeptBuffers, buffers_of, to_the_end
 
-__all__ = ["CapturedRandom", "Passes", "WithoutBackward"]
+__all__ = ["CapturedRandom", "NeedsGraphError", "Passes", "forward_only"]
 
 _HEEDING = (_BatchNorm.forward, torch.nn.SyncBatchNorm.forward)  # these ask track_running_stats; others may not
 
@@ -187,16 +190,54 @@ class CapturedRandom:
         self._device.set_offset(states[-1].get_offset())  # an ascent on part of the batch draws less
 
 
-class WithoutBackward(TorchFunctionMode):
-    """Turns ``loss.backward()`` into nothing, so that a closure can be asked for its loss alone."""
+class NeedsGraphError(RuntimeError):
+    """Raised when a loss is differentiated in a pass that builds no graph."""
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Skip ``Tensor.backward``, pass everything else on."""
-        if func is torch.Tensor.backward:
-            return None
-        return func(*args, **(kwargs or {}))
+
+def forward_only(call: Callable[[], Any], *, graph: bool = False, skip_backward: bool = True) -> Any:
+    """Return ``call()``, without building a graph and without running backward passes.
+
+    A backward pass is skipped however it is written (``loss.backward()``, ``torch.autograd.backward(loss)``,
+    ``scaler.scale(loss).backward()``); ``torch.autograd.grad`` runs.
+
+    There is no switch that could be left on: :func:`_run_backward` looks for the frame of this function on the stack,
+    and an interrupted call is no longer there.
+
+    Args:
+        call: Computes a loss.
+        graph: Build the graph, for a ``call`` that differentiates inside.
+        skip_backward: Skip backward passes.
+
+    Raises:
+        NeedsGraphError: If ``call`` fails to differentiate and ``graph`` is false: call again with ``graph=True``.
+    """
+    _install_run_backward()
+    with torch.set_grad_enabled(graph):
+        return call()
+
+
+@functools.cache
+def _install_run_backward() -> None:
+    """Route ``backward`` and ``grad`` of :mod:`torch.autograd` through :func:`_run_backward`, from now on."""
+    torch.autograd._engine_run_backward = _run_backward  # type: ignore[attr-defined, assignment]
+
+
+def _run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run torch's engine, unless the caller is inside :func:`forward_only` and asks for a backward pass."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not forward_only.__code__:
+        frame = frame.f_back
+    if frame is None:
+        return _engine_run_backward(outputs, *args, **kwargs)
+    options = frame.f_locals
+    if options["skip_backward"] and kwargs.get("accumulate_grad"):
+        return ()
+    try:
+        return _engine_run_backward(outputs, *args, **kwargs)
+    except RuntimeError as error:
+        if options["graph"]:
+            raise
+        raise NeedsGraphError(str(error)) from error
 
 
 def _modules(model: torch.nn.Module | None) -> Iterator[torch.nn.Module]:

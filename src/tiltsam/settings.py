@@ -130,11 +130,12 @@ class GroupSettings:
     def __str__(self) -> str:
         shown: dict[str, Any] = {}
         if "rho" in self:
-            rho = sorted(set(self.in_groups("rho")))
+            key, initial = self._keys["rho"], self._initial["rho"]
+            rho = sorted({_plain(group.get(key, initial)) for group in self._base.param_groups})
             shown["rho"] = rho[0] if len(rho) == 1 else rho
         for name in self._keys:
             if name != "steps_taken" and name not in self._per_group:
-                shown[name] = self._schedules.get(name, self[name])
+                shown[name] = self._schedules.get(name, _plain(self[name]))
         return ", ".join(f"{name}={value!r}" for name, value in shown.items())
 
 

@@ -16,7 +16,6 @@ ERM, SAM and TSAM train on in :mod:`tiltsam.flatness.objectives`; both are impor
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,6 +28,7 @@ from tiltsam.flatness.objectives import CrossEntry, CrossTable, ErmLoss, SamLoss
 from tiltsam.flatness.sums import wide
 from tiltsam.flatness.worst_case import WorstCase, m_sharpness
 from tiltsam.tilting import effective_sample_size, tilted_weights
+from tiltsam.warning import warn
 
 __all__ = [
     "CrossEntry",
@@ -292,10 +292,9 @@ def _warn_if_coarse(surface: LossSurface, std: float) -> None:
     size = sum(p.numel() for p in surface.params)
     fraction = float(torch.stack([c.cpu() for c in coarse]).sum()) / size
     if fraction > 0.1:
-        warnings.warn(
+        warn(
             f"noise of std {std:g} leaves {fraction:.0%} of the low-precision weights unchanged; "
             "measure a float32 copy of the model",
-            stacklevel=3,
         )
 
 

@@ -26,6 +26,7 @@ class Shell(Optimizer):
     def __init__(self, base: Optimizer, settings: Mapping[str, Any], per_group: frozenset[str], memory: Memory) -> None:
         self.base = base
         self._memory = memory
+        memory.check_base(base)
         # Optimizer.__init__ would build groups and state of its own; torch's unpickling path sets up the rest of what
         # an Optimizer is (hooks, the profiled step) around ours.
         Optimizer.__setstate__(self, {"defaults": {**base.defaults}})
@@ -72,7 +73,10 @@ class Shell(Optimizer):
         self.base.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """The base's state and what the sampler keeps, the groups carrying this method's settings and step count."""
+        """The base's state and what the sampler keeps, the groups carrying this method's settings and step count.
+
+        It has the form of the base's own, whatever that is.
+        """
         self._settings.fill()
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
@@ -100,5 +104,4 @@ class Shell(Optimizer):
         self.check_settings()
 
     def __repr__(self) -> str:
-        self._settings.fill()
         return f"{type(self).__name__}({self._settings},\n  base={self.base!r})"

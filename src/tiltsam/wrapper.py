@@ -20,6 +20,7 @@ from tiltsam.checks import (
     NEEDS_CLOSURE,
     NEEDS_SCALER,
     changes_nothing,
+    check_automatic,
     check_base,
     check_count,
     check_kept,
@@ -30,6 +31,8 @@ from tiltsam.checks import (
     check_sampler,
     check_seed,
     warn_low_precision,
+    warn_missing_model,
+    warn_missing_scaler,
 )
 from tiltsam.distributed import Parallel
 from tiltsam.info import NonfiniteCount, StepInfo
@@ -65,8 +68,9 @@ class SharpnessAware(Shell):
             stays at θ.
         sampler: Where to look.
         settings: Own settings and their initial values; a callable is a schedule, evaluated at each step.
-        model: With the model at hand, its buffers (BatchNorm's running statistics) move once a step, at its first pass,
-            and dropout draws one mask for all passes of a step.
+        model: Needed for BatchNorm and dropout: the model's buffers (BatchNorm's running statistics) move once a step,
+            at its first pass, and dropout draws one mask for all passes of a step. The first step warns if a layer of
+            BatchNorm is trained without it.
         seed: Seed of the noise. All noise follows from (seed, step, sample): a resumed run draws what an unbroken one
             would have drawn, and the global random state is never touched.
         buffers_once: Turn the first of ``model``'s effects off.
@@ -115,6 +119,7 @@ class SharpnessAware(Shell):
         self.skip_nonfinite = skip_nonfinite
         self._passes_options = {"buffers_once": buffers_once, "same_random": same_dropout}
         self._foreach = foreach
+        self._stepped = False  # whether this object has taken a step
         self._space: ParameterSpace | None = None
         self._space_key: tuple[Any, ...] = ()
         self._info: StepInfo | None = None
@@ -195,23 +200,29 @@ class SharpnessAware(Shell):
                 Or one for each sample of the step, on a part of the mini-batch each: s samples at the price of one.
             ascent_closure: Used in its place where a gradient only points the way up (the first pass of SAM, the first
                 of each sample of TSAM): the same on part of the mini-batch makes those passes cheaper.
-            scaler: For float16: the closure calls ``scaler.scale(loss).backward()`` and returns the loss as it is. The
-                aggregate is unscaled once, before the base's step hooks see it; samples that overflow count nothing,
+            scaler: For float16: the closure calls ``scaler.scale(loss).backward()`` and returns the loss as it is.
+                The aggregate is unscaled once, before the base's step hooks see it; overflowing samples count nothing,
                 the base does not step if all do, and the scaler hears of it. Call ``scaler.update()`` afterwards.
+                Without ``scaler=`` the base descends the scaled gradient. The first step warns if a GradScaler is in
+                use and the loss or a gradient is above 1000; it cannot see what the closure does.
 
         Returns:
             The loss that was descended: the tilted loss of the samples for TSAM, the loss at the perturbed point for
-            SAM. Detached, on the device of the parameters; NaN if no sample was finite.
+            SAM. Detached, on the device of the parameters; NaN if no sample was finite. Without a closure, which is
+            allowed only while rates and gradients are zero (``torch.distributed.checkpoint`` makes a base's state so),
+            NaN: nothing is evaluated.
         """
         if closure is None and changes_nothing(self.param_groups):
             self.base.step()
-            return torch.zeros(())
+            return torch.full((), torch.nan)  # no loss was evaluated
         closures = [closure] if callable(closure) else closure
         if not isinstance(closures, Sequence) or not all(callable(one) for one in closures):  # a loss, say
             raise TypeError(NEEDS_CLOSURE.format(name=type(self).__name__))
         if ascent_closure is not None and not callable(ascent_closure):
             hint = ": write scaler=scaler" if isinstance(ascent_closure, torch.amp.GradScaler) else ""
             raise TypeError(f"ascent_closure must be a closure, got {type(ascent_closure).__name__}{hint}")
+        for one in closures if not isinstance(self.sampler, Center) else ():
+            check_automatic(one, type(self).__name__)
         with torch.no_grad():
             space = self.prepare(closures, ascent_closure)
             space.scaling.scaler = scaler if scaler is not None and scaler.is_enabled() else None
@@ -222,7 +233,17 @@ class SharpnessAware(Shell):
             finally:
                 space.closures, space.ascent_closure, space.scaling.scaler = [_released], None, None
         self._settings.count_step()
+        if not self._stepped:
+            self._stepped = True
+            self._check_first_step(space, scaled=scaler is not None)
         return self._info.loss
+
+    def _check_first_step(self, space: ParameterSpace, *, scaled: bool) -> None:
+        """Warn of mistakes that only a step shows."""
+        if self.model is None and self._passes_options["buffers_once"] and space.num_forwards > 1:
+            warn_missing_model(space.params)
+        if not scaled:
+            warn_missing_scaler(self.last.loss, self.last.gradient_norms)
 
     def prepare(self, closure: Closure | Sequence[Closure], ascent_closure: Closure | None = None) -> ParameterSpace:
         """The host's part of a step: schedules, checks, numbers and seeds, put where the device reads them."""
@@ -321,7 +342,7 @@ class SharpnessAware(Shell):
                 space.stand_by()
             for k, (there, draw, distance) in enumerate(draws(sampler, space, mine, self._lanes)):
                 share = ledger.add(draw, distance)
-                there.accumulate(draw.gradient, share, draw.valid, first=k == 0)
+                there.accumulate(draw.gradient, share, draw.valid, first=k == 0, keep=draw.keep)
                 infos.append(draw.info)
             if space.world.splits_samples:
                 ledger = space.join_samples(ledger, mine, space.ledger(weighing(), num_samples))
@@ -346,18 +367,15 @@ class SharpnessAware(Shell):
         )
 
     @property
-    def _step_supports_amp_scaling(self) -> bool:
-        """What GradScaler.step asks first of an optimizer. It cannot step this one: say what to write.
-
-        Whoever else reads it (``inspect.getmembers``) gets the same answer.
-        """
-        raise RuntimeError(NEEDS_SCALER.format(name=type(self).__name__))
+    def _step_supports_amp_scaling(self) -> _RefusesScalerStep:
+        """What ``GradScaler.step`` tests first. Reading it is harmless, its truth value raises."""
+        return _RefusesScalerStep(type(self).__name__)
 
     @property
     def last(self) -> StepInfo:
         """What the last step saw, without waiting for the device and without warnings."""
         if self._info is None:
-            raise RuntimeError("no step was taken yet: info describes the last one")
+            raise NoStepError("no step was taken yet: info describes the last one")
         return self._info
 
     @property
@@ -381,6 +399,20 @@ class SharpnessAware(Shell):
             space.memory, self._space, self._space_key = self._memory, space, key
             warn_low_precision(self._space.params)
         return self._space
+
+
+class NoStepError(RuntimeError, AttributeError):
+    """Raised by ``info`` before the first step; an AttributeError, so that ``hasattr`` and ``inspect`` work."""
+
+
+class _RefusesScalerStep:
+    """Refuses ``GradScaler.step(optimizer)``, which cannot run the passes of a step."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __bool__(self) -> bool:
+        raise RuntimeError(NEEDS_SCALER.format(name=self._name))
 
 
 def _released() -> Tensor:

@@ -37,6 +37,7 @@ from tiltsam.distributed import is_sharded
 from tiltsam.flatness.losses import check_finite, scalar
 from tiltsam.flatness.randomness import RandomSources
 from tiltsam.flatness.sums import weighted_mean
+from tiltsam.passes import NeedsGraphError, forward_only
 from tiltsam.vectors import apart, dense
 
 __all__ = [
@@ -285,11 +286,8 @@ class LossSurface:
         if self._differentiates is None:
             state = self._random.state()
             try:
-                with torch.no_grad():
-                    found = self.evaluate(batch).detach()
-            except RuntimeError as error:
-                if "does not require grad" not in str(error):
-                    raise
+                found: Tensor = forward_only(lambda: self.evaluate(batch), skip_backward=False).detach()
+            except NeedsGraphError:
                 self._random.restore(state)
                 self._differentiates = True  # a gradient penalty, say, or forces
             else:

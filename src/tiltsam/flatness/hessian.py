@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 import re
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
@@ -25,6 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tiltsam.flatness.evaluation import LossSurface
 from tiltsam.flatness.losses import check_finite
+from tiltsam.warning import warn
 
 __all__ = ["HessianOperator"]
 
@@ -156,7 +156,7 @@ class HessianOperator:
         for name, (pattern, _) in _SUBSTITUTES.items():
             if name not in self.substitutes and re.search(pattern, str(error)):
                 self.substitutes.append(name)
-                warnings.warn(f"a kernel has no second derivative; measuring with {name}", stacklevel=2)
+                warn(f"a kernel has no second derivative; measuring with {name}")
                 return
         raise error
 

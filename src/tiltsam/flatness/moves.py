@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
+
+from tiltsam.warning import warn
 
 __all__ = ["place"]
 
@@ -26,7 +27,6 @@ def place(params: Sequence[Tensor], origin: Iterable[Tensor], moves: Iterable[Te
                 strayed.append((move.to(point) * (param - point)).sum())
                 squares.append(move.square().sum())
     if strayed and abs(sum(x.item() for x in strayed)) > 0.1 * sum(x.item() for x in squares):
-        warnings.warn(
+        warn(
             "a step this small is rounded away, or up, by low-precision weights: measure a float32 copy of the model",
-            stacklevel=4,
         )

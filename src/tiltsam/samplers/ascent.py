@@ -50,6 +50,11 @@ class Ascent:
         if self.shared and self.num_steps > 1:
             raise ValueError(f"one ascent gradient is shared: num_steps must be 1, got {self.num_steps}")
 
+    @property
+    def deterministic(self) -> bool:
+        """Whether all samples of a step are the same."""
+        return getattr(self.start, "deterministic", False)
+
     def begin(self, space: Space) -> Evaluation | None:
         """The shared gradient, where there is one: ρ n(∇L(θ)) goes into the vector ``ascent``."""
         if not (self.shared and space.ascending):
@@ -113,6 +118,7 @@ class LineSearch(Stateless):
     """
 
     num_points: int = 10
+    deterministic: ClassVar[bool] = True
     tilted: ClassVar[bool] = True
     independent: ClassVar[bool] = True
     scale_free: ClassVar[bool] = True
@@ -189,6 +195,6 @@ class CenterThenAscent:
         space.go_home()
         if state is None or not space.ascending:
             at = space.evaluate()
-            return evaluated(at), at
+            return evaluated(at)._replace(keep=space.ascending), at
         _ascend(space, state)
         return after_ascent(state, space.evaluate(after=state)), state

@@ -17,7 +17,7 @@ class Draw(NamedTuple):
 
     loss: Tensor
     gradient: Vector
-    """Used up when it is added to the aggregate."""
+    """Adding it to the aggregate may overwrite it, unless ``keep`` is true."""
     gradient_norm: Tensor
     valid: Tensor
     """False if any loss or gradient on the way was not finite."""
@@ -25,6 +25,8 @@ class Draw(NamedTuple):
     """The loss where the sample began: at θ for SAM, at θ+δ_j for TSAM; ``loss`` itself where there is no ascent."""
     info: Mapping[str, Tensor] = {}
     """What a kernel has to say beyond that (HMC: acceptance, energy error, divergence)."""
+    keep: bool = False
+    """Whether the sampler reads ``gradient`` again after it was added to the aggregate."""
 
 
 class Sampler(Protocol):
@@ -44,6 +46,7 @@ class Sampler(Protocol):
 
     If false, they are unscaled at each evaluation.
     """
+    # Optional: ``deterministic``, true if all samples of a step are the same, so that several are a mistake.
 
     def begin(self, space: Space) -> Any:
         """Work that all samples of a step share; what it returns is handed to the first ``sample``."""

@@ -17,6 +17,7 @@ __all__ = ["Center", "Gaussian", "Uniform"]
 class Center(Stateless):
     """ε = 0: plain training. One pass a sample."""
 
+    deterministic: ClassVar[bool] = True
     tilted: ClassVar[bool] = False
     independent: ClassVar[bool] = True
     scale_free: ClassVar[bool] = True

@@ -2,7 +2,6 @@
 
 import contextlib
 import gc
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ from torch import nn
 
 import tiltsam
 from cases import METHODS, Problem, assert_same, sgd
+from interrupting import CONTEXTS, interrupted_everywhere
 from tiltsam.parameters import ParameterSpace
 
 every_method = pytest.mark.parametrize("method", METHODS, ids=repr)
@@ -338,48 +338,8 @@ def test_restore_that_fails_is_retried_by_the_next_step(monkeypatch, frozen_mean
 # ---------------------------------------------------------------- interrupts
 
 
-class Interrupter:
-    """Raises KeyboardInterrupt before one instruction of the given files, by tracing opcodes."""
-
-    def __init__(self, files, at=None):
-        self.files, self.at, self.seen = files, at, {}
-
-    def __call__(self, frame, event, arg):
-        if not frame.f_code.co_filename.startswith(self.files):
-            return None
-        frame.f_trace_opcodes = True
-        return self.trace
-
-    def trace(self, frame, event, arg):
-        if event == "opcode":
-            place = (frame.f_code, frame.f_lasti)
-            if place == self.at:
-                raise KeyboardInterrupt  # which also ends the tracing
-            self.seen.setdefault(place)
-        return self.trace
-
-    def run(self, action):
-        sys.settrace(self)
-        try:
-            action()
-        finally:
-            sys.settrace(None)
-
-
-def interrupted_everywhere(action, files):
-    """Run the action again and again, interrupted at each instruction that it executes in these files."""
-    first = Interrupter(files)
-    first.run(action)
-    yield None
-    for place in first.seen:
-        with contextlib.suppress(KeyboardInterrupt):  # some are executed the first time only
-            Interrupter(files, place).run(action)
-        yield place
-
-
 STEPS = ("wrapper", "parameters", "passes", "memory", "accumulator", "buffers")  # the modules that move and restore
 MODULES = tuple(str(Path(tiltsam.__file__).with_name(f"{name}.py")) for name in STEPS)
-CONTEXTS = (contextlib.__file__, sys.modules[torch.no_grad.__module__].__file__)
 
 
 def test_step_can_be_interrupted_at_every_bytecode():

@@ -119,6 +119,7 @@ class ParameterSpace(BlockVectors, DeviceSettings):
 
         ``drawing`` says that the passes draw random numbers (dropout): the graph then gets random states of its own.
         """
+        self.roll_back()  # if an earlier restore failed, its backup must not be overwritten
         self.streams.register(graph)
         with self.passes.capturing(graph, self.device, num_passes if drawing else 0) as random:
             if self._fused is not None:

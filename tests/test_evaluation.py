@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.data import DataLoader, TensorDataset
 
+from interrupting import CONTEXTS, interrupted_everywhere
 from measuring import MEASUREMENTS, Bowl, call, convnet, cross_entropy, images, mse, unequal_batches
 from tiltsam.flatness import evaluation
 from tiltsam.flatness.evaluation import LossSurface, batch_size, generator, layers, supervised, trainable
@@ -573,3 +574,24 @@ def test_on_a_gpu(measure: Any, dtype: torch.dtype) -> None:
     torch.testing.assert_close(first, again, rtol=1e-3, atol=1e-5)  # atomic adds come in any order
     assert_same(before, snapshot(model))
     assert torch.equal(state, torch.cuda.get_rng_state())
+
+
+def test_surface_restores_weights_when_interrupted_at_any_bytecode() -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)).double()
+    model[1].requires_grad_(False)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    def use() -> None:
+        with LossSurface(model, cross_entropy, unequal_batches()[:1]) as surface:
+            surface.save_all()
+            for p in model.parameters():
+                p.detach().add_(1.0)
+
+    for place in interrupted_everywhere(use, (evaluation.__file__, *CONTEXTS)):
+        if place is not None and place[0] is LossSurface.__exit__.__code__ and place[1] <= 4:
+            with torch.no_grad():  # before its try block nothing can be done
+                for name, p in model.named_parameters():
+                    p.copy_(before[name])
+        assert torch.is_grad_enabled(), place
+        for name, p in model.named_parameters():
+            assert torch.equal(p, before[name]), place

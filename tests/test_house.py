@@ -56,8 +56,8 @@ CORE = {
     "chains": {"samplers", "space", "tilting"},
     "weighing": {"samplers", "tilting"},
     "wrapper": {
-        *("checks", "distributed", "info", "lanes", "memory", "parameters", "passes", "samplers", "settings"),
-        *("shell", "weighing"),
+        *("buffers", "checks", "distributed", "info", "lanes", "memory", "parameters", "passes", "samplers"),
+        *("settings", "shell", "weighing"),
     },
     "optim": {"checks", "parameters", "samplers", "settings", "tilting", "warning", "weighing", "wrapper"},
     "capture": {"bases", "batches", "info", "lanes", "parameters", "passes", "warning", "wrapper"},

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tiltsam.buffers import kept_buffers, to_the_end
+from tiltsam.buffers import KeptBuffers, to_the_end
 from tiltsam.checks import check_nonnegative
 from tiltsam.distributed import reshard
 
@@ -106,20 +106,24 @@ class WeightAverage:
             )
         own = {name: p.detach().clone() for name, p in self._parameters.items()}
         already = self._applied
+        buffers = KeptBuffers()
+        buffers.keep(self.model.modules())
 
         def give_back() -> None:
             _write(self._parameters, own)
+            buffers.put_back()
+            reshard(self.model)
             self._applied = already
 
-        with kept_buffers(self.model):
-            try:
-                self._applied = True
-                if self.count:
-                    _write(self._parameters, self._average)
-                yield self.model
-            finally:
-                to_the_end(give_back)
-                reshard(self.model)
+        try:
+            self._applied = True
+            if self.count:
+                _write(self._parameters, self._average)
+            yield self.model
+            give_back()
+        except BaseException:  # also an interrupt in give_back itself, which may be repeated
+            to_the_end(give_back)
+            raise
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint needs; the tensors are the average's own."""
@@ -150,10 +154,9 @@ def _parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in model.named_parameters() if p.is_floating_point() or p.is_complex()}
 
 
-@torch.no_grad()
 def _write(places: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
     for name, place in places.items():
-        place.copy_(values[name])
+        place.detach().copy_(values[name].detach())  # an interrupted no_grad() would leave gradients switched off
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

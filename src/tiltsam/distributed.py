@@ -149,20 +149,27 @@ class World:
         return self.average((~flag).to(torch.float32)) == 0
 
     def check_averaged(self, params: Sequence[Tensor]) -> None:
-        """Raise if data ranks descended different gradients, for then nobody averages them. Asked at the first step."""
+        """Raise ValueError unless all data ranks have the same gradient; checked until one is not zero.
+
+        Compares the norm and a projection onto a fixed vector: clipped gradients may differ although their norms agree.
+        """
         if self._trusts_gradients or not self._data:
             return
-        grads = [torch.view_as_real(p.grad) if p.is_complex() else p.grad for p in params if p.grad is not None]
-        norms = [torch.linalg.vector_norm(g, dtype=torch.float64).to(params[0].device) for g in grads]
-        norm = torch.stack([params[0].new_zeros((), dtype=torch.float64), *norms]).norm()
-        low, high = (x.item() for x in _extremes(norm.nan_to_num(0.0, 0.0, 0.0), self._data))
-        if high - low > 1e-6 * high:
+        numbers = torch.zeros(2, dtype=torch.float64, device=params[0].device)  # the projection, the squared norm
+        for i, p in enumerate(params):
+            if p.grad is not None:
+                grad = (torch.view_as_real(p.grad) if p.is_complex() else p.grad).double()
+                fixed = torch.arange(grad.numel(), dtype=grad.dtype, device=grad.device).add_(i).cos_()
+                numbers += torch.stack([(grad * fixed.view(grad.shape)).sum(), grad.square().sum()]).to(numbers.device)
+        numbers[1] = numbers[1].sqrt()
+        low, high = _extremes(numbers.nan_to_num(0.0, 0.0, 0.0), self._data)
+        if ((high - low) > 1e-6 * high[1]).any():
             raise ValueError(
-                "gradients differ among the ranks that see different batches, so that their weights drift apart: let "
-                "the closure call the DistributedDataParallel module, not the model inside it; a process that trains "
-                "on its own says parallel=None"
+                "gradients differ among the ranks that see different batches, so their weights would drift apart: let "
+                "the closure call the DistributedDataParallel module, not the model inside it, or pass parallel=None "
+                "if each process trains on its own"
             )
-        self._trusts_gradients = high > 0  # a step that is skipped tells nothing
+        self._trusts_gradients = bool(high[1] > 0)
 
     def ascending(self) -> AbstractContextManager[object]:
         """Around a pass whose gradient only points the way up."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,7 +10,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from tiltsam import vectors
-from tiltsam.buffers import to_the_end
 from tiltsam.distributed import local_part
 from tiltsam.warning import warn
 
@@ -69,26 +67,17 @@ class Memory:
         """All of them."""
         return [x for name in self.names for x in self.vector(name)]
 
-    @contextmanager
-    def of_one_step(self, *, captured: bool) -> Iterator[None]:
-        """Around the visits of a step: if they raise, all is as it was before.
-
-        Args:
-            captured: The step is recorded, not taken: it will run whole or not at all.
-        """
-        here = [] if captured else self.tensors()
+    def begin_step(self) -> None:
+        """Save the vectors, for :meth:`roll_back`."""
+        here = self.tensors()
         if [(x.shape, x.dtype, x.device) for x in self._before] != [(x.shape, x.dtype, x.device) for x in here]:
             self._before = [torch.empty_like(x) for x in here]
         for kept, x in zip(self._before, here, strict=True):
             kept.copy_(x)
-        try:
-            yield
-        except BaseException:
-            to_the_end(lambda: self._put_back(here))
-            raise
 
-    def _put_back(self, here: Sequence[Tensor]) -> None:
-        for x, kept in zip(here, self._before, strict=True):
+    def roll_back(self) -> None:
+        """Restore the vectors saved by :meth:`begin_step`; safe to repeat."""
+        for x, kept in zip(self.tensors(), self._before, strict=True):
             x.copy_(kept)
 
     # ---------------------------------------------------------------- checkpoints

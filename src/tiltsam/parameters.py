@@ -17,7 +17,6 @@ from tiltsam import fused, vectors
 from tiltsam.accumulator import Accumulator
 from tiltsam.blocks import BlockVectors
 from tiltsam.branches import Branch
-from tiltsam.buffers import to_the_end
 from tiltsam.checks import check_gradient, check_kind, check_storage
 from tiltsam.distributed import Parallel, Sharding, World, local_gradient, local_part, reshard
 from tiltsam.passes import CapturedRandom, NeedsGraphError, Passes, forward_only
@@ -77,6 +76,8 @@ class ParameterSpace(BlockVectors, DeviceSettings):
         self.dim = sum(p.numel() * (2 if p.is_complex() else 1) for p in self.params)
         self._center, _ = vectors.allocate(self.point)
         self._backed_up = False  # whether it holds θ
+        self._gradients: list[Tensor | None] | None = None  # those before the step, until the mean replaces them
+        self._unfinished = False  # whether buffers and the sampler's vectors are those of a step not taken yet
         self._gradient: list[Tensor | None] = []  # of the last evaluation
         whole = foreach and self.sharding.mesh is None
         self._fused = fused.FusedVectors(self.point) if whole and fused.supported(self.point) else None
@@ -118,6 +119,7 @@ class ParameterSpace(BlockVectors, DeviceSettings):
 
         ``drawing`` says that the passes draw random numbers (dropout): the graph then gets random states of its own.
         """
+        self.roll_back()  # if an earlier restore failed, its backup must not be overwritten
         self.streams.register(graph)
         with self.passes.capturing(graph, self.device, num_passes if drawing else 0) as random:
             if self._fused is not None:
@@ -129,44 +131,76 @@ class ParameterSpace(BlockVectors, DeviceSettings):
                 self.streams.forget()
                 raise
             finally:
+                self._at_center, self._backed_up = True, False  # captured kernels have not run
                 random.keep.append(self)
                 if self._fused is not None:
                     random.keep += self._fused.release()
 
-    @contextmanager
-    def visiting(self, num_samples: int = 1) -> Iterator[None]:
-        """Inside, ``point`` may be moved at will; on the way out every weight is bitwise θ again.
+    def begin_step(self, num_samples: int = 1) -> None:
+        """Save what :meth:`roll_back` restores. From here on ``point`` may be moved.
 
-        θ is backed up when the point first moves, or when someone asks for ``center``.
-
-        If the body raises, gradients are present where they were before and absent where they were not, and the
-        model's buffers are as they were.
+        θ itself is saved when the point first moves, or when a sampler reads ``center``.
         """
-        self.point = [vectors.real(local_part(p)) for p in self.params]  # anew at each step: p.data may be another
+        self.roll_back()  # if an earlier restore failed, its backup must not be overwritten
+        self.point = [vectors.real(local_part(p)) for p in self.params]  # p.data may be another tensor than last time
         self._at_center, self._moved, self._backed_up = True, self._zero, False
-        before = [p.grad for p in self.params + self._empty]
         self.mean.begin()
         self.num_forwards = self.num_backwards = self.num_ascents = 0
         self._num_samples, self._scales, self.turn = num_samples, {}, 0
-        try:
-            with self.passes.of_one_step():
-                yield
-        except BaseException:
-            self._put_back(before)
-            if self.branch.capturing:
-                self._at_center = True  # what a graph was to do has not happened
-            if self.sharding.mesh is not None:
-                reshard(self.passes.model)  # or FSDP would go on with the copies it gathered at the perturbed weights
-            raise
-        finally:
-            self._restore()
-            self._backed_up = False
+        self.passes.begin_step()
+        if not self.branch.capturing:  # a graph runs as a whole or not at all
+            self.memory.begin_step()
+            self._unfinished = True
+        self._gradients = [p.grad for p in self.params + self._empty]
 
-    def _put_back(self, before: list[Tensor | None]) -> None:
-        """Give every parameter the gradient it had; where that was our accumulator, half a sum becomes zero."""
-        for p, grad in zip(self.params + self._empty, before, strict=True):
-            p.grad = grad
-        self.mean.drop()
+    def end_passes(self) -> None:
+        """Move the weights back to θ, bit for bit."""
+        self.passes.end_step()
+        self._restore()
+
+    def hand_over(self) -> None:
+        """Make the mean of the samples' gradients the gradient of the parameters."""
+        self.mean.hand_over()
+        self._gradients = None
+
+    def begin_update(self, *_: object) -> None:
+        """Check the gradients, and keep the buffers and the sampler's vectors: from here on the step is taken."""
+        if self._unfinished:
+            self.world.check_averaged(self.params)
+            self._unfinished = False
+
+    def roll_back(self) -> None:
+        """Undo a step that was not taken: weights, gradients, buffers and the sampler's vectors.
+
+        What to undo follows from what was saved, not from where the step was interrupted: this does nothing if there
+        is nothing to undo, and may be repeated if it was interrupted itself. Gradients stay once :meth:`hand_over` has
+        set them.
+
+        Raises:
+            RuntimeError: If the weights cannot be restored. Their backup is kept, and the next step tries again.
+        """
+        if self.branch.capturing:
+            self._at_center = True  # captured kernels have not run
+        try:
+            self._restore()
+        except Exception as error:
+            raise RuntimeError(
+                "the weights could not be restored and are still perturbed. Their original values are in "
+                "optimizer.current_space().center; the next optimizer.step() restores them first"
+            ) from error
+        finally:
+            if self._gradients is not None:
+                self.passes.end_step()
+                for p, grad in zip(self.params + self._empty, self._gradients, strict=True):
+                    p.grad = grad
+                self.mean.drop()
+                if self.sharding.mesh is not None:
+                    reshard(self.passes.model)  # FSDP must not reuse the copies it gathered at the perturbed weights
+                self._gradients = None
+            if self._unfinished:
+                self.passes.roll_back()
+                self.memory.roll_back()
+                self._unfinished = False
 
     @property
     def center(self) -> list[Tensor]:
@@ -193,10 +227,15 @@ class ParameterSpace(BlockVectors, DeviceSettings):
         return True
 
     def _restore(self) -> None:
-        """Copy θ back; a Ctrl-C that falls into the copy is held until the copy is complete."""
-        if self._at_center or not self._backed_up:
-            return
-        to_the_end(lambda: self._copy(self.point, self._center))
+        """Copy θ back, if the point has moved; safe to repeat."""
+        if self._backed_up and not self._at_center:
+            try:
+                self._copy(self.point, self._center)
+            except Exception:  # a fused copy may need memory
+                for x, theta in zip(self.point, self._center, strict=True):
+                    x.copy_(theta)
+            self._at_center = True
+        self._backed_up = False
 
     def evaluate(self, *, ascent: bool = False, after: Evaluation | None = None) -> Evaluation:
         """See :class:`Space`."""

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.graph import _engine_run_backward
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from tiltsam.buffers import KeptBuffers, buffers_of, to_the_end
+from tiltsam.buffers import KeptBuffers, buffers_of
 
 __all__ = ["CapturedRandom", "NeedsGraphError", "Passes", "forward_only"]
 
@@ -78,23 +78,22 @@ class Passes:
         finally:
             self._at_once = False
 
-    @contextmanager
-    def of_one_step(self) -> Iterator[None]:
-        """Around all passes of a step. If the body raises, buffers are as they were before."""
+    def begin_step(self) -> None:
+        """Save the buffers, for :meth:`roll_back`."""
         self._count = 0
-        if self._captured is not None:  # nothing has run if it fails, and all of it runs if it does not
-            yield
-            return
-        self._start.keep(_modules(self.model))
-        try:
-            yield
-        except BaseException:
-            to_the_end(self._start.put_back)
-            raise
-        finally:
-            to_the_end(self._resume)
-            self._random = None
+        if self._captured is None:  # a graph runs as a whole or not at all
+            self._start.keep(_modules(self.model))
+
+    def end_step(self) -> None:
+        """Release what the passes of a step share; safe to repeat."""
+        self._resume()
+        self._random = None
+        if self._captured is None:
             torch.clear_autocast_cache()
+
+    def roll_back(self) -> None:
+        """Restore the buffers saved by :meth:`begin_step`; safe to repeat."""
+        self._start.put_back()
 
     @contextmanager
     def one(self) -> Iterator[None]:
@@ -127,7 +126,7 @@ class Passes:
                     layer.track_running_stats = False
                 yield
             finally:
-                to_the_end(self._resume)
+                self._resume()
             if not self._at_once:
                 self._first.put_back()
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from tiltsam.buffers import to_the_end
 from tiltsam.checks import (
     NEEDS_CLOSURE,
     NEEDS_SCALER,
@@ -47,6 +48,8 @@ from tiltsam.weighing import FixedWeights, Ledger, OneSample, Weighing
 
 __all__ = ["Schedule", "SharpnessAware", "StepInfo"]
 
+_LAST = -1  # key of a hook of the base; torch's own are counted from 0
+
 
 class SharpnessAware(Shell):
     """A torch optimizer that wraps another and gives it a gradient gathered around the weights.
@@ -61,7 +64,9 @@ class SharpnessAware(Shell):
     A step is one of the wrapper's, and inside it one of the base's: torch's global step hooks run for both (for the
     wrapper alone where :func:`tiltsam.capture` replays a graph), and are told by their first argument which it is.
 
-    A step never leaves a weight perturbed: whatever the closure raises, θ is back bit for bit.
+    A step that raises leaves no trace: whatever the closure or a hook before the base's step raises (a Ctrl-C, too),
+    weights, buffers and the step count are those from before the step, bit for bit. Once the base has begun its update
+    the weights are the base's: if that raises midway, they stay as it leaves them.
 
     Args:
         base: An *instance* of a torch optimizer, which does the update; without ``maximize=True`` unless the sampler
@@ -127,6 +132,7 @@ class SharpnessAware(Shell):
         self._own = tuple(name for name in settings if name not in self.per_group)
         self._run: Callable[[ParameterSpace], StepInfo] | None = None  # in place of execute
         self._lanes: Lanes | None = None  # where samples are drawn beside each other
+        self._stepping = False  # whether a step is in progress
         own = {**settings, "every": every, "seed": seed, "steps_taken": 0}
         super().__init__(base, own, self.per_group, Memory(getattr(sampler, "keeps", ())))
         self.check_settings()
@@ -134,7 +140,7 @@ class SharpnessAware(Shell):
     def __getstate__(self) -> dict[str, Any]:
         # Left out: a scheduler's patch of step, hooks (as torch does), and what is rebuilt at the next step.
         state = {k: v for k, v in self.__dict__.items() if k != "step" and not k.startswith("_optimizer_")}
-        return {**state, "_space": None, "_info": None}
+        return {**state, "_space": None, "_info": None, "_stepping": False}
 
     # ---------------------------------------------------------------- settings
 
@@ -211,7 +217,13 @@ class SharpnessAware(Shell):
             SAM. Detached, on the device of the parameters; NaN if no sample was finite. Without a closure, which is
             allowed only while rates and gradients are zero (``torch.distributed.checkpoint`` makes a base's state so),
             NaN: nothing is evaluated.
+
+        Raises:
+            RuntimeError: If called inside the closure of a step, or if the weights could not be restored after an
+                error. The next step then restores them first.
         """
+        if self._stepping:
+            raise RuntimeError(f"{type(self).__name__}.step must not be called inside its own closure")
         if closure is None and changes_nothing(self.param_groups):
             self.base.step()
             return torch.full((), torch.nan)  # no loss was evaluated
@@ -223,15 +235,31 @@ class SharpnessAware(Shell):
             raise TypeError(f"ascent_closure must be a closure, got {type(ascent_closure).__name__}{hint}")
         for one in closures if not isinstance(self.sampler, Center) else ():
             check_automatic(one, type(self).__name__)
-        with torch.no_grad():
-            space = self.prepare(closures, ascent_closure)
-            space.scaling.scaler = scaler if scaler is not None and scaler.is_enabled() else None
-            try:
-                with space.on_device(), space.world.explaining(self.setting("steps_taken")):
-                    self._info = (self._run or self.execute)(space)
-                    space.world.check_averaged(space.params)
-            finally:
-                space.closures, space.ascent_closure, space.scaling.scaler = [_released], None, None
+        differentiating = torch.is_grad_enabled()
+        # An interrupt may arrive at any bytecode, also while a context manager or a finally block below is left. This
+        # one handler covers them all, so what it does must not depend on where the interrupt arrived.
+        try:
+            self._stepping = True
+            with torch.no_grad():
+                space = self.prepare(closures, ascent_closure)
+                loss = self._step(space, scaler)
+            self._stepping = False
+        except BaseException:
+            self._stepping = False
+            torch.set_grad_enabled(differentiating)
+            if self._space is not None:
+                to_the_end(self._space.roll_back)
+            raise
+        return loss
+
+    def _step(self, space: ParameterSpace, scaler: torch.amp.GradScaler | None) -> Tensor:
+        space.scaling.scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        try:
+            with space.on_device(), space.world.explaining(self.setting("steps_taken")):
+                self._info = (self._run or self.execute)(space)
+                space.begin_update()  # if the base was not stepped here: it was skipped, or a trainer steps it
+        finally:
+            space.closures, space.ascent_closure, space.scaling.scaler = [_released], None, None
         self._settings.count_step()
         if not self._stepped:
             self._stepped = True
@@ -283,13 +311,25 @@ class SharpnessAware(Shell):
         ``watch`` is shown the info as soon as it is there: inside a capture, in a branch beside the base's update.
         """
         info = self.gather(space, watch)
-        space.mean.hand_over()
-        if space.scaling.scaler is not None:
-            space.scaling.step(self.base, space.mean, info.weights, info.num_nonfinite)
-        elif not self.skip_nonfinite or bool(info.weights.any().item()):
-            self.base.step()
+        space.hand_over()
+        with self._before_update(space.begin_update):
+            if space.scaling.scaler is not None:
+                space.scaling.step(self.base, space.mean, info.weights, info.num_nonfinite)
+            elif not self.skip_nonfinite or bool(info.weights.any().item()):
+                self.base.step()
         space.branch.rejoin()
         return info
+
+    @contextmanager
+    def _before_update(self, hook: Callable[..., None]) -> Iterator[None]:
+        """Inside, ``base.step()`` calls ``hook`` after all its other pre-hooks, right before its update."""
+        hooks = self.base._optimizer_step_pre_hooks
+        hooks.pop(_LAST, None)  # left behind by a step that was interrupted: it would not come last
+        hooks[_LAST] = hook
+        try:
+            yield
+        finally:
+            hooks.pop(_LAST, None)
 
     @contextmanager
     def executing(self, run: Callable[[ParameterSpace], StepInfo]) -> Iterator[None]:
@@ -335,7 +375,8 @@ class SharpnessAware(Shell):
             return self.weighing(space) if num_samples > 1 else OneSample()
 
         space.scaling.free = sampler.scale_free
-        with space.visiting(num_samples), self._memory.of_one_step(captured=space.branch.capturing):
+        try:
+            space.begin_step(num_samples)
             mine = space.world.my_samples(num_samples, independent=sampler.independent)
             ledger = space.ledger(weighing(), num_samples)
             if not mine:
@@ -350,6 +391,10 @@ class SharpnessAware(Shell):
                 info = self._report(space, ledger, infos)
                 watch(info)
             space.branch.hold(ledger, infos)
+            space.end_passes()
+        except BaseException:
+            space.roll_back()
+            raise
         return info
 
     def _report(self, space: ParameterSpace, ledger: Ledger, infos: list[Mapping[str, Tensor]]) -> StepInfo:
@@ -392,6 +437,8 @@ class SharpnessAware(Shell):
             tuple((id(p), p.requires_grad, p.dtype, p.device, p.shape, p.stride()) for p in group) for group in groups
         )
         if self._space is None or key != self._space_key:
+            if self._space is not None:
+                self._space.roll_back()  # if an earlier restore failed, its backup must not be lost
             devices = [p.device for group in groups for p in group]
             passes = Passes(self.model, devices=devices, **self._passes_options)
             space = ParameterSpace(groups, passes=passes, parallel=self.parallel, foreach=self._foreach)

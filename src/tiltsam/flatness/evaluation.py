@@ -156,6 +156,7 @@ class LossSurface:
         self._origin: list[Tensor] | None = None
         self._others: list[tuple[nn.Parameter, Tensor]] = []
         self._stack = ExitStack()
+        self._differentiating = True  # the caller's grad mode
 
     @property
     def origin(self) -> list[Tensor]:
@@ -171,6 +172,7 @@ class LossSurface:
         self._others = [(p, p.detach().clone()) for p in self.model.parameters() if id(p) not in chosen]
 
     def __enter__(self) -> LossSurface:
+        self._differentiating = torch.is_grad_enabled()
         with ExitStack() as stack:  # whatever one of the steps back raises, the others are taken
             # A caller inside no_grad or inference_mode still gets gradients where a measurement needs them.
             stack.enter_context(torch.inference_mode(False))
@@ -189,9 +191,7 @@ class LossSurface:
                 stack.callback(setattr, param, "grad", param.grad)
                 param.grad = None  # a loss that calls backward adds to one of its own
             stack.enter_context(kept_buffers(self.model))
-            stack.callback(self._forget)
-            stack.callback(to_the_end, self._restore_others)
-            stack.callback(to_the_end, self.restore)
+            stack.callback(to_the_end, self._restore_all)
             self.model.eval()
             if any(getattr(module, "max_norm", None) is not None for module in self.model.modules()):
                 self.save_all()  # such an embedding shortens its rows in place, whoever calls it
@@ -201,13 +201,21 @@ class LossSurface:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._stack.close()
+        try:
+            self._stack.close()
+        except BaseException:  # an interrupt may have lost a callback that was about to be called
+            try:
+                to_the_end(self._restore_all)
+            finally:
+                self._stack.close()
+                torch.set_grad_enabled(self._differentiating)
+            raise
 
-    def _restore_others(self) -> None:
+    def _restore_all(self) -> None:
+        """Restore the weights and drop their backup, which is kept as ``origin`` if this fails; safe to repeat."""
+        self.restore()
         for param, saved in self._others:
             _write(param, saved)
-
-    def _forget(self) -> None:
         self._origin, self._others = None, []
 
     def restore(self) -> None:
@@ -394,5 +402,4 @@ def _train_again(modes: list[tuple[nn.Module, bool]]) -> None:
 
 
 def _write(tensor: Tensor, saved: Tensor) -> None:
-    with torch.no_grad():
-        tensor.copy_(saved)
+    tensor.detach().copy_(saved)  # an interrupted no_grad() would leave gradients switched off

@@ -53,7 +53,7 @@ def gather(optimizer: SharpnessAware, closure: Closure, scaler: torch.amp.GradSc
 
     def run(space: ParameterSpace) -> StepInfo:
         info = optimizer.gather(space)
-        space.mean.hand_over()
+        space.hand_over()
         if space.scaling.scaler is not None:
             space.scaling.scale_mean(space.mean)
             _mark_overflow(space, info.num_nonfinite)

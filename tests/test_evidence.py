@@ -112,6 +112,16 @@ def test_worse_trials_stay_where_they_are(tmp_path):
     assert left() == []
 
 
+def test_seeds_do_not_wait_for_the_end_of_a_single_trial(tmp_path):
+    study = replace(STUDY, rungs=((0.25, 1),))
+    first, *others = study.configs("sam", RATES)
+    fake(tmp_path, first, 1.0, 0.5)
+    for config in others:
+        fake(tmp_path, config, 1.0, 0.3)
+    left = [(cell.config, cell.until) for cell in study.left(tmp_path, RATES, ["sam"])]
+    assert left == [(first, 1.0), (replace(first, seed=1), 1.0)]
+
+
 def test_a_late_divergence_brings_nobody_back(tmp_path):
     first, second, third = STUDY.configs("sam", RATES)
     for config, score in ((first, 0.5), (second, 0.4), (third, 0.3)):

@@ -73,7 +73,7 @@ def without(monkeypatch, *packages):
 def test_missing_packages_are_told_before_the_work(tmp_path, capsys, monkeypatch):
     without(monkeypatch, "safetensors")
     assert main(["train", "digits", "--epochs", "0.1", "--out", str(tmp_path / "runs")]) == 2
-    assert capsys.readouterr().err == "tiltsam train: needs safetensors: pip install 'tiltsam[lab]'\n"
+    assert capsys.readouterr().err == "tiltsam train: needs safetensors: pip install '.[lab]'\n"
     assert not (tmp_path / "runs").exists()
     assert main(["methods"]) == 0
 
@@ -86,7 +86,7 @@ def test_without_matplotlib_the_rest_is_done(tmp_path, capsys, monkeypatch):
     without(monkeypatch, "matplotlib")
     assert main(["toys", "--out", str(tmp_path / "figures")]) == 0
     told = capsys.readouterr()
-    assert told.err == "tiltsam toys: no figures: matplotlib is not there: pip install 'tiltsam[plots]'\n"
+    assert told.err == "tiltsam toys: no figures: matplotlib is not there: pip install '.[plots]'\n"
     assert "estimator" in told.out
     assert not (tmp_path / "figures").exists()
 

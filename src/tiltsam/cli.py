@@ -108,7 +108,7 @@ def _needs(command: str) -> None:
     """The lab's packages are looked for before a run, not found missing when its model is to be saved."""
     missing = [name for name in ("numpy", "safetensors") if find_spec(name) is None]
     if missing and command not in ("methods", "report", "toys"):
-        raise UserError(f"needs {' and '.join(missing)}: pip install 'tiltsam[lab]'")
+        raise UserError(f"needs {' and '.join(missing)}: pip install '.[lab]'")
 
 
 def _add_lab(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -382,7 +382,7 @@ def _methods(args: argparse.Namespace) -> None:
 def _figures(args: argparse.Namespace) -> bool:
     """Whether to draw figures at the end: what would keep them from it is told before the work."""
     if not args.no_figures and find_spec("matplotlib") is None:
-        why = "no figures: matplotlib is not there: pip install 'tiltsam[plots]'"
+        why = "no figures: matplotlib is not there: pip install '.[plots]'"
         print(f"tiltsam {args.command}: {why}", file=sys.stderr, flush=True)
     elif not args.no_figures:
         _writable(args.out)

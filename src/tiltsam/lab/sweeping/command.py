@@ -75,7 +75,7 @@ def _sweep(args: argparse.Namespace) -> None:
     except ModuleNotFoundError as error:
         if error.name not in ("optuna", "sqlalchemy"):
             raise
-        raise ImportError("tiltsam sweep needs Optuna: pip install tiltsam[sweep]") from None
+        raise ImportError("tiltsam sweep needs Optuna: pip install '.[sweep]'") from None
     from tiltsam.lab.record import tests_of_sweep
     from tiltsam.lab.report.command import report
     from tiltsam.lab.screen import print_table

@@ -6,6 +6,7 @@ import sys
 from unittest.mock import Mock
 
 import pytest
+import torch
 
 import tiltsam
 from tiltsam.cli import main
@@ -57,9 +58,20 @@ def test_a_folder_that_cannot_be_written(tmp_path, capsys):
 def test_toys_prints_tables_and_draws(tmp_path, capsys, monkeypatch):
     from tiltsam.toys import estimators
 
-    small = estimators.study
-    monkeypatch.setattr(estimators, "study", lambda: small(num_samples=(1, 3), tilts=(1.0,), num_draws=256))
-    assert main(["toys", "--no-figures"]) == 0
+    small, threads = estimators.study, []
+
+    def study():
+        threads.append(torch.get_num_threads())
+        return small(num_samples=(1, 3), tilts=(1.0,), num_draws=256)
+
+    monkeypatch.setattr(estimators, "study", study)
+    torch.set_num_threads(2)
+    try:
+        assert main(["toys", "--no-figures"]) == 0
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(1)
+    assert threads == [1]  # more are slower on tensors of this size
     out = capsys.readouterr().out
     assert "1.4450" in out
     assert "uniform" in out

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import resource
 import time
 from dataclasses import replace
@@ -455,6 +456,20 @@ def test_compare_reuses_what_is_done_and_averages_over_seeds(tmp_path):
     assert again == rows
     assert format_rows(rows)[0][0] == "method"
     assert summarise([replace(SMALL, method="tsam")], tmp_path)[0].runs == 0
+
+
+def test_compare_report_shows_only_the_compared_cells(tmp_path, capsys):
+    command = ["compare", "digits", "--epochs", "0.2", "--seeds", "1", "--out", str(tmp_path)]
+    assert main([*command, "--methods", "erm", "sam", "--lr", "0.05"]) == 0
+    assert main([*command, "--methods", "erm", "--lr", "0.2"]) == 0
+    page = tmp_path / "digits" / "report" / "report.html"
+    assert f"report: {page}" in capsys.readouterr().out
+    lead = re.search('<p class="lead">(.*?)</p>', page.read_text()).group(1)
+    assert "sam" not in lead
+    assert "0.05" not in lead
+    table = (page.parent / "tables" / "runs.md").read_text()
+    assert [line for line in table.splitlines() if line.startswith("| sam")] == []
+    assert "1 run ·" in page.read_text()
 
 
 def test_methods_with_settings_of_their_own(tmp_path, capsys):

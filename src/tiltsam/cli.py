@@ -298,7 +298,8 @@ def _compare(args: argparse.Namespace) -> None:
     if first.reestimate_batchnorm:
         print("BatchNorm's statistics, where there are any, were estimated anew before each test.")
     print(f"runs: {args.out}")
-    report([Record.of(args.out, first).folder.parents[1]])  # of all runs of the task
+    folders = [Record.of(args.out, cell).folder for cell in cells]
+    report(folders, folders[0].parents[1] / "report")
     if not any(row.runs for row in rows):
         raise UserError("no run has a result: all of them failed")
 
@@ -360,16 +361,18 @@ def _tasks(args: argparse.Namespace) -> None:
 
 
 def _toys(args: argparse.Namespace) -> None:
+    from tiltsam.lab.devices import one_thread
     from tiltsam.toys import estimators, figures, theory
 
     drawn = _figures(args)
-    print(theory.render(theory.table()), flush=True)
-    qualities = estimators.study()
-    print("\n" + estimators.render(qualities), flush=True)
-    if drawn:
-        print()
-        for path in figures.draw_all(args.out, qualities=qualities):
-            print(f"wrote {path}", flush=True)
+    with one_thread():
+        print(theory.render(theory.table()), flush=True)
+        qualities = estimators.study()
+        print("\n" + estimators.render(qualities), flush=True)
+        if drawn:
+            print()
+            for path in figures.draw_all(args.out, qualities=qualities):
+                print(f"wrote {path}", flush=True)
 
 
 def _methods(args: argparse.Namespace) -> None:

@@ -194,8 +194,8 @@ def test_sweep_loads_data_once_and_shows_it(terminal, tmp_path, capsys, monkeypa
 def test_sweep_takes_no_abbreviated_options(tmp_path, capsys):
     command = ["sweep", "digits", "--grid", "lr=0.1", "--out", str(tmp_path)]
     with pytest.raises(SystemExit):
-        main([*command, "--se", "1"])
-    assert "--se" in capsys.readouterr().err
+        main([*command, "--heart", "1"])
+    assert "--heart" in capsys.readouterr().err
 
 
 def test_a_wrong_name_leaves_no_folder_behind(tmp_path, capsys):

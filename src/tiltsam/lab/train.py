@@ -24,7 +24,7 @@ from tiltsam.lab.config import ConfigError, TrainConfig, settings_of
 from tiltsam.lab.data import Data, Split
 from tiltsam.lab.devices import Leash, resolve_device, suited_to
 from tiltsam.lab.loading import build_model, load_data
-from tiltsam.lab.record import Checkpoint, Record
+from tiltsam.lab.record import Checkpoint, Record, RecordError
 from tiltsam.lab.schedules import set_rates
 from tiltsam.lab.scoring import as_tested, reestimate_batchnorm, score
 from tiltsam.lab.team import Team
@@ -346,9 +346,19 @@ class Run:
         if checkpoint is None:
             return
         self.record.check_data(self.data.fingerprint)
+        try:
+            self._restore(checkpoint)
+        except (AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
+            where, why = self.record.folder / "checkpoints", " ".join(str(error).split())
+            raise RecordError(f"{where} does not fit this run ({why}): remove it to train again") from error
+
+    def _restore(self, checkpoint: Checkpoint) -> None:
         self.model.load_state_dict(checkpoint.model)
         self.optimizer.load_state_dict(checkpoint.optimizer)
         self.best = checkpoint.state.pop("best")
+        metric = self.data.metrics[0]
+        if self.best and not {f"validation_{metric}", f"test_{metric}"} <= self.best.keys():
+            raise ValueError(f"the best epoch has no {metric}")
         self.progress = Progress(**checkpoint.state)
         if self.average is not None:
             state = self.average.state_dict()

@@ -216,8 +216,9 @@ def test_interrupted_it_says_how_to_go_on(tmp_path, capsys, monkeypatch):
 
         patch.setattr(Screen, "report", press)
         assert main([*run, str(tmp_path / "broken")]) == 130
-    said = "tiltsam train: interrupted; the same command goes on from the last checkpoint"
-    assert capsys.readouterr().err == f"{said}, or begins anew where there is none\n"
+    (folder,) = (tmp_path / "broken" / "digits").glob("sam-*/seed-0")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{folder} is saved up to step 32 (epoch 2): the same command resumes" in line
     assert main([*run, str(tmp_path / "broken")]) == 0
     one, two = (Record(next((tmp_path / n).rglob("result.json")).parent) for n in ("unbroken", "broken"))
     assert [row["epoch"] for row in two.metrics()[0]] == [1, 2, 3, 4]

@@ -48,8 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 _needs(command)
                 args.run(args)
             print(end="", flush=True)
-    except KeyboardInterrupt:  # first: to know the mistakes takes imports, and a second one may come meanwhile
-        return end(130, command, f"interrupted{GOES_ON.get(command, '')}")
+    except KeyboardInterrupt as error:  # first: to know the mistakes takes imports, and a second one may come meanwhile
+        told = str(error) or f"interrupted{GOES_ON.get(command, '')}"
+        return end(128 + getattr(error, "number", signal.SIGINT), command, told)
     except _known_mistakes() as error:
         return end(2, command, error)
     except BrokenPipeError:  # `tiltsam … | head` is no error, but there may be work left
@@ -120,7 +121,8 @@ def _add_lab(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     train = commands.add_parser(
         "train",
         help="train one model with one method",
-        description="Train a model. Killed at any moment, the same command goes on where it was.",
+        description="Train a model. Ctrl-C and SIGTERM save a checkpoint after the current step (a second Ctrl-C ends "
+        "at once); the same command resumes from there, or after a kill from the last checkpoint.",
         epilog=(
             "examples:\n"
             "  tiltsam train digits --method tsam --num-samples 3 --t 20 --rho 0.5 --seed 1\n"

@@ -1,6 +1,6 @@
 """Checkpoints: all that a run needs to go on, in a folder each.
 
-    N/model.safetensors       the weights and buffers after epoch N
+    N/model.safetensors       the weights and buffers after epoch N, or later if a signal stopped the run in the next
     N/optimizer.safetensors   the tensors of the optimizer's state, averaged weights, states of the random generators
     N/state.json              the rest
     N/manifest.json           the digests of these files
@@ -36,7 +36,7 @@ class Checkpoint:
     model: dict[str, Tensor]
     optimizer: dict[str, Any]
     state: dict[str, Any]
-    """Numbers: epoch, passes, seconds, best so far."""
+    """Numbers: epoch, passes, seconds, best so far; losses and effective sample sizes of an epoch that was cut off."""
     random: dict[str, Tensor]
     """States of the global generators."""
     average: dict[str, Tensor] = field(default_factory=dict)
@@ -105,7 +105,11 @@ def load(folder: Path) -> Checkpoint | None:
 def _check_state(state: dict[str, Any]) -> None:
     """Raise unless a run can go on from it; a KeyError names what is missing."""
     best = [state["best"][name] for name in state["best"]]
-    for value in [*(state[name] for name in ("epoch", "passes", "seconds", "steps", "done")), *best]:
+    losses, sizes = state.get("losses", []), state.get("sizes", [])
+    if len(losses) != len(sizes):
+        raise ValueError(f"state.json holds {len(losses)} losses and {len(sizes)} sizes")
+    numbers = [state[name] for name in ("epoch", "passes", "seconds", "steps", "done")]
+    for value in [*numbers, *best, *losses, *sizes]:
         if not isinstance(value, int | float) or isinstance(value, bool) or abs(value) >= 2**63:
             raise ValueError(f"state.json holds {value!r} for a number")
     if not (0 <= state["done"] < 1 and state["epoch"] >= 0 and state["steps"] >= 0):

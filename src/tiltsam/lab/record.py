@@ -118,7 +118,7 @@ class Record:
             file.close()  # it was removed between our opening and our locking it
         raise RecordError(f"cannot write to {self.folder}: {os.strerror(errno.ENOENT)}")
 
-    def begin(self, config: TrainConfig, device: torch.device, data: str = "", epoch: int = 0) -> None:
+    def begin(self, config: TrainConfig, device: torch.device, data: str = "", epoch: float = 0) -> None:
         """Write what was asked, where it runs, and where it ran before.
 
         Args:

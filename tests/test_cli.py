@@ -168,7 +168,7 @@ def test_a_run_whose_lines_nobody_reads_is_told_to_be_unfinished(tmp_path, capsy
     """As by tiltsam train … | head, which ended it without a word."""
     monkeypatch.setattr("tiltsam.lab.screen.Screen.report", Mock(side_effect=BrokenPipeError))
     assert main(["train", "digits", "--epochs", "1", "--out", str(tmp_path)]) == 141
-    said = "tiltsam train: stopped, for nobody reads its output any more; the same command goes on"
+    said = "tiltsam train: stopped, for nobody reads its output any more; the same command resumes"
     assert capsys.readouterr().err.startswith(said)
 
 

@@ -51,7 +51,8 @@ def fake(out, config, epoch, validation, loss=1.0):
     record.folder.mkdir(parents=True, exist_ok=True)
     record.log(epoch=epoch, validation_accuracy=validation, validation_loss=loss)
     if epoch == config.epochs:
-        (record.folder / "result.json").write_text(json.dumps({"score": validation}))
+        numbers = {"metric": "accuracy", "epoch": epoch, "passes": 1.0, "seconds": 1.0}
+        (record.folder / "result.json").write_text(json.dumps(numbers | {"score": validation}))
 
 
 def lose(out, config):

@@ -205,3 +205,11 @@ def test_the_readme_shows_both_commands():
     assert "make demo" in text
     assert "make test" in text
     assert tiltsam.__version__ in (REPOSITORY / "CHANGELOG.md").read_text()
+
+
+def test_install_hints_work_from_a_clone():
+    """tiltsam is on no package index, and an unquoted bracket is a pattern in zsh."""
+    texts = [path for folder in ("src", "docs", "examples") for path in (REPOSITORY / folder).rglob("*")]
+    for path in [REPOSITORY / "README.md", *texts]:
+        if path.suffix in (".py", ".md"):
+            assert not re.findall(r"pip install \S*tiltsam\S*|pip install \.\[\S*", path.read_text()), path

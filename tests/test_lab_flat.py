@@ -60,6 +60,25 @@ def test_measures_every_run_on_the_same_examples(runs):
     assert other[0].loss != flats[0].loss
 
 
+def test_measure_runs_uses_one_thread_for_small_models(runs, monkeypatch):
+    """Two threads for tiny kernels are many times slower on a busy machine."""
+    seen = []
+    original = lab_flat.measure
+
+    def measure(*args, **options):
+        seen.append(torch.get_num_threads())
+        return original(*args, **options)
+
+    monkeypatch.setattr(lab_flat, "measure", measure)
+    torch.set_num_threads(2)
+    try:
+        for _ in measure_runs(find_runs([runs]), plan=QUICK, examples=40):
+            assert torch.get_num_threads() == 2  # the caller's code keeps its own number
+    finally:
+        torch.set_num_threads(1)
+    assert seen == [1, 1]
+
+
 def test_a_run_is_measured_with_the_labels_it_was_trained_on(tmp_path):
     """A fifth of the labels is wrong, which ones is the seed's choice: the loss on them tells whose were taken."""
     for seed in (0, 1):

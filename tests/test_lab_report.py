@@ -538,7 +538,7 @@ def test_the_page_is_written_without_matplotlib(tmp_path, monkeypatch, capsys):
     write_run(tmp_path)
     assert main(["report", str(tmp_path)]) == 0
     out = capsys.readouterr().out
-    assert "pip install 'tiltsam[plots]'" in out
+    assert "pip install '.[plots]'" in out
     assert str(tmp_path / "report" / "report.html") in out
     assert not (tmp_path / "report" / "figures").exists()
 

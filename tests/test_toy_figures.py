@@ -73,6 +73,6 @@ def test_without_matplotlib_the_extra_is_named(monkeypatch, tmp_path):
         return real(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(ImportError, match=r"pip install tiltsam\[plots\]"):
+    with pytest.raises(ImportError, match=r"pip install '\.\[plots\]'"):
         toy_figures.draw_all(tmp_path / "nothing")
     assert not (tmp_path / "nothing").exists()

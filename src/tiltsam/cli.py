@@ -48,8 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 _needs(command)
                 args.run(args)
             print(end="", flush=True)
-    except KeyboardInterrupt:  # first: to know the mistakes takes imports, and a second one may come meanwhile
-        return end(130, command, f"interrupted{GOES_ON.get(command, '')}")
+    except KeyboardInterrupt as error:  # first: to know the mistakes takes imports, and a second one may come meanwhile
+        told = str(error) or f"interrupted{GOES_ON.get(command, '')}"
+        return end(128 + getattr(error, "number", signal.SIGINT), command, told)
     except _known_mistakes() as error:
         return end(2, command, error)
     except BrokenPipeError:  # `tiltsam … | head` is no error, but there may be work left
@@ -108,7 +109,7 @@ def _needs(command: str) -> None:
     """The lab's packages are looked for before a run, not found missing when its model is to be saved."""
     missing = [name for name in ("numpy", "safetensors") if find_spec(name) is None]
     if missing and command not in ("methods", "report", "toys"):
-        raise UserError(f"needs {' and '.join(missing)}: pip install 'tiltsam[lab]'")
+        raise UserError(f"needs {' and '.join(missing)}: pip install '.[lab]'")
 
 
 def _add_lab(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -120,7 +121,8 @@ def _add_lab(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     train = commands.add_parser(
         "train",
         help="train one model with one method",
-        description="Train a model. Killed at any moment, the same command goes on where it was.",
+        description="Train a model. Ctrl-C and SIGTERM save a checkpoint after the current step (a second Ctrl-C ends "
+        "at once); the same command resumes from there, or after a kill from the last checkpoint.",
         epilog=(
             "examples:\n"
             "  tiltsam train digits --method tsam --num-samples 3 --t 20 --rho 0.5 --seed 1\n"
@@ -298,7 +300,8 @@ def _compare(args: argparse.Namespace) -> None:
     if first.reestimate_batchnorm:
         print("BatchNorm's statistics, where there are any, were estimated anew before each test.")
     print(f"runs: {args.out}")
-    report([Record.of(args.out, first).folder.parents[1]])  # of all runs of the task
+    folders = [Record.of(args.out, cell).folder for cell in cells]
+    report(folders, folders[0].parents[1] / "report")
     if not any(row.runs for row in rows):
         raise UserError("no run has a result: all of them failed")
 
@@ -360,16 +363,18 @@ def _tasks(args: argparse.Namespace) -> None:
 
 
 def _toys(args: argparse.Namespace) -> None:
+    from tiltsam.lab.devices import one_thread
     from tiltsam.toys import estimators, figures, theory
 
     drawn = _figures(args)
-    print(theory.render(theory.table()), flush=True)
-    qualities = estimators.study()
-    print("\n" + estimators.render(qualities), flush=True)
-    if drawn:
-        print()
-        for path in figures.draw_all(args.out, qualities=qualities):
-            print(f"wrote {path}", flush=True)
+    with one_thread():
+        print(theory.render(theory.table()), flush=True)
+        qualities = estimators.study()
+        print("\n" + estimators.render(qualities), flush=True)
+        if drawn:
+            print()
+            for path in figures.draw_all(args.out, qualities=qualities):
+                print(f"wrote {path}", flush=True)
 
 
 def _methods(args: argparse.Namespace) -> None:
@@ -382,7 +387,7 @@ def _methods(args: argparse.Namespace) -> None:
 def _figures(args: argparse.Namespace) -> bool:
     """Whether to draw figures at the end: what would keep them from it is told before the work."""
     if not args.no_figures and find_spec("matplotlib") is None:
-        why = "no figures: matplotlib is not there: pip install 'tiltsam[plots]'"
+        why = "no figures: matplotlib is not there: pip install '.[plots]'"
         print(f"tiltsam {args.command}: {why}", file=sys.stderr, flush=True)
     elif not args.no_figures:
         _writable(args.out)

@@ -1,4 +1,4 @@
-"""Figures of what was measured: neighbourhoods, spectra, slices. Needs matplotlib (``pip install 'tiltsam[plots]'``).
+"""Figures of what was measured: neighbourhoods, spectra, slices. Needs matplotlib (``pip install '.[plots]'``).
 
 Each function takes matplotlib axes or makes its own, and returns them. A model whose name begins with a method's has
 that method's colour, and line styles tell the models of a method apart, the first of each being solid. Others have

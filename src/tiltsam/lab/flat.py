@@ -24,7 +24,7 @@ from tiltsam.flatness.objectives import CrossEntry, CrossTable, Objective, cross
 from tiltsam.lab.augment import normalise
 from tiltsam.lab.config import ConfigError, TrainConfig
 from tiltsam.lab.data import Data
-from tiltsam.lab.devices import resolve_device
+from tiltsam.lab.devices import resolve_device, suited_to
 from tiltsam.lab.files import drafted
 from tiltsam.lab.loading import data_key, load_data, load_model
 from tiltsam.lab.record import Record, RecordError, folders_of_runs
@@ -111,7 +111,8 @@ def measure_runs(
                 model = load_model(runs[name], data).to(where)
                 if not finished:
                     warnings.warn(f"{name}: training has not finished: the newest checkpoint is measured", stacklevel=2)
-                flat = measure(name, model, _loss_fn(data), batches, plan, progress=progress)
+                with suited_to(where, model):
+                    flat = measure(name, model, _loss_fn(data), batches, plan, progress=progress)
             except _UNFIT as error:
                 if left_out is None:
                     raise
@@ -146,7 +147,8 @@ def cross_runs(
         splits = {
             split: _batches(data, split, len(getattr(data, split)), batch_size, where) for split in ("train", "test")
         }
-        entries += cross_objectives(models, _loss_fn(data), splits, objectives, progress=progress).entries
+        with suited_to(where, max(models.values(), key=lambda m: sum(p.numel() for p in m.parameters()))):
+            entries += cross_objectives(models, _loss_fn(data), splits, objectives, progress=progress).entries
     return CrossTable(tuple(entries))
 
 

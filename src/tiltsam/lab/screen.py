@@ -25,6 +25,7 @@ class LiveScreen:
 
     def __init__(self, make: Callable[[], Any]) -> None:
         self._live: Any = make() if sys.stdout.isatty() else None
+        self._last_line = 0.0
 
     def __enter__(self) -> Self:
         if self._live is not None:
@@ -52,6 +53,24 @@ class LiveScreen:
         else:
             print(line, flush=True)
 
+    def loading(self, what: str, done: int, total: int | None) -> None:
+        """Show that something is downloaded, unpacked or decoded."""
+        size = _bytes if what.startswith("downloading") else str
+        note = size(done) if total is None else f"{size(done)} of {size(total)}"
+        if self._live is None:
+            self._line(f"{what}: {note}", last=done == total)
+        else:
+            self._draw_loading(what, done, total, note)
+
+    def _draw_loading(self, what: str, done: int, total: int | None, note: str) -> None:
+        """Draw it on a terminal."""
+        raise NotImplementedError
+
+    def _line(self, text: str, *, last: bool) -> None:
+        if last or time.monotonic() - self._last_line >= LINE_SECONDS:
+            self._last_line = time.monotonic()
+            print(text, flush=True)
+
 
 class Screen(LiveScreen):
     """Shows runs as they go. A context; ``report`` and ``loading`` fit :func:`tiltsam.lab.compare.compare`.
@@ -65,7 +84,6 @@ class Screen(LiveScreen):
         self._names = names or {}
         self._task: Any = None
         self._shown: object = None
-        self._last_line = 0.0
 
     def name(self, config: TrainConfig) -> str:
         """What a run is called."""
@@ -86,14 +104,8 @@ class Screen(LiveScreen):
         else:
             self._draw(config, name, min(progress.done, 1.0), 1.0, note)
 
-    def loading(self, what: str, done: int, total: int | None) -> None:
-        """Something is downloaded, unpacked or decoded."""
-        size = _bytes if what.startswith("downloading") else str
-        note = size(done) if total is None else f"{size(done)} of {size(total)}"
-        if self._live is None:
-            self._line(f"{what}: {note}", last=done == total)
-        else:
-            self._draw(what, what, done, total, note)
+    def _draw_loading(self, what: str, done: int, total: int | None, note: str) -> None:
+        self._draw(what, what, done, total, note)
 
     def _draw(self, what: object, name: str, done: float, total: float | None, note: str) -> None:
         """The one bar: it goes when something else begins."""
@@ -103,11 +115,6 @@ class Screen(LiveScreen):
             self._task = self._live.add_task(name, total=total, note=note)
             self._shown = what
         self._live.update(self._task, completed=done, total=total, note=note)
-
-    def _line(self, text: str, *, last: bool) -> None:
-        if last or time.monotonic() - self._last_line >= LINE_SECONDS:
-            self._last_line = time.monotonic()
-            print(text, flush=True)
 
 
 def _clock(seconds: float) -> str:

@@ -1,4 +1,4 @@
-"""The paper's toy figures, drawn from exact objectives. Needs matplotlib (``pip install tiltsam[plots]``).
+"""The paper's toy figures, drawn from exact objectives. Needs matplotlib (``pip install '.[plots]'``).
 
     >>> from tiltsam.toys.figures import draw_all
     >>> draw_all("figures")  # doctest: +SKIP
@@ -296,7 +296,7 @@ def _matplotlib() -> Any:
     try:
         import matplotlib.figure
     except ImportError as error:
-        raise ImportError("figures need matplotlib: pip install tiltsam[plots]") from error
+        raise ImportError("figures need matplotlib: pip install '.[plots]'") from error
     return matplotlib
 
 

@@ -90,7 +90,7 @@ def _list(plans: Sequence[Plan]) -> None:
         "short timing of each model, evaluation not counted. Recipes share runs: one that is done is not run again."
     )
     if any(row[-1] == "?" for row in rows):
-        print("?: the model needs transformers to be timed: pip install tiltsam[text]")
+        print("?: the model needs transformers to be timed: pip install '.[text]'")
 
 
 def _cost(plan: Plan) -> list[str]:

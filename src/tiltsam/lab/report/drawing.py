@@ -1,4 +1,4 @@
-"""The figures of a report for a paper: PNG and PDF, by matplotlib (``pip install 'tiltsam[plots]'``)."""
+"""The figures of a report for a paper: PNG and PDF, by matplotlib (``pip install '.[plots]'``)."""
 
 from __future__ import annotations
 

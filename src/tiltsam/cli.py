@@ -19,7 +19,7 @@ from typing import Any
 import tiltsam
 from tiltsam.lab.exits import GOES_ON, end, ending_soon, let_go_of_output
 from tiltsam.lab.interrupts import heeding_interrupts
-from tiltsam.provenance import code_digest
+from tiltsam.lab.provenance import code_digest
 
 __all__ = ["main"]
 
@@ -360,10 +360,10 @@ def _tasks(args: argparse.Namespace) -> None:
 
 
 def _toys(args: argparse.Namespace) -> None:
-    from tiltsam.toys import estimators, figures, theory
+    from tiltsam.lab.theory import estimators, figures, findings
 
     drawn = _figures(args)
-    print(theory.render(theory.table()), flush=True)
+    print(findings.render(findings.table()), flush=True)
     qualities = estimators.study()
     print("\n" + estimators.render(qualities), flush=True)
     if drawn:

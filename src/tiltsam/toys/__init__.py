@@ -2,10 +2,7 @@
 
 - :mod:`~tiltsam.toys.objectives`: losses of one variable, and ERM, SAM and TSAM objectives on them by quadrature.
 - :mod:`~tiltsam.toys.descent`: descent, flow, stationary points, global minimisers and where they jump.
-- :mod:`~tiltsam.toys.statements`: the paper's statements as functions that return numbers.
-- :mod:`~tiltsam.toys.theory`: what was found beside what the paper states.
-- :mod:`~tiltsam.toys.estimators`: the optimizer's gradient estimators against the exact gradient.
-- :mod:`~tiltsam.toys.figures`: all of it drawn.
+- :mod:`~tiltsam.toys.chain_space`: many chains of a sampler on a known function.
 """
 
 from tiltsam.toys.descent import Minimum, Path, descend, flow, jumps, minimise, stationary_points

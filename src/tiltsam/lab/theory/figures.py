@@ -1,6 +1,6 @@
 """The paper's toy figures, drawn from exact objectives. Needs matplotlib (``pip install tiltsam[plots]``).
 
-    >>> from tiltsam.toys.figures import draw_all
+    >>> from tiltsam.lab.theory.figures import draw_all
     >>> draw_all("figures")  # doctest: +SKIP
 
 One colour belongs to one method in all figures; colours are those of Okabe and Ito, and a second cue (line style,
@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from tiltsam import toys
-from tiltsam.palette import OKABE_ITO
+from tiltsam.lab.palette import OKABE_ITO
+from tiltsam.lab.theory import estimators
 from tiltsam.samplers import HMC
-from tiltsam.toys import estimators
 from tiltsam.toys.objectives import HMC_TEST, TOY1, TOY2, Ball, Noise, Normal
 
 __all__ = ["FIGURES", "draw_all"]
@@ -49,7 +49,7 @@ def draw_all(out_dir: str | Path, qualities: Sequence[estimators.Quality] | None
 
     Args:
         out_dir: The folder.
-        qualities: What :func:`tiltsam.toys.estimators.study` found; measured anew (a third of the time) if not given.
+        qualities: What :func:`tiltsam.lab.theory.estimators.study` found; measured if not given.
 
     Raises:
         ImportError: If matplotlib is missing.
@@ -234,7 +234,7 @@ def estimator_errors(path: Path) -> Path:
 
 
 def draw_estimators(qualities: Sequence[estimators.Quality], path: Path) -> Path:
-    """Draw what :func:`tiltsam.toys.estimators.study` found."""
+    """Draw what :func:`tiltsam.lab.theory.estimators.study` found."""
     tilts = sorted({q.t for q in qualities})
     fig = _figure(12.5, 7.4)
     axes = fig.subplots(2, len(tilts), sharex=True, sharey="row", squeeze=False)

@@ -1,9 +1,9 @@
 """The paper's statements about TSAM as functions that return numbers.
 
 Each check computes two sides of a statement, or a quantity and its bound, exactly (see :mod:`tiltsam.toys`); the
-tests compare them and :func:`tiltsam.toys.theory.table` shows them beside what the paper states. Not all of it holds as
-printed: see :func:`prefers_flatter` (Theorem 3.6), :func:`smoothness` (Lemma 3.3), :func:`small_t`, and the reading of
-:func:`generalisation_bound` (Theorem 3.7); their docstrings say what does hold.
+tests compare them and :func:`tiltsam.lab.theory.findings.table` shows them next to what the paper states. Not all of
+it holds as printed: see :func:`prefers_flatter` (Theorem 3.6), :func:`smoothness` (Lemma 3.3), :func:`small_t`, and
+the reading of :func:`generalisation_bound` (Theorem 3.7); their docstrings say what does hold.
 """
 
 from __future__ import annotations

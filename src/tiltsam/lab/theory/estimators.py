@@ -21,8 +21,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tiltsam.chains import ChainSpace, sample_chains
 from tiltsam.samplers import HMC, Ascent, Gaussian, Sampler, Uniform
+from tiltsam.toys.chain_space import ChainSpace, sample_chains
 from tiltsam.toys.objectives import HMC_TEST, Ball, Noise, Normal, Problem, tsam
 
 __all__ = [

@@ -7,7 +7,7 @@ import pytest
 
 import tiltsam
 from tiltsam.lab.config import METHOD_SETTINGS
-from tiltsam.palette import METHOD_COLORS, METHOD_COLORS_ON_DARK, OKABE_ITO, color_of
+from tiltsam.lab.palette import METHOD_COLORS, METHOD_COLORS_ON_DARK, OKABE_ITO, color_of
 
 # Machado, Oliveira and Fernandes (2009): linear RGB as seen without one kind of cone.
 SIGHT = {

@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from tiltsam.chains import ChainSpace, tilted_gradients
+from tiltsam.lab.theory import estimators
+from tiltsam.lab.theory.estimators import ESTIMATORS
 from tiltsam.samplers import HMC, Uniform
-from tiltsam.toys import HMC_TEST, Ball, estimators, tsam
-from tiltsam.toys.estimators import ESTIMATORS
+from tiltsam.toys import HMC_TEST, Ball, tsam
+from tiltsam.toys.chain_space import ChainSpace, tilted_gradients
 
 MANY = 300
 CONSISTENT = [name for name, e in ESTIMATORS.items() if e.consistent]

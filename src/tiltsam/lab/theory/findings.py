@@ -1,9 +1,9 @@
 """What was found beside what the paper states: the toy problems and the theory, one row each.
 
-    >>> from tiltsam.toys import theory
-    >>> print(theory.render(theory.table()))  # doctest: +SKIP
+    >>> from tiltsam.lab.theory import findings
+    >>> print(findings.render(findings.table()))  # doctest: +SKIP
 
-The numbers come from :mod:`tiltsam.toys` and :mod:`tiltsam.toys.statements`; nothing is typed in but the paper's words.
+The numbers come from :mod:`tiltsam.toys` and :mod:`tiltsam.lab.theory.statements`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 
+from tiltsam.lab.theory import statements
 from tiltsam.toys import (
     COUNTEREXAMPLE,
     HMC_TEST,
@@ -32,7 +33,6 @@ from tiltsam.toys import (
     minimise,
     quadratic,
     sam,
-    statements,
     stationary_points,
     tsam,
 )

@@ -15,7 +15,7 @@ def code_digest() -> str:
 
     The same sources have the same digits wherever they are installed; ``tiltsam --version`` prints them.
     """
-    return digest_of(Path(__file__).parent)
+    return digest_of(Path(__file__).parents[1])
 
 
 def digest_of(package: Path) -> str:

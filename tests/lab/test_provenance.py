@@ -7,9 +7,9 @@ from pathlib import Path
 
 import tiltsam
 from tiltsam.lab.config import TrainConfig
+from tiltsam.lab.provenance import code_digest, digest_of
 from tiltsam.lab.record import Record
 from tiltsam.lab.train import train
-from tiltsam.provenance import code_digest, digest_of
 
 PACKAGE = Path(tiltsam.__file__).parent
 

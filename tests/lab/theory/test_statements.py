@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from tiltsam.lab.theory import findings, statements
 from tiltsam.toys import (
     COUNTEREXAMPLE,
     HMC_TEST,
@@ -15,8 +16,6 @@ from tiltsam.toys import (
     Problem,
     linear,
     quadratic,
-    statements,
-    theory,
     tsam,
 )
 
@@ -216,7 +215,7 @@ def test_the_bound_on_the_risk_prefers_no_tilt():
 
 
 def test_the_table_says_what_agrees():
-    rows = theory.table()
+    rows = findings.table()
     verdicts = {row.topic: row.agrees for row in rows}
     assert len(verdicts) == len(rows) == 18
     assert {topic for topic, agrees in verdicts.items() if not agrees} == {
@@ -229,7 +228,7 @@ def test_the_table_says_what_agrees():
         "Theorem 3.6: prefers flatter",
         "Theorem 3.7: a best t",
     }
-    text = theory.render(rows)
+    text = findings.render(rows)
     for number in (
         "0.9134 0.9925 1.4450 1.9394 2.4663",
         "0.02027",

@@ -6,10 +6,10 @@ import pytest
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
-from tiltsam.toys import estimators
-from tiltsam.toys import figures as toy_figures
-from tiltsam.toys.estimators import ESTIMATORS
-from tiltsam.toys.figures import COLORS, FIGURES
+from tiltsam.lab.theory import estimators
+from tiltsam.lab.theory import figures as toy_figures
+from tiltsam.lab.theory.estimators import ESTIMATORS
+from tiltsam.lab.theory.figures import COLORS, FIGURES
 
 
 @pytest.fixture

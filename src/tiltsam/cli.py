@@ -75,7 +75,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     toys = commands.add_parser(
         "toys",
         help="the paper's toy figures and theorems, with exact numbers",
-        description="Draw the toy figures and print what was found beside what the paper states. Under a minute.",
+        description="Draw the toy figures and compare each statement of the paper with what was found. Under a minute.",
         epilog="example: tiltsam toys --out figures",
     )
     toys.add_argument("--out", type=Path, default=Path("toys"), help="folder for the figures (default: %(default)s)")

@@ -1,14 +1,11 @@
-"""How good are the gradient estimates that TSAM descends? The kernels of the optimizer against the exact gradient.
+"""Bias and standard deviation of the gradient estimates that TSAM descends.
 
-A step of TSAM draws ``s`` perturbations and aggregates their gradients with weights ``softmax((t - delta) L_j)``
-(Algorithm 1). Here the very kernels that train networks (:mod:`tiltsam.samplers`) run on a loss of one variable whose
-gradient of ``L^t`` is known by quadrature, on many chains at once, and two questions are answered for each of them:
+A TSAM step draws ``s`` perturbations and averages their gradients with weights ``softmax((t - delta) L_j)`` (Algorithm
+1). Here the samplers of :mod:`tiltsam.samplers` run on a loss of one variable, for which quadrature gives the exact
+gradient of ``L^t``.
 
-* bias: how far is the mean of the estimate from the exact gradient?
-* spread: what is its standard deviation over draws?
-
-An estimator is *consistent* if both vanish as ``s`` grows. A bias that falls like ``1/s`` is the usual price of
-normalised weights; one that stays is an error of the sampler.
+An estimator is *consistent* if bias and standard deviation vanish as ``s`` grows. Normalised weights have a bias of
+order ``1/s``; a bias that stays is an error of the sampler.
 """
 
 from __future__ import annotations
@@ -16,101 +13,87 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tiltsam.samplers import HMC, Ascent, Gaussian, Sampler, Uniform
+from tiltsam.toys import HMC_TEST, Ball, Noise, Normal, Problem, tsam
 from tiltsam.toys.chain_space import ChainSpace, sample_chains
-from tiltsam.toys.objectives import HMC_TEST, Ball, Noise, Normal, Problem, tsam
 
 __all__ = [
     "ESTIMATORS",
     "Estimator",
     "Quality",
-    "density",
     "draw_perturbations",
+    "exact_density",
+    "ks_distance",
     "measure",
     "render",
     "study",
-    "sup_cdf",
 ]
 
 CENTER = -1.0
-"""Where the gradient of ``L^t`` of :data:`~tiltsam.toys.HMC_TEST` is estimated: the worst case over [-2, 0] is then the
-right end, where the slope is .8, so that the gradient does not vanish at large ``t``."""
+"""Where the gradient of ``L^t`` of :data:`~tiltsam.toys.HMC_TEST` is estimated. The worst case over [-2, 0] is at its
+right end, where the slope is .8, so the gradient does not vanish at large ``t``."""
 
 
 @dataclass(frozen=True)
 class Estimator:
-    """A way to estimate the gradient of the tilted loss.
+    """An estimator of the gradient of the tilted loss.
 
     Args:
-        name: For tables and figures.
-        sampler: The kernel that draws.
-        noise: The measure whose tilted loss is meant.
-        radius: Radius of the ball that the kernel draws from.
+        name: Name for tables and figures.
+        sampler: The sampler.
+        noise: The distribution ``mu`` that defines the tilted loss.
+        radius: Radius of the ball that the sampler draws from.
         rho: Length of the ascent.
-        delta_share: The sampler's tilt as a share of ``t``: ``delta = delta_share * t``.
-        consistent: Whether it should tend to the exact gradient as ``s`` grows.
-        passes: Gradient evaluations a sample.
+        delta_over_t: The sampler's tilt ``delta`` divided by ``t``.
     """
 
     name: str
     sampler: Sampler
     noise: Noise
-    radius: float
-    rho: float
-    delta_share: float
-    consistent: bool
-    passes: int
+    radius: float = 1.0
+    rho: float = 0.0
+    delta_over_t: float = 0.0
 
 
-def _estimators() -> dict[str, Estimator]:
-    # The neighbourhood is [-1, 1] for all but the Gaussian. Algorithm 2 splits it into R + rho, so that its draws stay
-    # inside; rho is a tenth of it, so that the ascent does something. HMC takes N = 1 step a proposal, as the paper
-    # does, and as many proposals as it needs to forget the uniform start (80 steps of .2 diffuse over 1.8).
-    ball, split = Ball(1.0), {"radius": 0.9, "rho": 0.1}
-
-    def hmc(name: str, integrator: str, num_proposals: int, consistent: bool) -> Estimator:
-        sampler = HMC(1, 0.2, 1.0, integrator, "reflect", num_proposals)  # type: ignore[arg-type]
-        return Estimator(name, sampler, ball, 1.0, 0.0, 0.5, consistent, 1 + num_proposals)
-
-    return {
-        e.name: e
-        for e in (
-            Estimator("uniform", Uniform(), ball, 1.0, 0.0, 0.0, True, 1),
-            Estimator("Gaussian", Gaussian(std=0.5), Normal(0.5), 1.0, 0.0, 0.0, True, 1),
-            Estimator("Algorithm 2, δ = t/2", Ascent(), ball, delta_share=0.5, consistent=False, passes=2, **split),
-            Estimator("Algorithm 2, δ = 0", Ascent(), ball, delta_share=0.0, consistent=False, passes=2, **split),
-            hmc("HMC leapfrog", "leapfrog", 80, True),
-            hmc("HMC Euler, corrected", "euler-corrected", 80, True),
-            hmc("HMC Euler, as printed", "euler", 80, False),
-            hmc("HMC leapfrog, 1 proposal", "leapfrog", 1, False),
-        )
-    }
+def _hmc(integrator: Literal["leapfrog", "euler-corrected", "euler"], num_proposals: int) -> HMC:
+    # N = 1 step per proposal, as in the paper. 80 proposals of step .2 diffuse over .2 sqrt(80) = 1.8, enough to forget
+    # the uniform start.
+    return HMC(num_steps=1, step_size=0.2, integrator=integrator, num_proposals=num_proposals)
 
 
-ESTIMATORS = _estimators()
-"""Those that are compared, by name."""
+# mu is uniform on [-1, 1], except for the Gaussian. Algorithm 2 splits the unit radius into R + rho = .9 + .1, so that
+# its points stay inside.
+ESTIMATORS = {
+    estimator.name: estimator
+    for estimator in (
+        Estimator("uniform", Uniform(), Ball(1.0)),
+        Estimator("Gaussian", Gaussian(std=0.5), Normal(0.5)),
+        Estimator("Algorithm 2, δ = t/2", Ascent(), Ball(1.0), radius=0.9, rho=0.1, delta_over_t=0.5),
+        Estimator("Algorithm 2, δ = 0", Ascent(), Ball(1.0), radius=0.9, rho=0.1),
+        Estimator("HMC leapfrog", _hmc("leapfrog", 80), Ball(1.0), delta_over_t=0.5),
+        Estimator("HMC Euler, corrected", _hmc("euler-corrected", 80), Ball(1.0), delta_over_t=0.5),
+        Estimator("HMC Euler, as printed", _hmc("euler", 80), Ball(1.0), delta_over_t=0.5),
+        Estimator("HMC leapfrog, 1 proposal", _hmc("leapfrog", 1), Ball(1.0), delta_over_t=0.5),
+    )
+}
+"""The estimators to compare, by name."""
 
 
 class Quality(NamedTuple):
-    """An estimator's errors at one tilt and one number of samples."""
+    """Errors of an estimator at one tilt and one number of samples."""
 
     name: str
     t: float
     num_samples: int
-    exact: float  # the gradient of L^t by quadrature
+    exact: float  # gradient of L^t by quadrature
     bias: float
-    bias_error: float  # standard error of the bias, from the finite number of repeats
-    spread: float  # standard deviation of the estimate
-
-    @property
-    def rmse(self) -> float:
-        """Root of the mean squared error."""
-        return math.hypot(self.bias, self.spread)
+    bias_error: float  # standard error of the bias
+    std: float  # standard deviation of one estimate
 
 
 def measure(
@@ -123,34 +106,36 @@ def measure(
     num_draws: int = 16384,
     seed: int = 0,
 ) -> list[Quality]:
-    """Bias and spread of an estimator at tilt ``t`` for several numbers of samples ``s``.
+    """Return bias and standard deviation of an estimator at tilt ``t`` for several numbers of samples ``s``.
 
-    The samples of a step are independent for every kernel here, so the same ``num_draws`` draws are cut into groups of
-    ``s``: the more samples, the fewer repeats, and the standard error of the bias stays about the same.
+    The samples of a step are independent for every sampler here, so the same ``num_draws`` draws are cut into groups of
+    ``s``. More samples mean fewer groups, and the standard error of the bias stays about the same.
 
     Args:
         estimator: One of :data:`ESTIMATORS`, or another.
         t: The tilt.
-        num_samples: The numbers ``s``; each at most ``num_draws / 2``.
+        num_samples: The numbers ``s``, each at most ``num_draws / 2``.
         problem: The loss.
         theta: Where the gradient is estimated.
-        num_draws: How many perturbations to draw in all.
-        seed: Of the draws.
+        num_draws: Total number of perturbations to draw.
+        seed: Seed of the draws.
     """
     if max(num_samples) * 2 > num_draws:
-        raise ValueError(f"num_draws must be at least twice the largest s, got {num_draws} for {max(num_samples)}")
-    delta = estimator.delta_share * t
-    losses, grads = _draw(estimator, problem, theta, delta, num_draws, seed)[1:]
+        raise ValueError(f"num_draws must be at least {max(num_samples) * 2}, twice the largest s, got {num_draws}")
+    delta = estimator.delta_over_t * t
+    space = _chains(problem, theta, num_draws, estimator.rho, estimator.radius, delta, seed)
+    (draw,), _ = sample_chains(estimator.sampler, space)
     exact = float(tsam(problem, theta, t, estimator.noise).grad)
-    found = []
+    qualities = []
     for s in num_samples:
-        whole = num_draws // s * s
-        weights = ((t - delta) * losses[:whole].reshape(-1, s)).softmax(1)  # Algorithm 1
-        estimates = (weights * grads[:whole].reshape(-1, s)).sum(1)
-        spread = float(estimates.std())
-        error = spread / math.sqrt(len(estimates))
-        found.append(Quality(estimator.name, t, s, exact, float(estimates.mean()) - exact, error, spread))
-    return found
+        num_used = num_draws // s * s
+        losses, gradients = draw.loss[:num_used].reshape(-1, s), draw.gradient[:num_used, 0].reshape(-1, s)
+        weights = ((t - delta) * losses).softmax(1)  # Algorithm 1
+        estimates = (weights * gradients).sum(1)
+        std = float(estimates.std())
+        error = std / math.sqrt(len(estimates))
+        qualities.append(Quality(estimator.name, t, s, exact, float(estimates.mean()) - exact, error, std))
+    return qualities
 
 
 def study(
@@ -160,7 +145,7 @@ def study(
     num_draws: int = 16384,
     seed: int = 0,
 ) -> list[Quality]:
-    """All of :data:`ESTIMATORS`, at several tilts and numbers of samples."""
+    """Measure all of :data:`ESTIMATORS` at several tilts and numbers of samples."""
     return [
         quality
         for t in tilts
@@ -170,12 +155,11 @@ def study(
 
 
 def render(qualities: Sequence[Quality]) -> str:
-    """A text table: a line for each estimator and tilt, ``bias (its standard error) spread`` for each ``s``."""
+    """Return a text table with a line per estimator and tilt, and ``bias (standard error) std`` for each ``s``."""
     counts = sorted({q.num_samples for q in qualities})
-    cells = {(q.name, q.t, q.num_samples): f"{q.bias:+.3f} ({q.bias_error:.3f}) {q.spread:.3f}" for q in qualities}
+    cells = {(q.name, q.t, q.num_samples): f"{q.bias:+.3f} ({q.bias_error:.3f}) {q.std:.3f}" for q in qualities}
     exact = {(q.name, q.t): q.exact for q in qualities}
-    head = f"{'estimator':<26}{'t':>5}{'exact':>8}" + "".join(f"{f's = {s}':>24}" for s in counts)
-    lines = [head]
+    lines = [f"{'estimator':<26}{'t':>5}{'exact':>8}" + "".join(f"{f's = {s}':>24}" for s in counts)]
     for (name, t), value in exact.items():
         row = "".join(f"{cells.get((name, t, s), ''):>24}" for s in counts)
         lines.append(f"{name:<26}{t:>5g}{value:>8.3f}{row}")
@@ -185,22 +169,25 @@ def render(qualities: Sequence[Quality]) -> str:
 def draw_perturbations(
     sampler: Sampler, *, delta: float, num_draws: int, problem: Problem = HMC_TEST, theta: float = 0.0, seed: int = 0
 ) -> Tensor:
-    """Perturbations that a kernel draws on the unit ball with tilt ``delta``, of shape (num_draws,)."""
-    plain = Estimator("", sampler, Ball(1.0), 1.0, 0.0, 0.0, True, 1)
-    return _draw(plain, problem, theta, delta, num_draws, seed)[0]
+    """Draw perturbations on the unit ball with tilt ``delta``, of shape (num_draws,)."""
+    space = _chains(problem, theta, num_draws, rho=0.0, radius=1.0, delta=delta, seed=seed)
+    _, eps = sample_chains(sampler, space)
+    return eps[0, :, 0]
 
 
-def density(problem: Problem, delta: float, theta: float = 0.0, num: int = 4001) -> tuple[Tensor, Tensor, Tensor]:
-    """The exact density proportional to ``exp(delta L(theta + eps))`` on [-1, 1]: places, density, distribution."""
-    eps = torch.linspace(-1, 1, num, dtype=torch.float64)
+def exact_density(
+    problem: Problem, delta: float, theta: float = 0.0, num_points: int = 4001
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return a grid on [-1, 1] with the density proportional to ``exp(delta L(theta + eps))`` and its CDF."""
+    eps = torch.linspace(-1, 1, num_points, dtype=torch.float64)
     height = (delta * problem.loss(theta + eps)).exp()
     below = torch.cat([height.new_zeros(1), torch.cumulative_trapezoid(height, eps)])
     return eps, height / below[-1], below / below[-1]
 
 
-def sup_cdf(draws: Tensor, problem: Problem, delta: float) -> float:
-    """Largest distance between the distribution of ``draws`` and the exact one (Kolmogorov and Smirnov)."""
-    eps, _, exact = density(problem, delta)
+def ks_distance(draws: Tensor, problem: Problem, delta: float) -> float:
+    """Return the Kolmogorov-Smirnov distance of the draws from the exact density: the largest gap between the CDFs."""
+    eps, _, exact = exact_density(problem, delta)
     ordered = draws.sort().values
     right = torch.searchsorted(eps, ordered).clamp(1, len(eps) - 1)
     fraction = (ordered - eps[right - 1]) / (eps[right] - eps[right - 1])
@@ -209,18 +196,10 @@ def sup_cdf(draws: Tensor, problem: Problem, delta: float) -> float:
     return float(torch.maximum(at_draws - rank / len(draws), (rank + 1) / len(draws) - at_draws).max())
 
 
-def _draw(
-    estimator: Estimator, problem: Problem, theta: float, delta: float, num_draws: int, seed: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Perturbations, losses and gradients of independent chains, one sample each."""
-    space = ChainSpace(
-        lambda x: problem.loss(x[:, 0]),
-        torch.tensor([theta], dtype=torch.float64),
-        num_draws,
-        rho=estimator.rho,
-        radius=estimator.radius,
-        delta=delta,
-        seed=seed,
+def _chains(
+    problem: Problem, theta: float, num_chains: int, rho: float, radius: float, delta: float, seed: int
+) -> ChainSpace:
+    center = torch.tensor([theta], dtype=torch.float64)
+    return ChainSpace(
+        lambda x: problem.loss(x[:, 0]), center, num_chains, rho=rho, radius=radius, delta=delta, seed=seed
     )
-    (draw,), eps = sample_chains(estimator.sampler, space)
-    return eps[0, :, 0], draw.loss, draw.gradient[:, 0]

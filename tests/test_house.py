@@ -148,7 +148,7 @@ def test_python_in_the_pages_runs(path, tmp_path, monkeypatch):
 OFFERED = [
     *("tiltsam", "tiltsam.averaging", "tiltsam.capture", "tiltsam.curvature", "tiltsam.landscape", "tiltsam.optim"),
     *("tiltsam.samplers", "tiltsam.sharpness", "tiltsam.tilting"),
-    *("tiltsam.toys", "tiltsam.lab.theory.estimators", "tiltsam.lab.theory.statements"),
+    *("tiltsam.toys", "tiltsam.toys.chain_space", "tiltsam.lab.theory.estimators", "tiltsam.lab.theory.statements"),
     *("tiltsam.integrations.accelerate", "tiltsam.integrations.lightning", "tiltsam.integrations.transformers"),
     *("tiltsam.lab.compare", "tiltsam.lab.report", "tiltsam.lab.sweep", "tiltsam.lab.train"),
 ]

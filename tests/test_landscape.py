@@ -178,7 +178,7 @@ def test_table_of_two_models() -> None:
 def test_every_figure_is_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     from tiltsam.flatness.figures import plot_neighborhood, plot_slices, write_figures
-    from tiltsam.palette import OKABE_ITO
+    from tiltsam.lab.palette import OKABE_ITO
 
     flats = compare({"a": convnet(), "b/c": convnet()}, cross_entropy, unequal_batches(), QUICK)
     written = write_figures(flats, tmp_path / "new", dpi=40)

@@ -19,7 +19,7 @@ from typing import Any
 import tiltsam
 from tiltsam.lab.exits import GOES_ON, end, ending_soon, let_go_of_output
 from tiltsam.lab.interrupts import heeding_interrupts
-from tiltsam.provenance import code_digest
+from tiltsam.lab.provenance import code_digest
 
 __all__ = ["main"]
 
@@ -76,7 +76,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     toys = commands.add_parser(
         "toys",
         help="the paper's toy figures and theorems, with exact numbers",
-        description="Draw the toy figures and print what was found beside what the paper states. Under a minute.",
+        description="Draw the toy figures and compare each statement of the paper with what was found. Under a minute.",
         epilog="example: tiltsam toys --out figures",
     )
     toys.add_argument("--out", type=Path, default=Path("toys"), help="folder for the figures (default: %(default)s)")
@@ -364,11 +364,11 @@ def _tasks(args: argparse.Namespace) -> None:
 
 def _toys(args: argparse.Namespace) -> None:
     from tiltsam.lab.devices import one_thread
-    from tiltsam.toys import estimators, figures, theory
+    from tiltsam.lab.theory import estimators, figures, findings
 
     drawn = _figures(args)
     with one_thread():
-        print(theory.render(theory.table()), flush=True)
+        print(findings.render(findings.table()), flush=True)
         qualities = estimators.study()
         print("\n" + estimators.render(qualities), flush=True)
         if drawn:

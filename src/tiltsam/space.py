@@ -1,8 +1,8 @@
 """The space a sampler moves in: a vector θ, a point near it, and the loss and gradient at that point.
 
 Samplers are written against the :class:`Space` protocol and nothing else. ``tiltsam.parameters`` implements it for the
-weights of a network, ``tiltsam.chains`` for many chains at once on a function with known answers, so that the very
-kernels that train networks are measured against exact densities.
+weights of a network, ``tiltsam.toys.chain_space`` for many chains on a function with a known density, so that the same
+samplers can be tested against exact answers.
 """
 
 from __future__ import annotations

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from tiltsam.curvature import Density, Eigenpairs
 from tiltsam.flatness.comparison import Flatness
+from tiltsam.lab.palette import METHOD_COLORS, color_of
 from tiltsam.landscape import Slice1D, Slice2D
-from tiltsam.palette import METHOD_COLORS, color_of
 from tiltsam.sharpness import Neighborhood
 
 if TYPE_CHECKING:

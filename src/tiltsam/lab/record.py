@@ -39,7 +39,7 @@ from tiltsam.lab.checkpoints import Checkpoint
 from tiltsam.lab.config import ConfigError, TrainConfig, check_types
 from tiltsam.lab.errors import RecordError
 from tiltsam.lab.files import drafted, drop_drafts, load_tensors, parse_json, save_tensors, write_json
-from tiltsam.provenance import code_digest
+from tiltsam.lab.provenance import code_digest
 
 __all__ = [
     "Checkpoint",

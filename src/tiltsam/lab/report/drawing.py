@@ -7,9 +7,9 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+from tiltsam.lab.palette import method_color
 from tiltsam.lab.report.figures import Figure, Series
 from tiltsam.lab.report.page import DASHES
-from tiltsam.palette import method_color
 
 __all__ = ["draw"]
 

@@ -1,4 +1,4 @@
-"""Colours of every figure: Okabe and Ito's palette, told apart by colour-blind readers; one colour per method."""
+"""Colours of all figures: the Okabe-Ito palette, safe for colour-blind readers, with one colour per method."""
 
 __all__ = ["METHOD_COLORS", "METHOD_COLORS_ON_DARK", "OKABE_ITO", "OTHER_COLOR", "color_of", "method_color"]
 
@@ -13,26 +13,26 @@ METHOD_COLORS = {
     "rsam": "#E69F00",
     "esam2": "#56B4E9",
     "asam": "#000000",
-    # Okabe and Ito's last, yellow, is too faint on white; this violet is as far from the seven others as they are from
-    # each other, with full colour vision and without the red, green or blue receptors.
+    # Yellow, the last colour of the palette, is too faint on white. This violet is as far from the seven others as they
+    # are from each other, for normal and for colour-blind vision.
     "esam1": "#8A3FFC",
 }
-"""The same method has the same colour everywhere."""
+"""Colour of each method in every figure."""
 
 METHOD_COLORS_ON_DARK = METHOD_COLORS | {"asam": "#F2F2F2"}
-"""On a dark page the only colour that would vanish, black, turns white."""
+"""Colours on a dark page, where black would be invisible."""
 
 OTHER_COLOR = "#808080"
-"""Of what is no method of ours."""
+"""Colour of methods that are not in :data:`METHOD_COLORS`."""
 
 
 def method_color(method: str) -> str:
-    """The colour of a method; all that are not ours have one."""
+    """Return the colour of a method, or :data:`OTHER_COLOR`."""
     return METHOD_COLORS.get(method, OTHER_COLOR)
 
 
 def color_of(name: str, number: int = 0) -> str:
-    """The colour of the method that a name begins with; of another name, the palette's ``number``-th.
+    """Return the colour of the method that starts ``name``, or the ``number``-th colour of the palette.
 
     Example:
         >>> color_of("tsam seed 3") == METHOD_COLORS["tsam"]

@@ -1,4 +1,4 @@
-"""Which code made a result."""
+"""The digest of the source code, and the code versions that a run records."""
 
 import json
 import shutil
@@ -7,14 +7,14 @@ from pathlib import Path
 
 import tiltsam
 from tiltsam.lab.config import TrainConfig
+from tiltsam.lab.provenance import code_digest, digest_of
 from tiltsam.lab.record import Record
 from tiltsam.lab.train import train
-from tiltsam.provenance import code_digest, digest_of
 
 PACKAGE = Path(tiltsam.__file__).parent
 
 
-def test_a_copy_has_the_same_digest_and_any_change_another(tmp_path):
+def test_digest_changes_with_any_source_file(tmp_path):
     copy = tmp_path / "elsewhere"
     shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
     assert digest_of(copy) == code_digest()
@@ -29,34 +29,34 @@ def test_a_copy_has_the_same_digest_and_any_change_another(tmp_path):
     assert len(seen) == 4
 
 
-def test_the_lock_of_an_editor_is_no_source(tmp_path):
+def test_digest_ignores_editor_locks(tmp_path):
     (tmp_path / "a.py").write_text("a = 1\n")
     alone = digest_of(tmp_path)
-    (tmp_path / ".#a.py").symlink_to("someone@somewhere.1234:5678")  # Emacs makes it while changes are not saved
+    (tmp_path / ".#a.py").symlink_to("someone@somewhere.1234:5678")  # Emacs creates it while changes are unsaved
     assert digest_of(tmp_path) == alone
 
 
-def test_a_run_says_which_code_it_ran(tmp_path):
+def test_run_records_code_digest(tmp_path):
     config = TrainConfig("digits", "erm", epochs=1)
     train(config, Record(tmp_path))
     assert json.loads((tmp_path / "environment.json").read_text())["code"] == code_digest()
 
 
-def test_a_run_that_went_on_with_other_code_tells_both(tmp_path, monkeypatch):
+def test_resumed_run_records_both_digests(tmp_path, monkeypatch):
     config, record = TrainConfig("digits", "erm", epochs=4), Record(tmp_path)
     train(config, record, until=1 / 4)
     assert "before" not in record.environment()
     train(config, record, until=2 / 4)
     begun = record.environment()
     assert begun["code"] == code_digest()
-    assert "before" not in begun  # the same went on
+    assert "before" not in begun  # resumed with the same code
     monkeypatch.setattr("tiltsam.lab.record.code_digest", lambda: "other")
     train(config, record, until=3 / 4)
     train(config, record)
     assert record.environment() == {**begun, "code": "other", "since": 2, "before": [begun]}
 
 
-def test_code_whose_epochs_were_trained_again_did_not_make_the_run(tmp_path, monkeypatch):
+def test_run_drops_digest_of_lost_epochs(tmp_path, monkeypatch):
     config, record = TrainConfig("digits", "erm", epochs=4), Record(tmp_path)
     mine = code_digest()
 

@@ -1,4 +1,4 @@
-"""The figures are drawn, on every one of its axes something is seen, and legends keep off the data."""
+"""The toy figures: files, axes, legends and colours."""
 
 import builtins
 
@@ -6,15 +6,14 @@ import pytest
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
-from tiltsam.toys import estimators
-from tiltsam.toys import figures as toy_figures
-from tiltsam.toys.estimators import ESTIMATORS
-from tiltsam.toys.figures import COLORS, FIGURES
+from tiltsam.lab.theory import estimators, figures
+from tiltsam.lab.theory.estimators import ESTIMATORS
+from tiltsam.lab.theory.figures import COLORS, FIGURES
 
 
 @pytest.fixture
-def _quick(monkeypatch):
-    """The same figures from fewer draws."""
+def _few_draws(monkeypatch):
+    """Draw the figures from fewer samples."""
     study, draw = estimators.study, estimators.draw_perturbations
     monkeypatch.setattr(estimators, "study", lambda: study((1.0,), (1, 3, 10), num_draws=400))
     monkeypatch.setattr(
@@ -23,48 +22,47 @@ def _quick(monkeypatch):
 
 
 @pytest.fixture
-def kept(monkeypatch):
-    """The figures as they are at the moment they are saved."""
-    figures = []
-    save = Figure.savefig
+def saved(monkeypatch):
+    """Collect the figures that are saved."""
+    found = []
+    savefig = Figure.savefig
 
-    def keep(self, *args, **kwargs):
-        figures.append(self)
-        save(self, *args, **kwargs)
+    def save(self, *args, **kwargs):
+        found.append(self)
+        savefig(self, *args, **kwargs)
 
-    monkeypatch.setattr(Figure, "savefig", keep)
-    return figures
+    monkeypatch.setattr(Figure, "savefig", save)
+    return found
 
 
-@pytest.mark.usefixtures("_quick")
-def test_draw_all(tmp_path, kept):
-    paths = toy_figures.draw_all(tmp_path / "new" / "folder")
+@pytest.mark.usefixtures("_few_draws")
+def test_draw_all(tmp_path, saved):
+    paths = figures.draw_all(tmp_path / "new" / "folder")
     assert [p.stem for p in paths] == list(FIGURES)
-    for path, fig in zip(paths, kept, strict=True):
+    for path, fig in zip(paths, saved, strict=True):
         pixels = imread(path)
-        assert pixels.shape[1] >= 150 * fig.get_figwidth()  # at least 150 dots an inch
+        assert pixels.shape[1] >= 150 * fig.get_figwidth()  # at least 150 dots per inch
         assert pixels[..., :3].std() > 0.05
         assert fig.get_supxlabel()
         for ax in fig.axes:
             assert ax.lines
             legend = ax.get_legend()
-            if legend is not None:  # beside or below the axes, never over the data
+            if legend is not None:  # next to or below the axes, not over the data
                 assert not ax.get_window_extent().overlaps(legend.get_window_extent())
-    trajectories = kept[0]
-    assert "Gaussian noise: the end moves to flatter" in " ".join(trajectories.get_supxlabel().split())
+    trajectories = saved[0]
     ends = [ax.texts[0].get_text() for ax in trajectories.axes]
     assert ends == [f"θ = {x}" for x in ("0.358", "0.913", "1.445", "2.466", "0.500", "0.421", "0.421", "0.421")]
     for ax in trajectories.axes:
         assert [line.get_marker() for line in ax.lines].count("*") == 1
 
 
-def test_every_estimator_has_a_colour_and_looks_different():
+def test_estimators_have_distinct_styles():
     assert set(ESTIMATORS) <= set(COLORS)
-    looks = [(COLORS[name], name in toy_figures._DASHED) for name in ESTIMATORS]
-    assert len(set(looks)) == len(looks)
+    styles = [(COLORS[name], name in figures._DASHED) for name in ESTIMATORS]
+    assert len(set(styles)) == len(styles)
 
 
-def test_without_matplotlib_the_extra_is_named(monkeypatch, tmp_path):
+def test_draw_all_names_extra_without_matplotlib(monkeypatch, tmp_path):
     real = builtins.__import__
 
     def without(name, *args, **kwargs):
@@ -74,5 +72,5 @@ def test_without_matplotlib_the_extra_is_named(monkeypatch, tmp_path):
 
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(ImportError, match=r"pip install '\.\[plots\]'"):
-        toy_figures.draw_all(tmp_path / "nothing")
+        figures.draw_all(tmp_path / "nothing")
     assert not (tmp_path / "nothing").exists()

@@ -1,16 +1,16 @@
 """The paper's toy figures, drawn from exact objectives. Needs matplotlib (``pip install '.[plots]'``).
 
-    >>> from tiltsam.toys.figures import draw_all
+    >>> from tiltsam.lab.theory.figures import draw_all
     >>> draw_all("figures")  # doctest: +SKIP
 
-One colour belongs to one method in all figures; colours are those of Okabe and Ito, and a second cue (line style,
-shade, marker) always goes along.
+Each method has one colour in all figures, together with a second cue: line style, shade or marker.
 """
 
 from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from tiltsam import toys
-from tiltsam.palette import OKABE_ITO
+from tiltsam.lab.palette import OKABE_ITO
+from tiltsam.lab.theory import estimators
 from tiltsam.samplers import HMC
-from tiltsam.toys import estimators
-from tiltsam.toys.objectives import HMC_TEST, TOY1, TOY2, Ball, Noise, Normal
+from tiltsam.toys import HMC_TEST, TOY1, TOY2, Ball, Noise, Normal
 
 __all__ = ["FIGURES", "draw_all"]
 
@@ -45,11 +45,11 @@ _DPI = 160
 
 
 def draw_all(out_dir: str | Path, qualities: Sequence[estimators.Quality] | None = None) -> list[Path]:
-    """Draw every figure of :data:`FIGURES` as a PNG into a folder, made if need be; about half a minute on one core.
+    """Write every figure of :data:`FIGURES` as a PNG into a folder. Takes about half a minute on one core.
 
     Args:
-        out_dir: The folder.
-        qualities: What :func:`tiltsam.toys.estimators.study` found; measured anew (a third of the time) if not given.
+        out_dir: The folder, created if it does not exist.
+        qualities: The result of :func:`tiltsam.lab.theory.estimators.study`; measured if not given.
 
     Raises:
         ImportError: If matplotlib is missing.
@@ -57,14 +57,13 @@ def draw_all(out_dir: str | Path, qualities: Sequence[estimators.Quality] | None
     _matplotlib()
     folder = Path(out_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    draws = dict(FIGURES)
-    if qualities is not None:
-        draws["estimators"] = lambda path: draw_estimators(qualities, path)
+    draws: dict[str, Callable[[Path], Path]] = dict(FIGURES)
+    draws["estimators"] = partial(estimator_errors, qualities=qualities)
     return [draw(folder / f"{name}.png") for name, draw in draws.items()]
 
 
 def toy1_trajectories(path: Path) -> Path:
-    """Figure 1: gradient flow on toy 1 from .5 for each objective, under both readings of the noise."""
+    """Draw figure 1: gradient flow on toy 1 from .5 for each objective, with Gaussian and with uniform noise."""
     fig = _figure(12.5, 6.2)
     axes = fig.subplots(2, 4, sharex=True, sharey=True)
     theta = torch.linspace(TOY1.lo, TOY1.hi, 800, dtype=torch.float64)
@@ -76,14 +75,14 @@ def toy1_trajectories(path: Path) -> Path:
     for row, (noise, (name, baseline)) in enumerate(zip(noises, baselines, strict=True)):
         panels = [(name, baseline, name), *((f"TSAM, t = {t}", _tsam_grad(t, noise), "TSAM") for t in (0, 1, 5))]
         for ax, (title, grad, method) in zip(axes[row], panels, strict=True):
-            went = toys.flow(grad, 0.5, TOY1.lo, TOY1.hi, 101)
+            flow = toys.flow(grad, 0.5, TOY1.lo, TOY1.hi, 101)
             ax.plot(theta, TOY1.loss(theta), color=_GREY, lw=1.2)
-            ax.plot(went.theta, TOY1.loss(went.theta), color=COLORS[method], lw=2.6, solid_capstyle="round")
+            ax.plot(flow.theta, TOY1.loss(flow.theta), color=COLORS[method], lw=2.6, solid_capstyle="round")
             ax.plot(0.5, TOY1.loss(torch.tensor(0.5)), "o", color=COLORS[method], ms=6)
-            end = torch.tensor(went.end)
+            end = torch.tensor(flow.end)
             ax.plot(end, TOY1.loss(end), "*", color=COLORS[method], ms=17, mec="white", mew=0.8)
             ax.set_title(title, fontsize=11)
-            ax.annotate(f"θ = {went.end:.3f}", (0.96, 0.95), xycoords="axes fraction", ha="right", va="top")
+            ax.annotate(f"θ = {flow.end:.3f}", (0.96, 0.95), xycoords="axes fraction", ha="right", va="top")
     for ax, label in zip(axes[:, 0], ("Gaussian noise, std .2", "uniform noise on [−.2, .2]"), strict=True):
         ax.set_ylabel(f"{label}\nloss L(θ)")
     for ax in axes[1]:
@@ -91,15 +90,15 @@ def toy1_trajectories(path: Path) -> Path:
     return _save(
         fig,
         path,
-        "Gradient flow from θ = .5 (dot) to where it rests (star), drawn on the loss. Top, Gaussian noise: the end "
-        "moves to flatter minima as t grows, as in the paper's figure 1; this reading matches it. Bottom, uniform "
-        "noise: the stationary points solve L(θ+ρ) = L(θ−ρ) whatever t is, and TSAM ends at .421 for every t. SAM does "
-        "not move: the worst case around .5 is the peak at .615, and stays it nearby, so that the objective is flat.",
+        "Gradient flow from θ = .5 (dot) to its end (star), drawn on the loss. Top, Gaussian noise: the end moves to "
+        "flatter minima as t grows, as in the paper's figure 1. Bottom, uniform noise: the stationary points solve "
+        "L(θ+ρ) = L(θ−ρ) for every t, and TSAM ends at .421 whatever t is. SAM does not move: the worst case around .5 "
+        "is the peak at .615, also for all θ nearby, so the objective is flat there.",
     )
 
 
 def toy2_losses(path: Path) -> Path:
-    """Appendix A: SAM and TSAM objectives of toy 2 as rho grows, global minima marked."""
+    """Draw the figures of appendix A: SAM and TSAM objectives of toy 2 as rho grows, with their global minima."""
     fig = _figure(11.5, 4.9)
     axes = fig.subplots(1, 2, sharey=True)
     theta = torch.linspace(-0.2, 4.2, 1101, dtype=torch.float64)
@@ -125,14 +124,14 @@ def toy2_losses(path: Path) -> Path:
     return _save(
         fig,
         path,
-        "Toy 2: a sharp minimum at 1 (loss −.01) and a flat one at 3 (loss 0); stars mark global minima, the white one "
-        "that of the loss. SAM moves to 3 at ρ = .0101 and has kinks; TSAM moves at ρ = .0203 and has none at "
-        "the minima.",
+        "Toy 2: a sharp minimum at 1 (loss −.01) and a flat one at 3 (loss 0); stars mark global minima, the white "
+        "star that of the loss. The minimum of SAM moves to 3 at ρ = .0101, that of TSAM at ρ = .0203. SAM has kinks "
+        "at its minima, TSAM has none.",
     )
 
 
 def tilt_curves(path: Path) -> Path:
-    """The TSAM objective against t at the minima of toy 1: from the mean to the maximum, and where they cross."""
+    """Draw the TSAM objective against t at the minima of toy 1, from the mean to the maximum, and where they cross."""
     fig = _figure(8.6, 4.8)
     ax = fig.subplots()
     tilts = torch.logspace(-2, 3.5, 45).tolist()
@@ -153,14 +152,14 @@ def tilt_curves(path: Path) -> Path:
     return _save(
         fig,
         path,
-        "Toy 1, uniform noise, ρ = .2: Lᵗ at the four minima never falls as t grows, from the mean loss over the ball "
-        "(dots) to SAM's maximum (triangles). The lowest of them changes at t = .469, .776 and 1.167 (grey lines): the "
+        "Toy 1, uniform noise, ρ = .2: at each of the four minima Lᵗ grows with t, from the mean loss over the ball "
+        "(dots) to SAM's maximum (triangles). The lowest minimum changes at t = .469, .776 and 1.167 (grey lines): the "
         "global minimiser jumps to flatter minima.",
     )
 
 
 def minimiser_jumps(path: Path) -> Path:
-    """Where the minimiser is, as a function of t on toy 1 and of rho on toy 2."""
+    """Draw the minimiser as a function of t on toy 1 and of rho on toy 2."""
     fig = _figure(11.5, 4.6)
     left, right = fig.subplots(1, 2)
     tilts = torch.linspace(0, 2, 41).tolist()
@@ -196,18 +195,18 @@ def minimiser_jumps(path: Path) -> Path:
     return _save(
         fig,
         path,
-        "As t grows (left) or ρ (right), the minimiser leaves sharp minima for flatter ones, by jumps: on toy 1 with "
+        "As t grows (left) or ρ (right), the minimiser jumps from sharp to flatter minima: on toy 1 with "
         "uniform noise at t = .469, .776, 1.167; on toy 2 at ρ = .0101 for SAM and .0203 for TSAM.",
     )
 
 
 def hmc_density(path: Path) -> Path:
-    """The HMC kernels' histograms against the exact density; the printed scheme's bias is visible."""
+    """Draw histograms of the HMC samplers and the exact density; the bias of the printed scheme is visible."""
     fig = _figure(12, 4.6)
     axes = fig.subplots(1, 3, sharey=True)
     names = {"leapfrog": "HMC leapfrog", "euler-corrected": "HMC Euler, corrected", "euler": "HMC Euler, as printed"}
-    eps, exact, _ = estimators.density(HMC_TEST, 1.0)
-    twice = estimators.density(HMC_TEST, 2.0)[1]
+    eps, exact, _ = estimators.exact_density(HMC_TEST, 1.0)
+    twice = estimators.exact_density(HMC_TEST, 2.0)[1]
     for ax, (integrator, name) in zip(axes, names.items(), strict=True):
         sampler = HMC(1, 0.5, 1.0, integrator, "reflect", 30)  # type: ignore[arg-type]
         draws = estimators.draw_perturbations(sampler, delta=1.0, num_draws=60_000)
@@ -215,8 +214,8 @@ def hmc_density(path: Path) -> Path:
         ax.hist(draws.numpy(), bins=40, range=(-1, 1), density=True, color=_lighten(color, 0.45), label="draws")
         ax.plot(eps, exact, color=_BLACK, lw=2, label="exact, exp(δL)")
         ax.plot(eps, twice, color=_BLACK, lw=1.2, ls="--", label="exp(2δL)")
-        distance = estimators.sup_cdf(draws, HMC_TEST, 1.0)
-        ax.set_title(f"{name}\nlargest distance of distributions {distance:.4f}", fontsize=10)
+        distance = estimators.ks_distance(draws, HMC_TEST, 1.0)
+        ax.set_title(f"{name}\nKolmogorov–Smirnov distance {distance:.4f}", fontsize=10)
         ax.set_xlabel("ε")
         ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.17), frameon=False, ncols=3, fontsize=8.5)
     axes[0].set_ylabel("density")
@@ -228,20 +227,17 @@ def hmc_density(path: Path) -> Path:
     )
 
 
-def estimator_errors(path: Path) -> Path:
-    """Bias and spread of every estimator against the number of samples, at three tilts."""
-    return draw_estimators(estimators.study(), path)
-
-
-def draw_estimators(qualities: Sequence[estimators.Quality], path: Path) -> Path:
-    """Draw what :func:`tiltsam.toys.estimators.study` found."""
+def estimator_errors(path: Path, qualities: Sequence[estimators.Quality] | None = None) -> Path:
+    """Draw bias and standard deviation of every estimator against the number of samples, for each tilt."""
+    if qualities is None:
+        qualities = estimators.study()
     tilts = sorted({q.t for q in qualities})
     fig = _figure(12.5, 7.4)
     axes = fig.subplots(2, len(tilts), sharex=True, sharey="row", squeeze=False)
     for column, t in enumerate(tilts):
         here = [q for q in qualities if q.t == t]
-        noise = sorted(2 * q.bias_error for q in here)[len(here) // 2]
-        axes[0, column].axhspan(1e-4, noise, color="#EEEEEE", zorder=0)
+        two_errors = sorted(2 * q.bias_error for q in here)[len(here) // 2]
+        axes[0, column].axhspan(1e-4, two_errors, color="#EEEEEE", zorder=0)
         for name, color in COLORS.items():
             mine = [q for q in here if q.name == name]
             if not mine:
@@ -249,7 +245,7 @@ def draw_estimators(qualities: Sequence[estimators.Quality], path: Path) -> Path
             style: dict[str, Any] = {"color": color, "ls": "--" if name in _DASHED else "-", "lw": 1.8, "ms": 4}
             s = [q.num_samples for q in mine]
             axes[0, column].plot(s, [abs(q.bias) for q in mine], marker="o", label=name, **style)
-            axes[1, column].plot(s, [q.spread for q in mine], marker="o", **style)
+            axes[1, column].plot(s, [q.std for q in mine], marker="o", **style)
         axes[0, column].set_title(f"t = {t:g} (exact gradient {here[0].exact:.3f})", fontsize=11)
         axes[1, column].set_xlabel("number of samples s")
         for ax in axes[:, column]:
@@ -264,10 +260,10 @@ def draw_estimators(qualities: Sequence[estimators.Quality], path: Path) -> Path
         fig,
         path,
         "Estimates of the gradient of Lᵗ by Algorithm 1 with the library's samplers; L = cos 2θ + .8θ at θ = −1, noise "
-        "on [−1, 1] (Gaussian: std .5). In the grey band a bias cannot be told from 0. Uniform, Gaussian and exact HMC "
-        "are consistent: their bias falls like 1/s, at large t only once s reaches the rare draws that carry the "
-        "weight. Algorithm 2 (strongly with δ = t/2, visibly at t = 1 with δ = 0), the printed Euler scheme and HMC "
-        "with a single proposal keep a bias that no s removes.",
+        "on [−1, 1] (Gaussian: std .5). A bias in the grey band is within about two standard errors of 0. Uniform, "
+        "Gaussian and exact HMC are consistent: their bias decreases like 1/s, at large t only once s is large enough "
+        "to include the rare draws that carry the weight. Algorithm 2 (strongly with δ = t/2, visibly at t = 1 with "
+        "δ = 0), the printed Euler scheme and HMC with a single proposal have a bias that no s removes.",
     )
 
 
@@ -279,29 +275,29 @@ FIGURES: dict[str, Callable[[Path], Path]] = {
     "hmc_density": hmc_density,
     "estimators": estimator_errors,
 }
-"""Every figure, by the name of its file; each takes the path to write and returns it."""
+"""All figures by file name; each function writes to a path and returns it."""
 
 
 def _tsam_grad(t: float, noise: Noise) -> Callable[[Tensor], Tensor]:
     return lambda x: toys.tsam(TOY1, x, t, noise).grad
 
 
-def _lighten(color: str, share: float) -> tuple[float, ...]:
-    """A colour mixed with white."""
+def _lighten(color: str, amount: float) -> tuple[float, ...]:
+    """Mix a colour with white."""
     rgb = (int(color[k : k + 2], 16) / 255 for k in (1, 3, 5))
-    return tuple(c + (1 - c) * share for c in rgb)
+    return tuple(c + (1 - c) * amount for c in rgb)
 
 
 def _matplotlib() -> Any:
     try:
         import matplotlib.figure
     except ImportError as error:
-        raise ImportError("figures need matplotlib: pip install '.[plots]'") from error
+        raise ImportError("figures need matplotlib; run: pip install '.[plots]'") from error
     return matplotlib
 
 
 def _figure(width: float, height: float) -> Any:
-    """A figure of its own, without pyplot's global state, so that any backend and thread will do."""
+    """Create a figure without pyplot's global state, so that it works with any backend and thread."""
     return _matplotlib().figure.Figure(figsize=(width, height), layout="constrained")
 
 

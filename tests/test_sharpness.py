@@ -80,7 +80,7 @@ def test_effective_samples_predict_coverage_of_tilted_errors(
 
 
 def test_errors_shrink_with_num_samples() -> None:
-    few, many = (neighborhood(Bowl(LAMBDAS, THETA), call, ONE, 0.2, n, t=1.0) for n in (400, 6400))
+    few, many = (neighborhood(Bowl(LAMBDAS, THETA), call, ONE, 0.05, n, t=1.0) for n in (200, 3200))
     for key in ("mean", "variance", "tilted_mean", "tilted_variance"):
         ratio = float(getattr(few, f"{key}_error") / getattr(many, f"{key}_error"))
         assert 2.5 < ratio < 6.5, key  # sqrt(16) = 4

@@ -108,5 +108,5 @@ def write_sum(out: Sequence[Tensor], start: Iterable[Tensor], offsets: Iterable[
     if lost and abs(sum(x.item() for x in lost)) > 0.1 * sum(x.item() for x in squares):
         warnings.warn(
             "low-precision weights round a step this small away, or up; measure a float32 copy of the model",
-            stacklevel=3,
+            stacklevel=2,
         )

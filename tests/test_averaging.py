@@ -12,7 +12,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 import tiltsam
-from interrupting import CONTEXTS, interrupted_everywhere
+from helpers.interrupting import CONTEXTS, interrupted_everywhere
 from tiltsam import averaging, buffers
 from tiltsam.lab.batches import Batches
 from tiltsam.lab.config import TrainConfig

@@ -8,9 +8,9 @@ from dataclasses import fields
 
 import numpy as np
 import pytest
+from tiltsam.flatness.comparison import Plan
 
 from tiltsam.cli import main
-from tiltsam.flatness.comparison import Plan
 from tiltsam.lab import flat as lab_flat
 from tiltsam.lab.compare import compare, format_rows
 from tiltsam.lab.config import TrainConfig

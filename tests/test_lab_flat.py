@@ -9,18 +9,18 @@ import pytest
 import torch
 
 from tiltsam.cli import main
-from tiltsam.flatness.comparison import Plan
-from tiltsam.flatness.figures import plot_slices
 from tiltsam.lab import flat as lab_flat
 from tiltsam.lab.config import ConfigError, TrainConfig
 from tiltsam.lab.flat import find_runs, measure_runs
+from tiltsam.lab.flatness import FlatnessPlan
+from tiltsam.lab.flatness_plots import plot_slices
 from tiltsam.lab.loading import load_data
 from tiltsam.lab.record import Record, RecordError
 from tiltsam.lab.report import write_report
 from tiltsam.lab.train import train
 from tiltsam.landscape import Slice1D
 
-QUICK = Plan(
+QUICK = FlatnessPlan(
     std=(0.01,), num_samples=4, num_ascent_steps=1, num_eigenvalues=1, num_trace_samples=2, num_density_probes=0
 )
 

@@ -14,7 +14,6 @@ import torch
 
 from lab_files import cifar, dtd, glue
 from tiltsam.cli import main
-from tiltsam.flatness.progress import Bars
 from tiltsam.lab import loading
 from tiltsam.lab import train as training
 from tiltsam.lab.compare import compare
@@ -22,7 +21,7 @@ from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.download import Remote, download
 from tiltsam.lab.loading import load_data
 from tiltsam.lab.record import Record
-from tiltsam.lab.screen import Screen, print_table
+from tiltsam.lab.screen import Bars, Screen, print_table
 from tiltsam.lab.train import Progress, train
 
 CONFIG = TrainConfig(method="sam", epochs=2)
@@ -54,6 +53,18 @@ def test_a_narrow_terminal_cuts_no_number(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "40")
     print_table("losses", [["trained by", *["at best validation"] * 4], ["TSAM", *["118.6722 ± 12.1214"] * 4]])
     assert "…" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_bars(terminal: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("rich")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+    with Bars() as bars:
+        tell = bars("a model")
+        tell(1, 4)
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "25%" in err if terminal else err == "measuring a model\n"
 
 
 def test_two_bars_are_not_drawn_over_each_other(monkeypatch, capsys):

@@ -10,7 +10,7 @@ from torch import nn
 
 import tiltsam
 from cases import METHODS, Problem, assert_same, sgd
-from interrupting import CONTEXTS, interrupted_everywhere
+from helpers.interrupting import CONTEXTS, interrupted_everywhere
 from tiltsam.parameters import ParameterSpace
 
 every_method = pytest.mark.parametrize("method", METHODS, ids=repr)

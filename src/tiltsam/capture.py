@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from tiltsam.bases import FUSABLE, arrange_state, places_of_state, reads_rate_from_device
-from tiltsam.batches import cut
+from tiltsam.flatness.data import cut
 from tiltsam.info import StepInfo, row_of, with_numbers
 from tiltsam.lanes import Lanes, Room, fits, rooms_for
 from tiltsam.parameters import Closure, ParameterSpace

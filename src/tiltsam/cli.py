@@ -307,10 +307,10 @@ def _compare(args: argparse.Namespace) -> None:
 
 
 def _sharpness(args: argparse.Namespace) -> None:
-    from tiltsam.flatness.comparison import Plan, format_table, table_rows
-    from tiltsam.flatness.figures import write_figures
-    from tiltsam.flatness.progress import Bars
     from tiltsam.lab.flat import find_runs, measure_runs, save_flatness
+    from tiltsam.lab.flatness import FlatnessPlan, format_table, table_rows
+    from tiltsam.lab.flatness_plots import write_figures
+    from tiltsam.lab.screen import Bars
 
     if args.examples < 1 or args.samples < 2:
         raise UserError(
@@ -324,7 +324,7 @@ def _sharpness(args: argparse.Namespace) -> None:
 
     runs = find_runs(args.runs, left_out=left_out)
     figures = _figures(args)
-    plan = Plan(num_samples=args.samples, t=args.t)
+    plan = FlatnessPlan(num_samples=args.samples, t=args.t)
     measured = {}
     with Bars() as bars:
         for flat, about in measure_runs(

@@ -8,10 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
+from tiltsam.flatness.loss_surface import ProgressCallback
 from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.train import Progress
 
-__all__ = ["LiveScreen", "Screen", "print_table"]
+__all__ = ["Bars", "LiveScreen", "Screen", "print_table"]
 
 LINE_SECONDS = 5.0  # plain lines come no more often, but for the last of a run or a file
 
@@ -115,6 +116,45 @@ class Screen(LiveScreen):
             self._task = self._live.add_task(name, total=total, note=note)
             self._shown = what
         self._live.update(self._task, completed=done, total=total, note=note)
+
+
+class Bars:
+    """Shows the progress of measurements, one after the other, on standard error. A context manager.
+
+    Called with the name of a measurement, it returns the callback that the measurement takes as ``progress``. Bars are
+    drawn by rich and removed at the end; without a terminal or rich, each measurement prints one line.
+
+    Example:
+        >>> with Bars() as bars:
+        ...     progress = bars("the neighbourhood of a model")  # neighborhood(model, …, progress=progress)
+        ...     progress(1, 2)
+    """
+
+    def __init__(self) -> None:
+        self._bar: Any = None
+        if sys.stderr.isatty():
+            try:
+                from rich.console import Console
+                from rich.progress import Progress as RichProgress
+            except ImportError:
+                return
+            self._bar = RichProgress(console=Console(stderr=True), transient=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def __call__(self, what: str) -> ProgressCallback:
+        """Return the callback for one measurement."""
+        if self._bar is None:
+            print(f"measuring {what}", file=sys.stderr, flush=True)
+            return lambda done, total: None
+        self._bar.start()  # not in __enter__: another bar may still be on the terminal
+        task = self._bar.add_task(what, total=None)
+        return lambda done, total: self._bar.update(task, completed=done, total=total, visible=done < total)
 
 
 def _clock(seconds: float) -> str:

@@ -120,9 +120,8 @@ def _tell(line: str) -> None:
 
 
 def _run(plan: Plan, args: argparse.Namespace) -> None:
-    from tiltsam.flatness.progress import Bars
     from tiltsam.lab.recipes.reproduce import reproduce
-    from tiltsam.lab.screen import Screen
+    from tiltsam.lab.screen import Bars, Screen
 
     _announce(plan)
     with Screen(plan.names()) as screen, Bars() as bars:

@@ -1,9 +1,8 @@
-"""Figures of what was measured: neighbourhoods, spectra, slices. Needs matplotlib (``pip install '.[plots]'``).
+"""Figures of flatness: neighbourhoods, spectra, slices. Needs matplotlib (``pip install '.[plots]'``).
 
-Each function takes matplotlib axes or makes its own, and returns them. A model whose name begins with a method's has
-that method's colour, and line styles tell the models of a method apart, the first of each being solid. Others have
-Okabe and Ito's colours, which people with any kind of colour vision tell apart; line styles say the same thing once
-more, for print.
+Each function draws on the given matplotlib axes or on new ones, and returns them. A model whose name starts with that
+of a method has the method's colour; line styles distinguish the models of one method, the first being solid. Other
+models have the colours of Okabe and Ito, which are safe for colour-blind readers, and line styles for print.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tiltsam.curvature import Density, Eigenpairs
-from tiltsam.flatness.comparison import Flatness
+from tiltsam.lab.flatness import Flatness
 from tiltsam.lab.palette import METHOD_COLORS, color_of
 from tiltsam.landscape import Slice1D, Slice2D
 from tiltsam.sharpness import Neighborhood
@@ -34,14 +33,14 @@ _DASHES: tuple[Any, ...] = ("-", (0, (6, 2)), (0, (2, 1)), (0, (6, 2, 1, 2)))
 def plot_neighborhood(
     neighborhoods: Mapping[str, Neighborhood], statistic: str = "mean", ax: Axes | None = None
 ) -> Axes:
-    """A statistic of the neighbourhood against the noise level, with a band of two standard errors.
+    """Plot a statistic of the neighbourhood against the noise level, with a band of two standard errors.
 
-    Its axis is logarithmic, unless a value is not positive (the mean of a loss that may be negative, say).
+    Its axis is logarithmic, unless a value is not positive (the mean of a loss can be negative).
 
     Args:
         neighborhoods: By model name.
         statistic: ``mean``, ``variance``, ``tilted_mean`` or ``tilted_variance``.
-        ax: Where to draw.
+        ax: The axes; new ones by default.
     """
     labels = {
         "mean": "mean loss",
@@ -74,15 +73,15 @@ def plot_neighborhood(
 def plot_density(
     densities: Mapping[str, Density], eigenpairs: Mapping[str, Eigenpairs] | None = None, ax: Axes | None = None
 ) -> Axes:
-    """The spectral density of the Hessian on a logarithmic scale, the top eigenvalues as ticks below.
+    """Plot the spectral density of the Hessian on a logarithmic scale, with the top eigenvalues as ticks below.
 
     Args:
-        densities: By model name; bands of two standard errors where there are several probes.
+        densities: By model name; with bands of two standard errors if there are several probes.
         eigenpairs: The largest eigenvalues, by the same names.
-        ax: Where to draw.
+        ax: The axes; new ones by default.
     """
     ax = _axes(ax)
-    # One grid and one width for all: curves smoothed differently could not be compared.
+    # One grid and one width for all: differently smoothed curves cannot be compared.
     low = min(float(density.grid[0]) for density in densities.values())
     high = max(float(density.grid[-1]) for density in densities.values())
     width = max(density.width for density in densities.values())
@@ -91,10 +90,10 @@ def plot_density(
     floor = 1e-6 * max(float(values.max()) for values, _ in curves.values())
     ax.set_yscale("log")
     styles = _styles(curves)
-    row = min(0.035, 0.3 / len(curves))  # of the ticks of a model, as a share of the axis
+    row = min(0.035, 0.3 / len(curves))  # height of the ticks of a model, as a fraction of the axis
     for number, (name, (values, error)) in enumerate(curves.items()):
         style = styles[name]
-        shown = values.masked_fill(values < floor, math.nan)  # a gap, not a line at some floor
+        shown = values.masked_fill(values < floor, math.nan)  # a gap, not a line at the floor
         ax.plot(grid.numpy(), shown.numpy(), label=name, **style)
         _band(ax, grid, shown, error, style["color"])
         if eigenpairs is not None and name in eigenpairs:
@@ -102,7 +101,7 @@ def plot_density(
             for value in eigenpairs[name].values.tolist():
                 bottom = 0.012 + row * number
                 ax.axvline(value, bottom, bottom + 0.8 * row, color=style["color"], linewidth=1.5)
-    # Room for the rows of ticks below the curves.
+    # Leave space for the ticks below the curves.
     ax.set_ylim(bottom=floor * 0.1 ** min(0.3 * len(densities), 2.6))
     ax.set_xlabel("eigenvalue of the Hessian")
     ax.set_ylabel("density")
@@ -111,7 +110,7 @@ def plot_density(
 
 
 def plot_slices(slices: Mapping[str, Slice1D], ax: Axes | None = None, *, logarithmic: bool = False) -> Axes:
-    """The loss along lines, one curve per name."""
+    """Plot the loss along lines, one curve per name."""
     ax = _axes(ax)
     styles = _styles(slices)
     for name, line in slices.items():
@@ -126,7 +125,7 @@ def plot_slices(slices: Mapping[str, Slice1D], ax: Axes | None = None, *, logari
 
 
 def plot_plane(plane: Slice2D, ax: Axes | None = None, *, num_levels: int = 14) -> Axes:
-    """The loss in a plane as contours; the model is the cross in the middle."""
+    """Plot the loss in a plane as contours; a cross marks the model."""
     ax = _axes(ax)
     drawn = ax.contourf(plane.x.numpy(), plane.y.numpy(), plane.losses.numpy(), num_levels, cmap="cividis")
     ax.contour(plane.x.numpy(), plane.y.numpy(), plane.losses.numpy(), num_levels, colors="white", linewidths=0.4)
@@ -141,7 +140,7 @@ def plot_plane(plane: Slice2D, ax: Axes | None = None, *, num_levels: int = 14) 
 
 
 def write_figures(flats: Sequence[Flatness], folder: str | Path, *, dpi: int = 150) -> list[Path]:
-    """Write every figure the measurements allow as PNG into ``folder``, made if need be; returns the paths.
+    """Write a PNG of each kind of measurement into ``folder``, created if missing; return the paths.
 
     ``neighborhood.png`` (mean and variance against the noise, plain and t-weighted), ``spectrum.png``,
     ``slices.png``, ``plane-NAME.png``.
@@ -187,20 +186,20 @@ def write_figures(flats: Sequence[Flatness], folder: str | Path, *, dpi: int = 1
 
 
 def _one_legend(figure: Any) -> None:
-    """One legend for all axes, below them, in place of one in each; the figure grows by its height."""
+    """Replace the legends of all axes by one below them; the figure grows by its height."""
     handles, labels = figure.axes[0].get_legend_handles_labels()
     if not labels:  # a plane
         return
     for ax in figure.axes:
         ax.get_legend().remove()
-    # Of 8 points: .075 inch a letter, .6 for the line before them, .17 a row.
+    # At 8 points: 0.075 inch per letter, 0.6 for the line sample, 0.17 per row.
     columns = max(1, int(figure.get_figwidth() / (0.6 + 0.075 * max(len(label) for label in labels))))
     figure.set_figheight(figure.get_figheight() + 0.17 * math.ceil(len(labels) / columns))
     figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=8)
 
 
 def _band(ax: Axes, x: Tensor, y: Tensor, error: Tensor, color: str) -> None:
-    """A band of two standard errors; on a logarithmic axis those of the logarithm, ``error / y``, as high as deep."""
+    """Draw a band of two standard errors; on a logarithmic axis, of the logarithm: ``error / y``."""
     if ax.get_yscale() == "log":
         factor = torch.exp(2 * error / y)
         low, high = y / factor, y * factor
@@ -210,7 +209,7 @@ def _band(ax: Axes, x: Tensor, y: Tensor, error: Tensor, color: str) -> None:
 
 
 def _styles(names: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """How each model is drawn: dashes go by its place among the models of its method, or among all others."""
+    """Return the style of each model; its dashes depend on its rank among the models of its method."""
     found: dict[str, dict[str, Any]] = {}
     drawn: Counter[str] = Counter()
     for number, name in enumerate(names):
@@ -225,7 +224,7 @@ def _styles(names: Iterable[str]) -> dict[str, dict[str, Any]]:
 def _axes(ax: Axes | None) -> Axes:
     if ax is not None:
         return ax
-    # A Figure of its own, not pyplot's: nothing global is touched and no window system is needed.
+    # Not pyplot: it has global state and may need a display.
     from matplotlib.figure import Figure
 
     made: Axes = _tidy(Figure(figsize=(5.5, 4), layout="constrained").subplots())

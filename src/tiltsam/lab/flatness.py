@@ -1,10 +1,10 @@
-"""How flat are these models? Every measurement of flatness for several models, and one table of them.
+"""All measurements of flatness for several models, and a table of them.
 
     flats = compare({"ERM": erm, "TSAM": tsam}, loss_fn, batches)
     print(format_table(table_rows(flats)))
-    figures.write_figures(flats, "figures")
+    write_figures(flats, "figures")  # from tiltsam.lab.flatness_plots
 
-All models see the same data, the same noise and the same probes, so their differences are known better than their
+All models see the same data, the same noise and the same probes, so their differences have smaller errors than their
 values.
 """
 
@@ -19,35 +19,35 @@ from typing import Any
 from torch import nn
 
 from tiltsam.curvature import Density, Eigenpairs, Trace, spectral_density, top_eigenvalues, trace
-from tiltsam.flatness.evaluation import Batches, LossFn, Progress
+from tiltsam.flatness.loss_surface import Batches, LossFn, ProgressCallback
 from tiltsam.landscape import Slice1D, Slice2D, random_direction, slice_1d, slice_2d
 from tiltsam.sharpness import Neighborhood, WorstCase, m_sharpness, neighborhood
 
-__all__ = ["Flatness", "Plan", "compare", "format_table", "measure", "table_rows"]
+__all__ = ["PAPER_STDS", "Flatness", "FlatnessPlan", "compare", "format_table", "measure", "table_rows"]
 
 PAPER_STDS = (0.005, 0.0075, 0.01, 0.015, 0.02, 0.035, 0.05, 0.075, 0.1)
 """The noise levels of the paper's Figure 2."""
 
-_LABELS, _COLUMN = 12, 24  # characters of a table's first column, and of a model's at least
+_LABELS, _COLUMN = 12, 24  # characters of the first column of a table, and the fewest of the others
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What to measure and how thoroughly; a count of 0 leaves that measurement out, but for the neighbourhood.
+class FlatnessPlan:
+    """What to measure and with which settings; a count of 0 skips that measurement (except the neighbourhood).
 
     Attributes:
         std: Noise levels of the neighbourhood.
-        num_samples: Draws per noise level (the paper took 500).
+        num_samples: Draws per noise level (500 in the paper).
         t: Tilt of the t-weighted numbers.
         rho: Radius of worst-case sharpness.
         adaptive_rho: Radius of adaptive worst-case sharpness.
-        num_ascent_steps: Steps of ascent for both.
-        num_eigenvalues: Largest eigenvalues of the Hessian.
+        num_ascent_steps: Ascent steps of both.
+        num_eigenvalues: Number of largest eigenvalues of the Hessian.
         num_trace_samples: Probes for its trace.
         num_density_probes: Probes for its spectral density.
         num_density_steps: Lanczos steps per probe.
-        num_points: Points of each slice; the plane takes their square.
-        plane: Whether to measure the plane at all.
+        num_points: Points of each slice; the plane has the square of it.
+        plane: Whether to measure the plane.
         span: Half the length of the slices along random directions, relative to the weights.
         eigen_span: Half the length of the slice along the top eigenvector, a unit vector.
         seed: Seed of everything.
@@ -72,7 +72,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Flatness:
-    """All that was measured of one model; None for what the plan left out."""
+    """All measurements of one model; None for those the plan skips."""
 
     name: str
     loss: float
@@ -91,38 +91,38 @@ def measure(
     model: nn.Module,
     loss_fn: LossFn,
     batches: Batches,
-    plan: Plan | None = None,
+    plan: FlatnessPlan | None = None,
     *,
     size_of: Callable[[Any], float] | None = None,
-    progress: Callable[[str], Progress | None] | None = None,
+    progress: Callable[[str], ProgressCallback | None] | None = None,
 ) -> Flatness:
     """Measure one model.
 
     Cost: see the functions of :mod:`tiltsam.sharpness`, :mod:`tiltsam.curvature` and :mod:`tiltsam.landscape`.
 
     Args:
-        name: What to call it.
-        model: The model; left as it was.
+        name: The name of the model.
+        model: The model; restored.
         loss_fn: ``loss_fn(model, batch)``, the mean loss of a batch.
-        batches: The data set, see :mod:`tiltsam.flatness.evaluation`.
+        batches: The data set, see :mod:`tiltsam.flatness.loss_surface`.
         plan: What to measure.
-        size_of: The weight of a batch.
-        progress: ``progress("what is measured")`` gives the callback for that measurement.
+        size_of: Weight of a batch; its number of examples by default.
+        progress: ``progress("NAME: trace")`` returns the callback for that measurement.
 
     Example:
         >>> import torch
-        >>> from tiltsam.flatness.evaluation import supervised
+        >>> from tiltsam.flatness.loss_surface import supervised
         >>> data = [(torch.randn(8, 2), torch.randn(8, 1))]
-        >>> flat = measure("line", nn.Linear(2, 1), supervised(nn.functional.mse_loss), data, Plan(std=[0.01]))
+        >>> flat = measure("line", nn.Linear(2, 1), supervised(nn.functional.mse_loss), data, FlatnessPlan(std=[0.01]))
         >>> flat.eigenpairs.num_products
         3
     """
-    plan = Plan() if plan is None else plan
+    plan = FlatnessPlan() if plan is None else plan
     given = (model, loss_fn, batches)
 
     def options(what: str, **more: Any) -> dict[str, Any]:
-        tell = None if progress is None else progress(f"{name}: {what}")
-        return {"seed": plan.seed, "size_of": size_of, "progress": tell, **more}
+        callback = None if progress is None else progress(f"{name}: {what}")
+        return {"seed": plan.seed, "size_of": size_of, "progress": callback, **more}
 
     around = neighborhood(*given, plan.std, plan.num_samples, plan.t, **options("neighbourhood"))
     worst = adaptive = eigenpairs = hessian_trace = density = plane = None
@@ -157,14 +157,14 @@ def compare(
     models: Mapping[str, nn.Module],
     loss_fn: LossFn,
     batches: Batches,
-    plan: Plan | None = None,
+    plan: FlatnessPlan | None = None,
     *,
     size_of: Callable[[Any], float] | None = None,
-    progress: Callable[[str], Progress | None] | None = None,
+    progress: Callable[[str], ProgressCallback | None] | None = None,
 ) -> list[Flatness]:
-    """:func:`measure` for several models by name, on the same data with the same draws."""
+    """Measure several models by name on the same data with the same draws, see :func:`measure`."""
     if not models:
-        raise ValueError("no model to measure: models is empty")
+        raise ValueError("models must not be empty")
     return [
         measure(name, model, loss_fn, batches, plan, size_of=size_of, progress=progress)
         for name, model in models.items()
@@ -172,11 +172,11 @@ def compare(
 
 
 def table_rows(flats: Sequence[Flatness], std: float | None = None) -> list[dict[str, str | float]]:
-    """One row per model, numbers as floats, each ``x`` that is an estimate beside its ``x error``.
+    """Return one row per model; an estimate ``x`` is followed by its ``x error``.
 
     Args:
-        flats: What :func:`compare` returned.
-        std: The noise level of the neighbourhood columns: the measured one nearest to it, .01 by default.
+        flats: The result of :func:`compare`.
+        std: The noise level of the neighbourhood columns: the nearest measured one is used. 0.01 by default.
     """
     rows: list[dict[str, str | float]] = []
     for flat in flats:
@@ -205,11 +205,11 @@ def table_rows(flats: Sequence[Flatness], std: float | None = None) -> list[dict
 
 
 def format_table(rows: Sequence[Mapping[str, str | float]], width: int | None = None) -> str:
-    """The rows as text, one model per column, with errors where there are any.
+    """Format the rows as text, one model per column, with their errors.
 
     Args:
-        rows: What :func:`table_rows` returned.
-        width: Characters of a line: long names are folded, and models that do not fit beside the others stand below.
+        rows: The result of :func:`table_rows`.
+        width: Characters per line: long names are wrapped, and models that do not fit go into further blocks below.
     """
     keys = [key for key in dict.fromkeys(key for row in rows for key in row) if not key.endswith(" error")]
     columns = [[_cell(row.get(key, "–"), row.get(f"{key} error", math.nan)) for key in keys] for row in rows]
@@ -233,7 +233,7 @@ def _side_by_side(labels: Sequence[str], columns: Sequence[Sequence[str]]) -> st
 
 
 def _cell(value: str | float, error: str | float) -> str:
-    """``value ± error``, the value to the digits that the error leaves standing."""
+    """Format ``value ± error``, the value with the digits that are significant given the error."""
     if isinstance(value, str) or isinstance(error, str):
         return str(value)
     if math.isnan(error):

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tiltsam import curvature, landscape, sharpness
-from tiltsam.flatness import comparison
-from tiltsam.flatness.evaluation import supervised
+from tiltsam.flatness.loss_surface import supervised
+from tiltsam.lab import flatness
 
 Loss = Callable[[nn.Module, Any], Tensor]
 mse = supervised(F.mse_loss)
@@ -78,6 +78,70 @@ def dense_hessian(model: nn.Module, loss_fn: Loss, batch: Any, names: list[str] 
     return torch.stack(rows).detach()
 
 
+class Slope(nn.Module):
+    """``loss = a . theta``."""
+
+    def __init__(self, a: list[float], theta: list[float]) -> None:
+        super().__init__()
+        self.theta = nn.Parameter(torch.tensor(theta, dtype=torch.float64))
+        self.register_buffer("a", torch.tensor(a, dtype=torch.float64))
+
+    def forward(self, _: Any) -> Tensor:
+        return self.a @ self.theta
+
+
+class Tied(nn.Module):
+    """The same weight in and out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 3)
+        self.outer = nn.Linear(3, 3)
+        self.outer.weight = self.inner.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outer(torch.tanh(self.inner(x)))
+
+
+class Unused(nn.Module):
+    """Parameters that the loss does not see, and one that it sees linearly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used = nn.Parameter(torch.tensor([1.0, 2.0]))
+        self.linear = nn.Parameter(torch.tensor([3.0]))
+        self.unused = nn.Parameter(torch.ones(2))
+
+    def forward(self, _: Any) -> Tensor:
+        return self.used.pow(4).sum() + self.linear.sum()
+
+
+def mlp() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 5), nn.SiLU(), nn.Linear(5, 3))
+
+
+def problems() -> dict[str, tuple[nn.Module, Loss, list[Any]]]:
+    random = torch.Generator().manual_seed(1)
+    x = torch.randn(20, 4, generator=random)
+    y = torch.randint(3, (20,), generator=random)
+    torch.manual_seed(2)
+    return {
+        "mlp, one batch": (mlp(), cross_entropy, [(x, y)]),
+        "mlp, unequal batches": (mlp(), cross_entropy, [(x[:3], y[:3]), (x[3:12], y[3:12]), (x[12:], y[12:])]),
+        "convnet with BatchNorm and SiLU": (convnet(torch.float32), cross_entropy, unequal_batches(torch.float32)),
+        "tied": (Tied(), mse, [(x[:, :3], x[:, 1:])]),
+        "unused and linear": (Unused(), call, [torch.ones(1)]),
+    }
+
+
+def whole(batches: list[Any]) -> Any:
+    """All batches as one."""
+    if isinstance(batches[0], Tensor):
+        return batches[0]
+    return tuple(torch.cat(parts) for parts in zip(*batches, strict=True))
+
+
 def _slice(model: nn.Module, loss_fn: Loss, batches: Any) -> Any:
     return landscape.slice_1d(model, loss_fn, batches, landscape.random_direction(model), num_points=3).losses
 
@@ -108,8 +172,12 @@ MEASUREMENTS: dict[str, Callable[[nn.Module, Loss, Any], Any]] = {
     "slice_2d": _plane,
     "between": _between,
     "measure": lambda m, f, b: (
-        comparison.measure(
-            "x", m, f, b, comparison.Plan(std=(0.1,), num_samples=2, num_points=3, num_trace_samples=2, plane=True)
+        flatness.measure(
+            "x",
+            m,
+            f,
+            b,
+            flatness.FlatnessPlan(std=(0.1,), num_samples=2, num_points=3, num_trace_samples=2, plane=True),
         ).neighborhood.losses
     ),
 }

@@ -21,7 +21,7 @@ QUICK = FlatnessPlan(
 
 def test_write_figures_writes_all(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    from tiltsam.palette import OKABE_ITO
+    from tiltsam.lab.palette import OKABE_ITO
 
     from tiltsam.lab.flatness_plots import plot_neighborhood, plot_slices, write_figures
 

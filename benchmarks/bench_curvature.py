@@ -88,7 +88,7 @@ def ours(model: Any, data: Any, budget: int, **options: Any) -> tuple[list[float
     from torch.nn import functional as F
 
     from tiltsam.curvature import top_eigenvalues
-    from tiltsam.flatness.evaluation import supervised
+    from tiltsam.flatness.loss_surface import supervised
 
     found = top_eigenvalues(
         model, supervised(F.cross_entropy), [data], K, tol=TOL, max_products=budget, seed=SEED, **options
@@ -110,8 +110,8 @@ def ours_eigsh(model: Any, data: Any, budget: int) -> tuple[list[float], int, bo
     from scipy.sparse.linalg import LinearOperator, eigsh
     from torch.nn import functional as F
 
-    from tiltsam.flatness.evaluation import LossSurface, supervised
     from tiltsam.flatness.hessian import HessianOperator
+    from tiltsam.flatness.loss_surface import LossSurface, supervised
 
     with LossSurface(model, supervised(F.cross_entropy), [data]) as surface:
         hessian = HessianOperator(surface)

@@ -43,7 +43,7 @@ def our_methods(samples: tuple[int, ...]) -> dict[str, tuple[str, dict[str, Any]
     tsam = {"t": TILT, "rho": RHO, "radius": RADIUS}
     for s in samples:
         found[f"tsam s={s}"] = ("tsam", {**tsam, "num_samples": s}, 2 * s)
-    found["tsam s=3, shared ascent"] = ("tsam", {**tsam, "share_ascent": True}, 4)
+    found["tsam s=3, shared ascent"] = ("tsam", {**tsam, "num_samples": 3, "share_ascent": True}, 4)
     return found
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 import tiltsam
-from tiltsam.provenance import code_digest
+from tiltsam.lab.provenance import code_digest
 
 
 def best_of(
@@ -105,7 +105,7 @@ def draw_ratios(rows: list[dict[str, Any]], path: Path) -> None:
     except ImportError:
         print("matplotlib is not installed: no figure")
         return
-    from tiltsam.palette import OKABE_ITO
+    from tiltsam.lab.palette import OKABE_ITO
 
     kinds = list(dict.fromkeys((row["network"], row["precision"]) for row in rows))
     figure = Figure(figsize=(6.4 * len(kinds), 6.2), layout="constrained")

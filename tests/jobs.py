@@ -111,15 +111,25 @@ def without_the_model(rank, method, steps):
     return flat(model)
 
 
-def gradients_of_their_own(rank, kind):
-    """The error of a first step in which nobody averages gradients, or somebody does it by hand."""
-    model = mlp()
-    wrapped = DistributedDataParallel(model) if kind == "inside" else None
+def gradients_of_their_own(rank, kind, clip):
+    """The error of a first step in which nobody averages gradients, or a hook does, and whether it left a trace."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)).double()
+    wrapped = DistributedDataParallel(model) if kind == "inside" else model
     base = sgd(model.parameters())
     if kind == "by hand":
         base.register_step_pre_hook(lambda *_: average_gradients(model))
+    if clip:
+        base.register_step_pre_hook(lambda *_: clip_gradients(model))
     optimizer = tiltsam.SAM(base, model=wrapped, parallel=None if kind == "alone" else tiltsam.Parallel())
-    return refusal(lambda: train(model, optimizer, range(2), rank, dist.get_world_size()))
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    error = refusal(lambda: train(model, optimizer, range(2), rank, dist.get_world_size()))
+    same = all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    return error, same and optimizer.param_groups[0]["steps_taken"] == 0
+
+
+def clip_gradients(model):
+    nn.utils.clip_grad_norm_(model.parameters(), 0.01)  # what it returns a hook must not
 
 
 def average_gradients(model):

@@ -1,5 +1,6 @@
 """Averaged weights: the average is the one that is promised, and training does not notice it."""
 
+import gc
 import math
 from contextlib import ExitStack
 from dataclasses import replace
@@ -11,6 +12,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 import tiltsam
+from helpers.interrupting import CONTEXTS, interrupted_everywhere
+from tiltsam import averaging, buffers
 from tiltsam.lab.batches import Batches
 from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.loading import load_data, load_model
@@ -319,3 +322,22 @@ def test_steps_of_a_graph_are_averaged_like_others():
     assert torch.equal(model[0].weight, seen[-1])
     step(x, y)  # the graph goes on from the weights themselves
     average.update()
+
+
+def test_applied_can_be_interrupted_at_every_bytecode():
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    average = tiltsam.WeightAverage(model)
+    for _ in walk(model, 3):
+        average.update()
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+
+    def use():
+        with average.applied():
+            model(torch.randn(8, 3))
+
+    for place in interrupted_everywhere(use, (averaging.__file__, buffers.__file__, *CONTEXTS)):
+        if average._applied:  # the with statement was interrupted before it reached the generator
+            gc.collect()
+        assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items()), place
+        assert torch.is_grad_enabled(), place
+        assert not average._applied, place

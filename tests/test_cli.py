@@ -6,10 +6,11 @@ import sys
 from unittest.mock import Mock
 
 import pytest
+import torch
 
 import tiltsam
 from tiltsam.cli import main
-from tiltsam.provenance import code_digest
+from tiltsam.lab.provenance import code_digest
 
 
 def run(*arguments, **options):
@@ -55,11 +56,22 @@ def test_a_folder_that_cannot_be_written(tmp_path, capsys):
 
 
 def test_toys_prints_tables_and_draws(tmp_path, capsys, monkeypatch):
-    from tiltsam.toys import estimators
+    from tiltsam.lab.theory import estimators
 
-    small = estimators.study
-    monkeypatch.setattr(estimators, "study", lambda: small(num_samples=(1, 3), tilts=(1.0,), num_draws=256))
-    assert main(["toys", "--no-figures"]) == 0
+    small, threads = estimators.study, []
+
+    def study():
+        threads.append(torch.get_num_threads())
+        return small(num_samples=(1, 3), tilts=(1.0,), num_draws=256)
+
+    monkeypatch.setattr(estimators, "study", study)
+    torch.set_num_threads(2)
+    try:
+        assert main(["toys", "--no-figures"]) == 0
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(1)
+    assert threads == [1]  # more are slower on tensors of this size
     out = capsys.readouterr().out
     assert "1.4450" in out
     assert "uniform" in out
@@ -73,31 +85,31 @@ def without(monkeypatch, *packages):
 def test_missing_packages_are_told_before_the_work(tmp_path, capsys, monkeypatch):
     without(monkeypatch, "safetensors")
     assert main(["train", "digits", "--epochs", "0.1", "--out", str(tmp_path / "runs")]) == 2
-    assert capsys.readouterr().err == "tiltsam train: needs safetensors: pip install 'tiltsam[lab]'\n"
+    assert capsys.readouterr().err == "tiltsam train: needs safetensors: pip install '.[lab]'\n"
     assert not (tmp_path / "runs").exists()
     assert main(["methods"]) == 0
 
 
 def test_without_matplotlib_the_rest_is_done(tmp_path, capsys, monkeypatch):
-    from tiltsam.toys import estimators, theory
+    from tiltsam.lab.theory import estimators, findings
 
     monkeypatch.setattr(estimators, "study", lambda: [])
-    monkeypatch.setattr(theory, "table", lambda: [])
+    monkeypatch.setattr(findings, "table", lambda: [])
     without(monkeypatch, "matplotlib")
     assert main(["toys", "--out", str(tmp_path / "figures")]) == 0
     told = capsys.readouterr()
-    assert told.err == "tiltsam toys: no figures: matplotlib is not there: pip install 'tiltsam[plots]'\n"
+    assert told.err == "tiltsam toys: no figures: matplotlib is not there: pip install '.[plots]'\n"
     assert "estimator" in told.out
     assert not (tmp_path / "figures").exists()
 
 
 def test_mistakes_stay_one_line_where_the_lab_is_not_installed(tmp_path, capsys, monkeypatch):
-    from tiltsam.toys import theory
+    from tiltsam.lab.theory import findings
 
     def interrupt():
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(theory, "table", interrupt)
+    monkeypatch.setattr(findings, "table", interrupt)
     for name in ("train", "tasks"):
         monkeypatch.setitem(sys.modules, f"tiltsam.lab.{name}", None)  # as if numpy were missing
     assert main(["toys", "--no-figures"]) == 130
@@ -114,7 +126,7 @@ def test_an_interrupted_run_says_how_it_goes_on(tmp_path, capsys, monkeypatch):
 
     monkeypatch.setattr(training, "train", interrupt)
     assert main(["train", "digits", "--out", str(tmp_path)]) == 130
-    assert "goes on from the last checkpoint, or begins anew where there is none" in capsys.readouterr().err
+    assert "the same command resumes" in capsys.readouterr().err
 
 
 def test_an_interrupt_while_the_command_is_read_is_no_traceback(capsys, monkeypatch):
@@ -156,7 +168,7 @@ def test_a_run_whose_lines_nobody_reads_is_told_to_be_unfinished(tmp_path, capsy
     """As by tiltsam train … | head, which ended it without a word."""
     monkeypatch.setattr("tiltsam.lab.screen.Screen.report", Mock(side_effect=BrokenPipeError))
     assert main(["train", "digits", "--epochs", "1", "--out", str(tmp_path)]) == 141
-    said = "tiltsam train: stopped, for nobody reads its output any more; the same command goes on"
+    said = "tiltsam train: stopped, for nobody reads its output any more; the same command resumes"
     assert capsys.readouterr().err.startswith(said)
 
 

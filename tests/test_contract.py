@@ -1,6 +1,7 @@
 """The contract that every method keeps with torch: one table of tests, run for all of them."""
 
 import copy
+import inspect
 import io
 import pickle
 import warnings
@@ -12,8 +13,12 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import friendly
 import tiltsam
 from cases import BAD_ARGUMENTS, METHODS, Problem, assert_same, quadratic_problem, sgd
+from tiltsam.fused import FusedLedger
+from tiltsam.info import row_of, with_numbers
+from tiltsam.integrations.gathering import gather
 from tiltsam.tilting import linear_up
 
 every_method = pytest.mark.parametrize("method", METHODS, ids=repr)
@@ -331,7 +336,7 @@ def test_a_step_that_changes_nothing_makes_the_bases_state():
         with pytest.raises(TypeError, match="needs a closure"):
             optimizer.step()
     optimizer.zero_grad(set_to_none=False)
-    optimizer.step()
+    assert optimizer.step().isnan()  # no loss was evaluated
     assert_same(before, problem.model.state_dict())
     assert len(optimizer.state) == len(params)
     assert optimizer.param_groups[0]["steps_taken"] == 0
@@ -711,3 +716,175 @@ def test_a_tilt_beyond_the_range_of_its_dtype_follows_the_worst_sample():
     optimizer = tiltsam.TSAM(sgd(problem.model.parameters()), num_samples=3, t=1e39, radius=0.5, model=problem.model)
     optimizer.step(problem.closure)
     assert optimizer.info.weights[optimizer.info.losses.argmax()] == 1
+
+
+def lookahead(params):
+    pytorch_optimizer = pytest.importorskip("pytorch_optimizer")
+    return pytorch_optimizer.Lookahead(sgd(params), k=3)
+
+
+def test_state_dict_of_a_base_without_state_makes_a_round_trip():
+    """Lookahead's state dict has neither "state" nor "param_groups"."""
+
+    def fresh():
+        problem = Problem(nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 3)))
+        return problem, tiltsam.TSAM(lookahead(problem.model.parameters()), rho=0.1, seed=3)
+
+    unbroken, optimizer = fresh()
+    train(unbroken, optimizer, 4)
+    saved = copy.deepcopy([unbroken.model.state_dict(), optimizer.state_dict()])
+    train(unbroken, optimizer, 4)
+
+    resumed, optimizer = fresh()
+    resumed.model.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    assert optimizer.setting("steps_taken") == 4
+    train(resumed, optimizer, 4)
+    assert_same(unbroken.weights(), resumed.weights())
+
+
+def test_sampler_state_needs_a_base_with_state():
+    problem = Problem(nn.Linear(6, 3))
+    with pytest.raises(TypeError, match=r"Lookahead .*mean"):
+        friendly.FriendlySAM(lookahead(problem.model.parameters()))
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_attributes_can_be_inspected(steps):
+    problem = Problem(nn.Linear(6, 3))
+    optimizer = tiltsam.SAM(sgd(problem.model.parameters()))
+    train(problem, optimizer, steps)
+    hasattr(optimizer, "_step_supports_amp_scaling")
+    names = dict(inspect.getmembers(optimizer))
+    assert ("last" in names) == ("info" in names) == bool(steps)
+
+
+@pytest.mark.parametrize("with_closure", [False, True])
+def test_scaler_step_is_refused(with_closure):
+    problem = Problem(nn.Linear(6, 3), dtype=torch.float32)
+    optimizer = tiltsam.SAM(sgd(problem.model.parameters()))
+    scaler = torch.amp.GradScaler("cpu")
+    before = problem.weights()
+    scaler.scale(problem.loss()).backward()
+    with pytest.raises(RuntimeError, match=r"(?s)SAM.*scaler=scaler"):
+        scaler.step(optimizer, *[problem.closure] * with_closure)
+    assert_same(problem.weights(), before)
+
+
+@every_method
+def test_repr_leaves_param_groups_as_they_are(method):
+    problem = Problem(nn.Linear(6, 3))
+    optimizer = method(sgd([problem.model.weight]))
+    optimizer.base.add_param_group({"params": [problem.model.bias], "lr": np.float64(0.5)})
+    before = [dict(group) for group in optimizer.param_groups]
+    assert type(optimizer).__name__ in repr(optimizer)
+    assert [dict(group) for group in optimizer.param_groups] == before
+
+
+def test_num_nonfinite_is_an_integer_in_every_path():
+    problem = Problem(nn.Linear(6, 3))
+    optimizer = tiltsam.TSAM(sgd(problem.model.parameters()), num_samples=2)
+    train(problem, optimizer, 1)
+    eager = optimizer.last
+    replayed = with_numbers(eager, row_of(eager))
+    assert {k: v.dtype for k, v in vars(replayed).items() if isinstance(v, torch.Tensor)} == {
+        k: v.dtype for k, v in vars(eager).items() if isinstance(v, torch.Tensor)
+    }
+    fused = FusedLedger(torch.ones(()), 2).numbers()
+    assert eager.num_nonfinite.dtype == replayed.num_nonfinite.dtype == fused["num_nonfinite"].dtype == torch.int64
+
+
+@pytest.mark.parametrize("path", ["step", "frozen", "current_space", "gather", "hooked"])
+def test_low_precision_warning_points_at_the_caller(path):
+    problem = Problem(nn.Linear(6, 3), dtype=torch.bfloat16)
+    optimizer = tiltsam.SAM(sgd(problem.model.parameters()))
+    calls = {
+        "step": lambda: optimizer.step(problem.closure),
+        "frozen": optimizer.frozen,
+        "current_space": optimizer.current_space,
+        "gather": lambda: gather(optimizer, problem.closure),
+        "hooked": lambda: torch.no_grad()(optimizer.step)(problem.closure),
+    }
+    with pytest.warns(RuntimeWarning, match="bfloat16") as caught:
+        calls[path]()
+    assert [w.filename for w in caught] == [__file__]
+
+
+@pytest.mark.parametrize("cls", [tiltsam.SAM, tiltsam.TSAM])
+def test_model_warning_points_at_the_caller(cls):
+    problem, other = Problem(nn.Linear(6, 3)), nn.Linear(6, 3)
+    with pytest.warns(RuntimeWarning, match="another copy") as caught:
+        cls(sgd(problem.model.parameters()), model=other)
+    assert [w.filename for w in caught] == [__file__]
+
+
+def batch_norm_net():
+    return nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+
+
+def warnings_of(network, make, **options):
+    problem = Problem(network)
+    optimizer = make(sgd(problem.model.parameters()), **options)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(problem, optimizer, 2)
+    return [(w.category, w.filename == __file__, "model=" in str(w.message)) for w in caught]
+
+
+@pytest.mark.parametrize("make", [tiltsam.SAM, tiltsam.TSAM])
+def test_batch_norm_without_model_warns_once(make):
+    assert warnings_of(batch_norm_net(), make) == [(RuntimeWarning, True, True)]
+
+
+@pytest.mark.parametrize("case", ["model", "buffers_once", "one pass", "eval", "no statistics", "none"])
+def test_batch_norm_warning_needs_a_reason(case):
+    model = batch_norm_net()
+    other = batch_norm_net()  # of nobody
+    make, options = tiltsam.SAM, {}
+    if case == "model":
+        options = {"model": model}
+    elif case == "buffers_once":
+        options = {"buffers_once": False}
+    elif case == "one pass":
+        make = tiltsam.ERM
+    elif case == "eval":
+        model.eval()
+    elif case == "no statistics":
+        model[1] = nn.BatchNorm1d(4, track_running_stats=False)
+    else:
+        model[1] = nn.LayerNorm(4)
+    assert warnings_of(model, make, **options) == []
+    assert other.training
+
+
+@pytest.mark.parametrize("method", [tiltsam.SAM, tiltsam.ERM])
+@pytest.mark.parametrize("returns_scaled", [False, True])
+def test_scaled_closure_without_scaler_warns(method, returns_scaled):
+    problem = Problem(nn.Linear(6, 3), dtype=torch.float32)
+    optimizer = method(sgd(problem.model.parameters(), lr=1e-6))
+    scaler = torch.amp.GradScaler("cpu")
+
+    def closure():
+        loss = problem.loss()
+        scaled = scaler.scale(loss)
+        scaled.backward()
+        return scaled if returns_scaled else loss
+
+    with pytest.warns(RuntimeWarning, match="scaler=") as caught:
+        optimizer.step(closure)
+    optimizer.step(closure)  # warns once: another would be an error
+    assert [w.filename for w in caught] == [__file__]
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_large_gradients_do_not_warn_by_themselves(scaled):
+    problem = Problem(nn.Linear(6, 3), dtype=torch.float32)
+    optimizer = tiltsam.SAM(sgd(problem.model.parameters(), lr=1e-6))
+    scaler = torch.amp.GradScaler("cpu", enabled=scaled)
+
+    def closure():
+        loss = 1e5 * problem.loss()
+        scaler.scale(loss).backward()
+        return loss
+
+    optimizer.step(closure, scaler=scaler if scaled else None)  # warnings are errors

@@ -51,7 +51,8 @@ def fake(out, config, epoch, validation, loss=1.0):
     record.folder.mkdir(parents=True, exist_ok=True)
     record.log(epoch=epoch, validation_accuracy=validation, validation_loss=loss)
     if epoch == config.epochs:
-        (record.folder / "result.json").write_text(json.dumps({"score": validation}))
+        numbers = {"metric": "accuracy", "epoch": epoch, "passes": 1.0, "seconds": 1.0}
+        (record.folder / "result.json").write_text(json.dumps(numbers | {"score": validation}))
 
 
 def lose(out, config):
@@ -110,6 +111,16 @@ def test_worse_trials_stay_where_they_are(tmp_path):
     assert left() == [(replace(first, seed=1), 1.0)]
     fake(tmp_path, replace(first, seed=1), 4.0, 0.1)
     assert left() == []
+
+
+def test_seeds_do_not_wait_for_the_end_of_a_single_trial(tmp_path):
+    study = replace(STUDY, rungs=((0.25, 1),))
+    first, *others = study.configs("sam", RATES)
+    fake(tmp_path, first, 1.0, 0.5)
+    for config in others:
+        fake(tmp_path, config, 1.0, 0.3)
+    left = [(cell.config, cell.until) for cell in study.left(tmp_path, RATES, ["sam"])]
+    assert left == [(first, 1.0), (replace(first, seed=1), 1.0)]
 
 
 def test_a_late_divergence_brings_nobody_back(tmp_path):

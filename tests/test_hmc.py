@@ -6,10 +6,10 @@ from torch import Tensor
 
 import tiltsam
 from cases import Problem, sgd
-from tiltsam.chains import ChainSpace, sample_chains
 from tiltsam.parameters import ParameterSpace
 from tiltsam.samplers import HMC
 from tiltsam.samplers.hmc import bounce
+from tiltsam.toys.chain_space import ChainSpace, sample_chains
 
 CHAINS = 150_000
 

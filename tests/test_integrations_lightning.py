@@ -499,3 +499,39 @@ def test_the_example(tmp_path, monkeypatch):
     """It is short, it runs, and it learns digits."""
     monkeypatch.chdir(tmp_path)
     assert accuracy(example("lightning_digits.py")["trainer"].lightning_module.net) > 0.9
+
+
+class WithoutMixin(lightning.LightningModule):
+    def __init__(self, method, automatic=True):
+        super().__init__()
+        self.net, self.method, self.automatic_optimization = net(torch.float64), method, automatic
+
+    def training_step(self, batch, batch_idx):
+        if self.automatic_optimization:
+            return loss_of(self.net, *batch)
+
+        def closure():
+            loss = loss_of(self.net, *batch)
+            self.manual_backward(loss)
+            return loss
+
+        self.optimizers().step(closure)
+        return None
+
+    def configure_optimizers(self):
+        return optimizer_for(self.net, self.method)
+
+
+def test_module_without_mixin_is_refused(tmp_path):
+    model = WithoutMixin("sam")
+    before = flat(model.net)
+    with pytest.raises(RuntimeError, match=r"WithoutMixin\(\s*SharpnessAwareMixin"):
+        trainer(tmp_path).fit(model, loader())
+    assert torch.equal(flat(model.net), before)
+
+
+@pytest.mark.parametrize(("method", "automatic"), [("erm", True), ("sam", False)])
+def test_module_without_mixin_may_take_plain_or_manual_steps(method, automatic, tmp_path):
+    model = WithoutMixin(method, automatic)
+    trainer(tmp_path, max_steps=2).fit(model, loader())
+    assert model.optimizers(use_pl_optimizer=False).setting("steps_taken") == 2

@@ -3,6 +3,7 @@
 import gzip
 import pickle
 import struct
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -182,6 +183,71 @@ def test_wrong_arrays_are_refused(tmp_path, arrays, message):
     np.savez(tmp_path / "a.npz", **arrays)
     with pytest.raises(DataError, match=message):
         load(f"npz:{tmp_path / 'a.npz'}")
+
+
+@pytest.mark.parametrize("labels", [(0, 1000, 2000), (3, 7)])
+def test_labels_with_large_gaps_are_refused(tmp_path, labels):
+    path = tmp_path / "a.npz"
+    y = np.array(labels).repeat(20)
+    np.savez(path, x=np.zeros((len(y), 2)), y=y)
+    with pytest.raises(DataError, match=rf"a.npz.*{len(labels)} .*{labels[-1]}.*np\.unique"):
+        load(f"npz:{path}")
+    np.savez(path, x=np.zeros((len(y), 2)), y=np.unique(y, return_inverse=True)[1])
+    assert load(f"npz:{path}").num_classes == len(labels)
+
+
+@pytest.mark.parametrize("absent", [(7,), (0,), (1, 2, 3, 4, 5)])
+def test_labels_may_lack_some_classes(tmp_path, absent):
+    y = np.array([label for label in range(10) if label not in absent]).repeat(20)
+    x = np.zeros((len(y), 2))
+    np.savez(tmp_path / "a.npz", x_train=x, y_train=y, x_test=x[:4], y_test=[1, 2, 7, 9])
+    assert load(f"npz:{tmp_path / 'a.npz'}").num_classes == 10
+
+
+def malformed_arrays():
+    """Contents of ``x.npy`` that are no array."""
+
+    def array(shape, descr="'<f8'"):
+        text = f"{{'descr': {descr}, 'fortran_order': False, 'shape': {shape}}}"
+        raw = (text + " " * (-(11 + len(text)) % 64) + "\n").encode()
+        return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(raw)) + raw + bytes(80)
+
+    return {
+        "empty": b"",
+        "garbage": b"not an array",
+        "pickle": pickle.dumps([1, 2]),
+        "objects": array("(1,)", "'|O'"),
+        "10^13 floats": array("(10000000000000,)"),
+        "10^30 floats": array(f"({10**30},)"),
+        "10^13 bytes an entry": array("(1,)", "'|V10000000000000'"),
+        "negative": array("(-5,)"),
+        "nested": array("(" * 3000 + ")" * 3000),
+        "nested type": array("(1,)", "[('a', " * 900 + "'<f8'" + ")]" * 900),
+        "no header": b"\x93NUMPY\x01\x00\xff\xff",
+        "cut off": array("(11,)"),
+        "another version": b"\x93NUMPY\x09\x00" + bytes(100),
+    }
+
+
+@pytest.mark.parametrize("kind", malformed_arrays())
+def test_malformed_arrays_are_refused(tmp_path, kind):
+    path = tmp_path / "a.npz"
+    np.savez(path, y=np.arange(9) % 2)
+    with zipfile.ZipFile(path, "a") as archive:
+        archive.writestr("x.npy", malformed_arrays()[kind])
+    with pytest.raises(DataError, match=r"a\.npz"):
+        load(f"npz:{path}")
+
+
+def test_an_encrypted_array_is_refused(tmp_path):
+    path = tmp_path / "a.npz"
+    np.savez(path, x=np.zeros((9, 2)), y=np.arange(9) % 2)
+    raw = bytearray(path.read_bytes())
+    for mark, flags in ((b"PK\x03\x04", 6), (b"PK\x01\x02", 8)):
+        raw[raw.index(mark) + flags] |= 1
+    path.write_bytes(raw)
+    with pytest.raises(DataError, match=r"a\.npz"):
+        load(f"npz:{path}")
 
 
 def test_a_split_that_is_not_read_is_told(tmp_path):

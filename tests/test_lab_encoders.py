@@ -23,7 +23,7 @@ from tiltsam.lab.record import Record
 from tiltsam.lab.tasks import load
 from tiltsam.lab.train import train
 
-transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install tiltsam[text]")
+transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install '.[text]'")
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "he", "said", "no", "more", "reply", '"', *map(str, range(20))]
 
@@ -167,7 +167,7 @@ def test_what_is_not_there_is_one_line(folder, tmp_path, capsys, monkeypatch):
     finally:
         (folder / "gone").rename(folder / "model.safetensors")
     monkeypatch.setitem(sys.modules, "transformers", None)
-    assert "pip install tiltsam[text]" in says("--model", f"hf:{folder}")
+    assert "pip install '.[text]'" in says("--model", f"hf:{folder}")
 
 
 def test_a_body_with_weights_missing_is_told(folder, tmp_path):

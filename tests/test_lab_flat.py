@@ -9,18 +9,18 @@ import pytest
 import torch
 
 from tiltsam.cli import main
-from tiltsam.flatness.comparison import Plan
-from tiltsam.flatness.figures import plot_slices
 from tiltsam.lab import flat as lab_flat
 from tiltsam.lab.config import ConfigError, TrainConfig
 from tiltsam.lab.flat import find_runs, measure_runs
+from tiltsam.lab.flatness import FlatnessPlan
+from tiltsam.lab.flatness_plots import plot_slices
 from tiltsam.lab.loading import load_data
 from tiltsam.lab.record import Record, RecordError
 from tiltsam.lab.report import write_report
 from tiltsam.lab.train import train
 from tiltsam.landscape import Slice1D
 
-QUICK = Plan(
+QUICK = FlatnessPlan(
     std=(0.01,), num_samples=4, num_ascent_steps=1, num_eigenvalues=1, num_trace_samples=2, num_density_probes=0
 )
 
@@ -58,6 +58,25 @@ def test_measures_every_run_on_the_same_examples(runs):
     assert [flat.loss for flat in flats] == [flat.loss for flat in again]
     other = flats_of(found, split="test", examples=200)
     assert other[0].loss != flats[0].loss
+
+
+def test_measure_runs_uses_one_thread_for_small_models(runs, monkeypatch):
+    """Two threads for tiny kernels are many times slower on a busy machine."""
+    seen = []
+    original = lab_flat.measure
+
+    def measure(*args, **options):
+        seen.append(torch.get_num_threads())
+        return original(*args, **options)
+
+    monkeypatch.setattr(lab_flat, "measure", measure)
+    torch.set_num_threads(2)
+    try:
+        for _ in measure_runs(find_runs([runs]), plan=QUICK, examples=40):
+            assert torch.get_num_threads() == 2  # the caller's code keeps its own number
+    finally:
+        torch.set_num_threads(1)
+    assert seen == [1, 1]
 
 
 def test_a_run_is_measured_with_the_labels_it_was_trained_on(tmp_path):

@@ -10,6 +10,7 @@ import torch
 from report_files import flatness, rows, write_run, write_runs
 from tiltsam.cli import main
 from tiltsam.lab.config import TrainConfig
+from tiltsam.lab.palette import METHOD_COLORS
 from tiltsam.lab.record import Record, RecordError
 from tiltsam.lab.report import write_report
 from tiltsam.lab.report.figures import flatness_figures, task_figures
@@ -25,7 +26,6 @@ from tiltsam.lab.report.tables import (
 )
 from tiltsam.lab.report.writing import latex_table, markdown_table
 from tiltsam.lab.train import Diverged, train
-from tiltsam.palette import METHOD_COLORS
 
 
 def column(table, heading):
@@ -538,7 +538,7 @@ def test_the_page_is_written_without_matplotlib(tmp_path, monkeypatch, capsys):
     write_run(tmp_path)
     assert main(["report", str(tmp_path)]) == 0
     out = capsys.readouterr().out
-    assert "pip install 'tiltsam[plots]'" in out
+    assert "pip install '.[plots]'" in out
     assert str(tmp_path / "report" / "report.html") in out
     assert not (tmp_path / "report" / "figures").exists()
 

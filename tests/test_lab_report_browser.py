@@ -7,8 +7,8 @@ import pytest
 
 from browser import CHROMIUM, Browser
 from report_files import flatness, rows, write_run, write_runs
+from tiltsam.lab.palette import METHOD_COLORS, METHOD_COLORS_ON_DARK
 from tiltsam.lab.report import write_report
-from tiltsam.palette import METHOD_COLORS, METHOD_COLORS_ON_DARK
 
 pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="no chromium here: the page is not tried in a browser"),

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from report_files import flatness, rows, write_run, write_runs
+from tiltsam.lab.palette import METHOD_COLORS
 from tiltsam.lab.report import write_report
 from tiltsam.lab.report.figures import task_figures
 from tiltsam.lab.report.page import headline
 from tiltsam.lab.report.runs import read_runs
 from tiltsam.lab.report.settings import arrange
 from tiltsam.lab.report.tables import overview_table
-from tiltsam.palette import METHOD_COLORS
 
 EVIL = "<script>alert(1)</script><img src=x onerror=alert(2)>\"'&</style><!--"
 

@@ -14,15 +14,14 @@ import torch
 
 from lab_files import cifar, dtd, glue
 from tiltsam.cli import main
-from tiltsam.flatness.progress import Bars
-from tiltsam.lab import compare as comparing
+from tiltsam.lab import loading
 from tiltsam.lab import train as training
 from tiltsam.lab.compare import compare
 from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.download import Remote, download
 from tiltsam.lab.loading import load_data
 from tiltsam.lab.record import Record
-from tiltsam.lab.screen import Screen, print_table
+from tiltsam.lab.screen import Bars, Screen, print_table
 from tiltsam.lab.train import Progress, train
 
 CONFIG = TrainConfig(method="sam", epochs=2)
@@ -54,6 +53,18 @@ def test_a_narrow_terminal_cuts_no_number(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "40")
     print_table("losses", [["trained by", *["at best validation"] * 4], ["TSAM", *["118.6722 ± 12.1214"] * 4]])
     assert "…" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_bars(terminal: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("rich")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+    with Bars() as bars:
+        tell = bars("a model")
+        tell(1, 4)
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "25%" in err if terminal else err == "measuring a model\n"
 
 
 def test_two_bars_are_not_drawn_over_each_other(monkeypatch, capsys):
@@ -158,19 +169,44 @@ def test_a_warning_is_one_plain_line(tmp_path, capsys):
 
 def test_data_is_loaded_once_a_seed(tmp_path, monkeypatch):
     loaded = []
-    original = comparing.load_data
+    original = loading.load_data
 
     def load(config, *args, **options):
         loaded.append(config.seed)
         return original(config, *args, **options)
 
-    monkeypatch.setattr(comparing, "load_data", load)
+    monkeypatch.setattr(loading, "load_data", load)
     cells = [replace(CONFIG, method=m, seed=s, epochs=1) for s in (0, 1) for m in ("erm", "sam")]
     compare(cells, tmp_path)
     assert loaded == [0, 1]
     scores = [Record.of(tmp_path, cell).result()["score"] for cell in cells]
     alone = train(cells[3], Record(tmp_path / "alone"))
     assert alone["score"] == scores[3]
+
+
+def test_sweep_loads_data_once_and_shows_it(terminal, tmp_path, capsys, monkeypatch):
+    pytest.importorskip("optuna")
+    dtd(tmp_path)
+    loaded = []
+    original = loading.load_data
+
+    def load(config, *args, **options):
+        loaded.append(config.seed)
+        return original(config, *args, **options)
+
+    monkeypatch.setattr(loading, "load_data", load)
+    command = ["sweep", "dtd", "--methods", "erm", "sam", "--grid", "lr=0.01,0.1", "--seeds", "2", "--epochs", "1"]
+    command += ["--model", "cnn", "--validation", "0.4", "--image-size", "8", "--batch-size", "2"]
+    assert main([*command, "--data-root", str(tmp_path), "--out", str(tmp_path / "runs")]) == 0
+    assert loaded == [0, 1]  # trials and tests of seed 0 share one
+    assert "reading" in capsys.readouterr().out
+
+
+def test_sweep_takes_no_abbreviated_options(tmp_path, capsys):
+    command = ["sweep", "digits", "--grid", "lr=0.1", "--out", str(tmp_path)]
+    with pytest.raises(SystemExit):
+        main([*command, "--heart", "1"])
+    assert "--heart" in capsys.readouterr().err
 
 
 def test_a_wrong_name_leaves_no_folder_behind(tmp_path, capsys):
@@ -191,8 +227,9 @@ def test_interrupted_it_says_how_to_go_on(tmp_path, capsys, monkeypatch):
 
         patch.setattr(Screen, "report", press)
         assert main([*run, str(tmp_path / "broken")]) == 130
-    said = "tiltsam train: interrupted; the same command goes on from the last checkpoint"
-    assert capsys.readouterr().err == f"{said}, or begins anew where there is none\n"
+    (folder,) = (tmp_path / "broken" / "digits").glob("sam-*/seed-0")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{folder} is saved up to step 32 (epoch 2): the same command resumes" in line
     assert main([*run, str(tmp_path / "broken")]) == 0
     one, two = (Record(next((tmp_path / n).rglob("result.json")).parent) for n in ("unbroken", "broken"))
     assert [row["epoch"] for row in two.metrics()[0]] == [1, 2, 3, 4]

@@ -43,7 +43,7 @@ def pretend(monkeypatch):
             self.ran = []
             self.scores = lambda config: (config.lr, 1 - config.lr)
 
-        def __call__(self, config, record, *, root, download, report, tick):
+        def __call__(self, config, record, *, data, report, tick):
             self.ran.append(config)
             report(Progress(epoch=1.0, done=1.0))
             validation, test = self.scores(config)

@@ -1,6 +1,5 @@
 """One run, several processes: started by torchrun, equal to one process, and alive again after a kill."""
 
-import json
 import os
 import signal
 import subprocess
@@ -58,7 +57,7 @@ def ended(process):
 
 def result(out):
     (path,) = Path(out).rglob("result.json")
-    return json.loads(path.read_text()), load_file(path.with_name("model.safetensors"))
+    return Record(path.parent).result(), load_file(path.with_name("model.safetensors"))
 
 
 def children(pid):

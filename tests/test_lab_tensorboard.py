@@ -10,7 +10,7 @@ from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.record import Record
 from tiltsam.lab.train import train
 
-pytest.importorskip("tensorboard", reason="tensorboard is not installed: pip install tiltsam[tensorboard]")
+pytest.importorskip("tensorboard", reason="tensorboard is not installed: pip install '.[tensorboard]'")
 
 CONFIG = TrainConfig(method="sam", epochs=5, batch_size=256)
 
@@ -88,7 +88,7 @@ def test_without_the_package_it_says_what_to_install(tmp_path, capsys, monkeypat
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     assert main(["train", "digits", "--out", str(tmp_path), "--tensorboard"]) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
-    assert "pip install tiltsam[tensorboard]" in line
+    assert "pip install '.[tensorboard]'" in line
 
 
 def test_it_makes_no_other_run(tmp_path):

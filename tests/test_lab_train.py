@@ -2,7 +2,9 @@
 
 import json
 import random
+import re
 import resource
+import signal
 import time
 from dataclasses import replace
 from functools import partial
@@ -23,6 +25,7 @@ from tiltsam.lab.batches import Batches
 from tiltsam.lab.compare import compare, format_rows, summarise
 from tiltsam.lab.config import METHOD_SETTINGS, ConfigError, TrainConfig
 from tiltsam.lab.flags import field_docs
+from tiltsam.lab.interrupts import Interrupted
 from tiltsam.lab.loading import load_data, load_model
 from tiltsam.lab.record import Record, RecordError, _is_at
 from tiltsam.lab.report.runs import read_runs
@@ -181,6 +184,97 @@ def test_stopped_and_resumed_is_bitwise_unbroken(method, optimizer, tmp_path):
         {k: v for k, v in Record(tmp_path / n).result().items() if k not in ignored} for n in ("unbroken", "broken")
     )
     assert one == two
+
+
+@pytest.fixture
+def default_signals():
+    """Python's own handlers, which are not there where the tests run in the background."""
+    own = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    before = {number: signal.signal(number, handler) for number, handler in own.items()}
+    yield
+    after = {number: signal.signal(number, handler) for number, handler in before.items()}
+    assert after == own
+
+
+@pytest.mark.usefixtures("default_signals")
+@pytest.mark.parametrize("average", [False, True])
+def test_interrupt_within_an_epoch_saves_the_step_and_resumes_bitwise(average, tmp_path, monkeypatch):
+    config = replace(SMALL, method="tsam", epochs=3, optimizer="adamw", lr=0.01, schedule="cosine", average=average)
+    data = load_data(config)
+    train(config, Record(tmp_path / "unbroken"), data=lambda _: data)
+    broken, original, taken = Record(tmp_path / "broken"), Run.take_step, []
+    broken.folder.mkdir()
+
+    def take_step(run, batch):
+        taken.append(len(batch))
+        if len(taken) in press:
+            signal.raise_signal(press[len(taken)])
+        return original(run, batch)
+
+    # Within the first epoch of 8 steps, once more in the same one, at its last step, and by SIGTERM in the third.
+    press = {3: signal.SIGINT, 5: signal.SIGINT, 8: signal.SIGINT, 20: signal.SIGTERM}
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "take_step", take_step)
+        for step, number in press.items():
+            with pytest.raises(Interrupted, match=rf"{broken.folder} is saved up to step {step} ") as caught:
+                train(config, broken, data=lambda _: data)
+            assert caught.value.number == number
+            assert len(taken) == step  # it ends after the step that it came in, and none is taken twice
+    train(config, broken, data=lambda _: data)
+    assert same(weights(Record(tmp_path / "unbroken")), weights(broken))
+    one, two = (Record(tmp_path / name).metrics()[0] for name in ("unbroken", "broken"))
+    assert [{**row, "seconds": 0} for row in one] == [{**row, "seconds": 0} for row in two]
+
+
+@pytest.mark.usefixtures("default_signals")
+def test_interrupt_in_the_last_step_keeps_the_result(tmp_path):
+    config = replace(SMALL, method="erm", epochs=1)
+    press = Mock(side_effect=lambda progress: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(Interrupted, match="completed"):
+        train(config, Record(tmp_path), report=press)
+    assert Record(tmp_path).result() is not None
+
+
+@pytest.mark.usefixtures("default_signals")
+def test_second_interrupt_ends_at_once(tmp_path, monkeypatch):
+    original = Run.take_step
+
+    def take_step(run, batch):
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        pytest.fail("it went on")
+        return original(run, batch)
+
+    monkeypatch.setattr(Run, "take_step", take_step)
+    with pytest.raises(Interrupted, match=f"nothing of {tmp_path} is saved"):
+        train(replace(SMALL, method="erm"), Record(tmp_path))
+
+
+@pytest.mark.usefixtures("default_signals")
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize("command", ["train", "compare", "sweep"])
+def test_signals_end_commands_with_their_exit_code(number, code, command, tmp_path, capsys, monkeypatch):
+    original, taken = Run.take_step, []
+
+    def take_step(run, batch):
+        taken.append(run)
+        if len(taken) == 4:
+            signal.raise_signal(number)
+        return original(run, batch)
+
+    more = {
+        "train": ["--method", "erm"],
+        "compare": ["--methods", "erm"],
+        "sweep": ["--methods", "erm", "--grid", "lr=0.1"],
+    }
+    arguments = [command, "digits", *more[command], "--epochs", "1", "--batch-size", "128", "--out", str(tmp_path)]
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "take_step", take_step)
+        assert main(arguments) == code
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "saved up to step 4" in line
+    assert "the same command resumes" in line
+    assert main(arguments) == 0
 
 
 def test_a_pause_is_no_break(tmp_path, capsys):
@@ -455,6 +549,20 @@ def test_compare_reuses_what_is_done_and_averages_over_seeds(tmp_path):
     assert again == rows
     assert format_rows(rows)[0][0] == "method"
     assert summarise([replace(SMALL, method="tsam")], tmp_path)[0].runs == 0
+
+
+def test_compare_report_shows_only_the_compared_cells(tmp_path, capsys):
+    command = ["compare", "digits", "--epochs", "0.2", "--seeds", "1", "--out", str(tmp_path)]
+    assert main([*command, "--methods", "erm", "sam", "--lr", "0.05"]) == 0
+    assert main([*command, "--methods", "erm", "--lr", "0.2"]) == 0
+    page = tmp_path / "digits" / "report" / "report.html"
+    assert f"report: {page}" in capsys.readouterr().out
+    lead = re.search('<p class="lead">(.*?)</p>', page.read_text()).group(1)
+    assert "sam" not in lead
+    assert "0.05" not in lead
+    table = (page.parent / "tables" / "runs.md").read_text()
+    assert [line for line in table.splitlines() if line.startswith("| sam")] == []
+    assert "1 run ·" in page.read_text()
 
 
 def test_methods_with_settings_of_their_own(tmp_path, capsys):

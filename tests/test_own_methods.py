@@ -14,8 +14,8 @@ import tiltsam
 from cases import Problem, assert_same, sgd
 from friendly import FriendlySAM
 from tiltsam import samplers
-from tiltsam.chains import ChainSpace, sample_chains
 from tiltsam.checks import check_kept
+from tiltsam.toys.chain_space import ChainSpace, sample_chains
 from tiltsam.weighing import FixedWeights
 
 

@@ -1,10 +1,12 @@
 """BatchNorm's statistics move once a step, dropout keeps one mask; only with ``model=``, and both can be turned off."""
 
+import sys
 from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import nn
+from torch.autograd import backward as imported_backward
 
 import tiltsam
 from cases import METHODS, Problem, sgd
@@ -134,7 +136,7 @@ def test_a_batchnorm_with_a_forward_of_its_own_moves_once(patched):
     assert torch.equal(norm.running_mean, means[0])
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # torch.jit's, by version
 def test_a_scripted_model():
     plain = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
     problem = Problem(torch.jit.script(plain), dtype=torch.float32)
@@ -246,3 +248,103 @@ def test_a_line_search_over_a_loss_that_differentiates():
     found, expected = weights(tiltsam.LineSearchSAM, num_points=1), weights(tiltsam.SAM)
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value)
+
+
+def _tensor_backward(loss):
+    loss.backward()
+
+
+def _autograd_backward(loss):
+    torch.autograd.backward(loss)
+
+
+def _imported_backward(loss):
+    imported_backward([loss])
+
+
+def _scaled_backward(loss):
+    torch.amp.GradScaler("cpu", init_scale=4.0).scale(loss).backward()
+
+
+class Accelerator:
+    """Runs backward for the closure, on part of the loss."""
+
+    @staticmethod
+    def backward(loss):
+        (loss / 2).backward()
+
+
+@pytest.mark.parametrize(
+    "backward", [_tensor_backward, _autograd_backward, _imported_backward, _scaled_backward, Accelerator.backward]
+)
+@pytest.mark.parametrize("returns_float", [False, True])
+def test_line_search_skips_backward_however_it_is_called(backward, returns_float):
+    problem = Problem(nn.Linear(6, 3))
+    optimizer = tiltsam.LineSearchSAM(sgd(problem.model.parameters()), num_points=10)
+    ran = []
+    problem.model.weight.register_post_accumulate_grad_hook(lambda p: ran.append(p))
+
+    def closure():
+        loss = problem.loss()
+        backward(loss)
+        return loss.item() if returns_float else loss
+
+    optimizer.step(closure)
+    assert (len(ran), optimizer.info.num_backwards, optimizer.info.num_forwards) == (2, 2, 12)
+
+
+def test_line_search_raises_errors_of_the_closure_at_once():
+    """Errors that mention gradients, too: only a failed differentiation is tried again."""
+    problem = Problem(nn.Linear(6, 3))
+    optimizer = tiltsam.LineSearchSAM(sgd(problem.model.parameters()))
+    calls = []
+
+    def closure():
+        calls.append(1)
+        if len(calls) == 2:
+            raise RuntimeError("element 0 of tensors does not require grad")
+        return problem.closure()
+
+    with pytest.raises(RuntimeError, match="element 0"):
+        optimizer.step(closure)
+    assert len(calls) == 2
+
+
+def test_interrupted_forward_pass_leaves_backward_on():
+    """A KeyboardInterrupt is raised before every bytecode of the forward passes in turn."""
+    problem = Problem(nn.Linear(6, 3))
+    optimizer = tiltsam.LineSearchSAM(sgd(problem.model.parameters()), num_points=1)
+    kept = []  # as a debugger keeps the last traceback, and the frames in it
+
+    def interrupted(number):
+        left = number
+
+        def trace(frame, event, arg):
+            nonlocal left
+            if not frame.f_code.co_filename.endswith(("tiltsam/passes.py", "torch/overrides.py")):
+                return None
+            frame.f_trace_opcodes = True
+            if event == "opcode":
+                left -= 1
+                if left == 0:
+                    raise KeyboardInterrupt
+            return trace
+
+        optimizer.step(problem.closure)
+        sys.settrace(trace)
+        try:
+            optimizer.step(problem.closure)
+        except KeyboardInterrupt as error:
+            kept.append(error)
+        finally:
+            sys.settrace(None)
+        return left <= 0
+
+    number = 1
+    while interrupted(number):
+        number += 1
+        torch.set_grad_enabled(True)  # what torch's own context managers leave is not ours to test
+        problem.model.weight.grad = None
+        problem.loss().backward()
+        assert problem.model.weight.grad is not None, number
+    assert number > 50

@@ -1,6 +1,8 @@
 """Nothing is ever left perturbed, whatever the closure does."""
 
+import contextlib
 import gc
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ from torch import nn
 
 import tiltsam
 from cases import METHODS, Problem, assert_same, sgd
+from helpers.interrupting import CONTEXTS, interrupted_everywhere
 from tiltsam.parameters import ParameterSpace
 
 every_method = pytest.mark.parametrize("method", METHODS, ids=repr)
@@ -207,3 +210,183 @@ def test_memory_does_not_grow_with_the_number_of_samples(sampler):
     assert len(set(peaks)) == 1, peaks
     if sampler != "hmc":  # the weights, their copy, the accumulator, the gradient just computed
         assert peaks[0] == 4, peaks
+
+
+# ---------------------------------------------------------------- hooks, re-entry, failing copies
+
+
+@pytest.mark.parametrize("method", [m for m in METHODS if m.name in ("erm", "tsam", "friendly")], ids=repr)
+@pytest.mark.parametrize("warm", [False, True], ids=["first-step", "later-step"])
+def test_step_rolls_back_when_a_pre_hook_raises(method, warm):
+    problem, broken = Problem(), []
+    base = sgd(problem.model.parameters())
+    optimizer = method(base, model=problem.model)
+    if warm:
+        optimizer.step(problem.closure)
+    base.register_step_pre_hook(lambda *_: 1 / 0 if broken else None)
+    optimizer._memory.fill([p for p in problem.model.parameters() if p.requires_grad and p.numel()])
+    weights, steps = problem.weights(), optimizer.param_groups[0]["steps_taken"]
+    kept = [v.clone() for v in optimizer._memory.tensors()]
+    broken.append(True)
+    with pytest.raises(ZeroDivisionError):
+        optimizer.step(problem.closure)
+    assert_same(problem.weights(), weights)
+    assert all(torch.equal(a, b) for a, b in zip(optimizer._memory.tensors(), kept, strict=True))
+    assert optimizer.param_groups[0]["steps_taken"] == steps
+    broken.clear()
+    optimizer.step(problem.closure)
+    assert optimizer.param_groups[0]["steps_taken"] == steps + 1
+    assert not torch.equal(problem.weights()["norm.running_mean"], weights["norm.running_mean"])
+
+
+def test_step_keeps_buffers_when_a_post_hook_raises():
+    problem = Problem()
+    base = sgd(problem.model.parameters())
+    optimizer = tiltsam.SAM(base, model=problem.model)
+    base.register_step_post_hook(lambda *_: 1 / 0)
+    before = problem.weights()
+    with pytest.raises(ZeroDivisionError):
+        optimizer.step(problem.closure)
+    after = problem.weights()
+    assert not torch.equal(after["first.weight"], before["first.weight"])
+    assert not torch.equal(after["norm.running_mean"], before["norm.running_mean"])
+
+
+def test_step_leaves_no_hook_on_the_base():
+    problem = Problem()
+    base = sgd(problem.model.parameters())
+    optimizer = tiltsam.SAM(base, model=problem.model)
+    optimizer.step(problem.closure)
+    assert not base._optimizer_step_pre_hooks
+
+
+@pytest.mark.parametrize("caught", [False, True])
+def test_step_refuses_reentry(caught):
+    problem, reference = Problem(dropout=0.0), Problem(dropout=0.0)
+    optimizer = tiltsam.SAM(sgd(problem.model.parameters()), model=problem.model)
+    weights = problem.weights()
+
+    def closure():
+        with contextlib.suppress(RuntimeError) if caught else contextlib.nullcontext():
+            optimizer.step(problem.closure)
+        return problem.closure()
+
+    if caught:  # the outer step goes on undisturbed
+        optimizer.step(closure)
+        tiltsam.SAM(sgd(reference.model.parameters()), model=reference.model).step(reference.closure)
+        assert_same(problem.weights(), reference.weights())
+        return
+    with pytest.raises(RuntimeError, match=r"SAM\.step"):
+        optimizer.step(closure)
+    assert_same(problem.weights(), weights)
+    optimizer.step(problem.closure)
+
+
+def test_restore_falls_back_to_single_copies(monkeypatch):
+    """A fused copy runs out of memory: the step goes on as if nothing had happened."""
+    problem, reference = Problem(dropout=0.0), Problem(dropout=0.0)
+    optimizer = tiltsam.SAM(sgd(problem.model.parameters()), model=problem.model)
+    copy_, failed = ParameterSpace._copy, []
+
+    def failing(self, x, y):
+        if x is self.point:
+            failed.append(x)
+            raise torch.OutOfMemoryError("planted")
+        copy_(self, x, y)
+
+    monkeypatch.setattr(ParameterSpace, "_copy", failing)
+    optimizer.step(problem.closure)
+    assert failed
+    monkeypatch.undo()
+    tiltsam.SAM(sgd(reference.model.parameters()), model=reference.model).step(reference.closure)
+    assert_same(problem.weights(), reference.weights())
+
+
+@pytest.mark.parametrize("frozen_meanwhile", [False, True])
+def test_restore_that_fails_is_retried_by_the_next_step(monkeypatch, frozen_meanwhile):
+    problem, reference = Problem(dropout=0.0), Problem(dropout=0.0)
+    optimizer = tiltsam.SAM(sgd(problem.model.parameters()), model=problem.model)
+    weights, theta = problem.weights(), [p.detach().clone() for p in problem.model.parameters() if p.requires_grad]
+    copy_, single, broken = ParameterSpace._copy, torch.Tensor.copy_, [True]
+
+    def failing(self, x, y):
+        if broken and x is self.point:
+            raise torch.OutOfMemoryError("planted")
+        copy_(self, x, y)
+
+    def failing_single(x, *args, **kwargs):
+        if broken:
+            raise torch.OutOfMemoryError("planted")
+        return single(x, *args, **kwargs)
+
+    monkeypatch.setattr(ParameterSpace, "_copy", failing)
+    monkeypatch.setattr(torch.Tensor, "copy_", failing_single)
+    with pytest.raises(RuntimeError, match="center") as found:
+        optimizer.step(problem.closure)
+    assert isinstance(found.value.__cause__, torch.OutOfMemoryError)
+    assert not torch.equal(problem.weights()["first.weight"], weights["first.weight"])
+    center = optimizer.current_space().center
+    assert all(torch.equal(a, b) for a, b in zip(center, [p for p in theta if p.numel()], strict=True))
+    broken.clear()
+    for one in (problem, reference):
+        one.model.first.bias.requires_grad_(not frozen_meanwhile)  # then the space is built again
+    optimizer.step(problem.closure)
+    tiltsam.SAM(sgd(reference.model.parameters()), model=reference.model).step(reference.closure)
+    assert_same(problem.weights(), reference.weights())
+
+
+# ---------------------------------------------------------------- interrupts
+
+
+STEPS = ("wrapper", "parameters", "passes", "memory", "accumulator", "buffers")  # the modules that move and restore
+MODULES = tuple(str(Path(tiltsam.__file__).with_name(f"{name}.py")) for name in STEPS)
+
+
+def test_step_can_be_interrupted_at_every_bytecode():
+    method = next(m for m in METHODS if m.name == "friendly")  # which keeps a vector
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 1)).double()
+    base = torch.optim.SGD([{"params": model[0].parameters()}, {"params": model[1:].parameters()}], lr=0.1)
+    optimizer = method(base, model=model)
+    x = torch.randn(4, 2, dtype=torch.float64)
+
+    def closure():
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss
+
+    def tensors():  # those of the model, and what the sampler keeps
+        return {**model.state_dict(), **dict(enumerate(optimizer._memory.tensors()))}
+
+    def snapshot():
+        return {k: v.clone() for k, v in tensors().items()}
+
+    def reset():
+        for k, v in tensors().items():
+            v.copy_(before[k])
+        for group in optimizer.param_groups:
+            group["steps_taken"] = 0
+
+    optimizer._memory.fill(list(model.parameters()))
+    before, after = snapshot(), None
+    weights = [k for k, _ in model.named_parameters()]
+    for number, place in enumerate(interrupted_everywhere(lambda: optimizer.step(closure), MODULES + CONTEXTS)):
+        found = snapshot()
+        after = found if after is None else after
+        taken = not all(torch.equal(found[k], before[k]) for k in weights)
+        wanted = dict(after if taken else before)
+        if place is not None and not taken and (place[0].co_name == "begin_update" or place[0].co_filename in CONTEXTS):
+            # The base's step has begun, and its update has not.
+            wanted |= {k: v for k, v in after.items() if k not in weights and torch.equal(found[k], v)}
+        try:
+            assert_same(found, wanted)
+            assert torch.is_grad_enabled()
+            assert model[1].track_running_stats
+            assert not any(p.grad is not None and not p.grad.isfinite().all() for p in model.parameters())
+            reset()
+            if number % 20 == 0:  # the next interrupted step shows as well that steps go on
+                optimizer.step(closure)
+                assert_same(snapshot(), after)
+                reset()
+        except BaseException as error:
+            error.add_note(f"interrupted at {place}")
+            raise

@@ -10,6 +10,8 @@ import reference
 import tiltsam
 from cases import METHODS, Method, Problem, assert_same, sgd
 from tiltsam import samplers
+from tiltsam.accumulator import Accumulator
+from tiltsam.parameters import ParameterSpace
 
 STEPS = 50
 
@@ -228,6 +230,53 @@ def test_the_kernels_of_other_methods_are_refused(sampler, method):
     with pytest.raises(ValueError, match=rf"{type(sampler).__name__}\(\) .*use {method.__name__}"):
         tiltsam.TSAM(sgd(params), sampler=sampler)
     assert type(method(sgd(params)).sampler) is type(sampler)
+
+
+@pytest.mark.parametrize(
+    "sampler", [samplers.Center(), samplers.LineSearch(), samplers.Ascent(samplers.Center())], ids=repr
+)
+def test_tsam_refuses_several_samples_that_are_the_same(sampler):
+    params = list(mlp().parameters())
+    with pytest.raises(ValueError, match=r"num_samples .*got 3"):
+        tiltsam.TSAM(sgd(params), sampler=sampler, num_samples=3)
+    optimizer = tiltsam.TSAM(sgd(params), sampler=sampler, num_samples=1)
+    optimizer.param_groups[0]["num_samples"] = 2
+    with pytest.raises(ValueError, match=r"num_samples .*got 2"):
+        optimizer.step(lambda: torch.zeros(()))
+
+
+@pytest.mark.parametrize("method", METHODS, ids=repr)
+def test_gradient_is_not_read_after_it_was_accumulated(method, monkeypatch):
+    """Unless it is declared kept: the aggregate may overwrite the others."""
+
+    def weights():
+        problem = Problem(mlp())
+        optimizer = method(sgd(problem.model.parameters()))
+        for _ in range(3):
+            optimizer.step(problem.closure)
+        return problem.weights()
+
+    expected = weights()
+    add = Accumulator.add
+
+    def add_and_overwrite(self, gradient, *args, keep=False, **kwargs):
+        add(self, gradient, *args, keep=keep, **kwargs)
+        for g in () if keep else gradient:
+            g.fill_(torch.nan)
+
+    monkeypatch.setattr(Accumulator, "add", add_and_overwrite)
+    assert_same(weights(), expected)
+
+
+def test_accumulator_leaves_a_kept_gradient_as_it_is():
+    space = ParameterSpace([[nn.Parameter(torch.zeros(3))]])
+    one, yes, no = torch.ones(()), torch.tensor(True), torch.tensor(False)
+    space.accumulate([torch.ones(3)], one, yes, first=True)
+    gradient = [torch.full((3,), torch.nan)]
+    space.accumulate(gradient, 0 * one, no, first=False, keep=True)
+    assert gradient[0].isnan().all()
+    space.mean.hand_over()
+    assert torch.equal(space.params[0].grad, torch.ones(3))
 
 
 def test_default_radius_grows_with_the_dimension():

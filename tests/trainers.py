@@ -117,7 +117,8 @@ def example(name):
 
 def accuracy(model):
     """On digits."""
-    x, y = (torch.from_numpy(a) for a in load_digits(return_X_y=True))
+    device = next(model.parameters()).device  # trainers move a model to the GPU where there is one
+    x, y = (torch.from_numpy(a).to(device) for a in load_digits(return_X_y=True))
     with torch.no_grad():
         return (model.eval()(x.float() / 16).argmax(1) == y).float().mean().item()
 

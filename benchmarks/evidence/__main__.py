@@ -32,13 +32,13 @@ from evidence.tables import (
     trial_table,
     variant_table,
 )
-from tiltsam.flatness.comparison import Plan
 from tiltsam.flatness.objectives import ErmLoss, Objective, SamLoss, TsamLoss
 from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.data import Data
 from tiltsam.lab.devices import suited_to
 from tiltsam.lab.files import drafted, write_json
 from tiltsam.lab.flat import cross_runs, measure_runs, save_flatness
+from tiltsam.lab.flatness import FlatnessPlan
 from tiltsam.lab.loading import data_key, load_data
 from tiltsam.lab.recipes.cost import passes_per_step
 from tiltsam.lab.record import Record
@@ -245,7 +245,7 @@ def flat(
     draws: int = 50,
 ) -> None:
     """Measure the neighbourhood and the top eigenvalues of finished runs, a study's winners', seed by seed."""
-    plan = Plan(num_samples=draws, num_ascent_steps=0, num_trace_samples=0, num_density_probes=0, num_points=0)
+    plan = FlatnessPlan(num_samples=draws, num_ascent_steps=0, num_trace_samples=0, num_density_probes=0, num_points=0)
     for seed in study.seeds:
         runs = {
             label: record

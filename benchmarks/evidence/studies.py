@@ -206,12 +206,17 @@ FINE_TUNING_BESIDE = [
 # What an average gains, a rate that falls might gain too, or a smaller one. At half of its way one that falls says
 # little.
 _FALLING = [(0.03, 0.1), (0.03, 0.2), (0.1, 0.1), (0.1, 0.2), (0.1, 0.4)]
+_FALLING_RATES = (0.03, 0.06, 0.1, 0.2, 0.3)  # ERM at a constant rate chose 0.1, the largest of its trials
 NOISY_FALLING = replace(
     NOISY,
     name="noisy-falling",
-    trials={"sam": NOISY.trials["sam"], "sam (cosine)": with_pairs("sam", _FALLING, schedule="cosine")},
+    trials={
+        "sam": NOISY.trials["sam"],
+        "sam (cosine)": with_pairs("sam", _FALLING, schedule="cosine"),
+        "erm (cosine)": [{"method": "erm", "lr": lr, "schedule": "cosine"} for lr in _FALLING_RATES],
+    },
     rungs=((5 / 6, 1),),
-    same_steps={"sam (cosine)": "sam"},
+    same_steps={"sam (cosine)": "sam", "erm (cosine)": "erm"},
 )
 # Around what SAM chose; of its trials the one with the smallest rate was on its way up when it was cut.
 NOISY_RATES = Variants(

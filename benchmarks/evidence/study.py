@@ -98,7 +98,9 @@ class Study:
             # Looked at once: what another process ends meanwhile counts as missing, and work goes on.
             if missing := [c for c in standing if score_at(out, c, share) is None]:
                 yield from (Cell(label, c, share) for c in missing)
-                return
+                if share < 1 or len(standing) > 1:
+                    return
+                # A single trial is already chosen: its other seeds can run at the same time.
         if chosen := _first(standing, out):
             others = [replace(chosen, seed=seed) for seed in self.seeds[1:]]
             yield from (Cell(label, c, 1.0) for c in others if score_at(out, c, 1.0) is None)

@@ -13,8 +13,8 @@ from typing import Any
 
 from evidence.study import Rates, Study, Variants, diverged, rows_of, score_at
 from tiltsam.lab.config import METHOD_SETTINGS, TrainConfig
+from tiltsam.lab.palette import OKABE_ITO, color_of
 from tiltsam.lab.record import Record
-from tiltsam.palette import OKABE_ITO, color_of
 
 __all__ = [
     "cross_table",

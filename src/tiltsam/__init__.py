@@ -1,15 +1,36 @@
-"""tiltsam: flat minima for any torch optimizer.
+"""Train any torch model into flat minima.
 
-- The methods: :class:`TSAM`, and :class:`ERM`, :class:`SAM`, :class:`ASAM`, :class:`LineSearchSAM`, :class:`PGN`,
-  :class:`RSAM` that it is compared with; :data:`METHODS` maps the paper's names to them.
-- The fast step: :func:`capture` runs a whole step as one CUDA graph.
-- Averaged weights: :class:`WeightAverage`, beside any optimizer.
-- Several processes: :class:`Parallel`; DDP and FSDP2 are noticed by themselves.
+- Methods: :class:`TSAM`, and :class:`ERM`, :class:`SAM`, :class:`ASAM`, :class:`LineSearchSAM`, :class:`PGN`,
+  :class:`RSAM`; :data:`METHODS` maps the paper's names to them.
+- Speed: :func:`capture` runs a whole step as one CUDA graph.
+- Averaged weights: :class:`WeightAverage`, for any optimizer.
+- Several processes: :class:`Parallel`; DDP and FSDP2 are detected automatically.
 - Measuring flatness: :mod:`tiltsam.sharpness`, :mod:`tiltsam.curvature`, :mod:`tiltsam.landscape`.
 - The mathematics: :mod:`tiltsam.tilting`, :mod:`tiltsam.samplers`.
 """
 
-from tiltsam import samplers, tilting
+# ruff: noqa: E402 (the version of torch is checked before anything is imported)
+
+import re
+
+import torch
+
+_TORCH_FLOOR = (2, 11)  # as in pyproject.toml; FSDP2 gives wrong gradients on older versions, without an error
+
+
+def _check_torch(version: str) -> None:
+    """Raise ImportError if torch is older than the floor. Local and development parts of the version do not count."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    if found is not None and (int(found[1]), int(found[2])) < _TORCH_FLOOR:
+        floor = ".".join(map(str, _TORCH_FLOOR))
+        raise ImportError(f"tiltsam needs torch>={floor}, found torch {version}")
+
+
+_check_torch(str(torch.__version__))
+
+from tiltsam import curvature, landscape, samplers, sharpness, tilting
+from tiltsam.averaging import WeightAverage
+from tiltsam.capture import capture
 from tiltsam.distributed import Parallel
 from tiltsam.optim import ASAM, ERM, METHODS, PGN, RSAM, SAM, TSAM, LineSearchSAM, SharpnessAware, StepInfo
 from tiltsam.tilting import tilted_loss, tilted_mean, tilted_var, tilted_weights
@@ -28,8 +49,13 @@ __all__ = [
     "Parallel",
     "SharpnessAware",
     "StepInfo",
+    "WeightAverage",
     "__version__",
+    "capture",
+    "curvature",
+    "landscape",
     "samplers",
+    "sharpness",
     "tilted_loss",
     "tilted_mean",
     "tilted_var",

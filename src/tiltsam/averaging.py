@@ -1,4 +1,4 @@
-"""An average of the weights along training: a second way to flat minima, beside any optimizer.
+"""An average of the weights along training: a second way to flat minima, for any optimizer.
 
     optimizer = tiltsam.SAM(torch.optim.SGD(model.parameters(), lr=0.1))
     average = tiltsam.WeightAverage(model)
@@ -6,10 +6,12 @@
         optimizer.step(closure)
         average.update()
     with average.applied():
-        torch.optim.swa_utils.update_bn(loader, model)  # where it has BatchNorm
+        torch.optim.swa_utils.update_bn(loader, model)  # if it has BatchNorm
         test(model)
 
-Training does not notice it. It costs a copy of the weights, and one walk over them a step.
+Training is not affected. The cost is a copy of the weights and one pass over them a step.
+:class:`torch.optim.swa_utils.AveragedModel` keeps a second model; this swaps the averaged weights into the same model
+and back, bit for bit, and averages half-precision weights in float32.
 """
 
 from __future__ import annotations
@@ -21,26 +23,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tiltsam.buffers import kept_buffers, to_the_end
-from tiltsam.checks import check_nonnegative
 from tiltsam.distributed import reshard
+from tiltsam.space.snapshot import BufferSnapshot, uninterrupted
+from tiltsam.space.validation import check_nonnegative
 
 __all__ = ["WeightAverage"]
 
 
 class WeightAverage:
-    """The average of a model's weights over all updates so far, of which the last ones count most.
+    """Average of a model's weights over all updates so far, with most weight on the last ones.
 
-    Update k moves it by ``(p + 1)/(k + p)`` of the way to the weights, p being the power (polynomial decay, Shamir and
-    Zhang 2013). Those of update i then count about as ``i**p``, and have a mean age of ``1/(p + 2)`` of all updates at
-    any time: nobody has to know beforehand when training ends.
+    Update k moves the average by ``(p + 1)/(k + p)`` of the distance to the weights, p being the power (polynomial
+    decay, Shamir and Zhang 2013). Update i then has a weight of about ``i**p``, and the mean age is ``1/(p + 2)`` of
+    all updates at any time, so the length of training need not be known in advance.
 
     Args:
-        model: Whose parameters are averaged, trainable or not; complete, and on the device where it is trained.
-        power: p >= 0; 0 is the plain average of all updates, 8 one of about the last tenth.
+        model: The model whose parameters are averaged, trainable or not; on the device where it is trained.
+        power: p >= 0; 0 is the plain average of all updates, 8 averages about the last tenth.
 
     Attributes:
-        count: How many updates there were.
+        count: Number of updates.
 
     Example:
         >>> model = nn.Linear(1, 1, bias=False)
@@ -61,26 +63,26 @@ class WeightAverage:
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
         self.model, self.power, self.count = model, float(power), 0
         self._applied = False
-        reshard(model)  # or the copies that FSDP gathered would be taken for its parameters
+        reshard(model)  # otherwise copies that FSDP gathered would be taken for its parameters
         self._parameters = _parameters(model)
         if not self._parameters:
             raise ValueError(f"{type(model).__name__} has no parameters to average")
         # In half precision an average would stop moving: its steps become smaller than the spacing of the numbers.
-        self._average = {name: p.detach().clone().to(_wide(p.dtype)) for name, p in self._parameters.items()}
+        self._average = {
+            name: p.detach().clone().to(_at_least_float32(p.dtype)) for name, p in self._parameters.items()
+        }
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take in the weights as they are; call it after every step, not in a closure, where they are perturbed.
+        """Add the current weights. Call it after every step, not in a closure, where the weights are perturbed.
 
         Raises:
-            RuntimeError: Inside :meth:`applied`, where they are the average itself.
+            RuntimeError: Inside :meth:`applied`, where the weights are the average itself.
         """
         if self._applied:
-            raise RuntimeError(
-                "the model has its averaged weights: update() belongs after a step, outside of applied()"
-            )
+            raise RuntimeError("update() must not be called inside applied(), where the weights are the average")
         self.count += 1
-        if self.count == 1:  # all the way: a mean would keep the NaN that weights may have been before they were loaded
+        if self.count == 1:  # a copy: a mean would keep a NaN from before the weights were loaded
             _write(self._average, self._parameters)
             return
         share = (self.power + 1) / (self.count + self.power)
@@ -90,71 +92,70 @@ class WeightAverage:
 
     @contextmanager
     def applied(self) -> Iterator[nn.Module]:
-        """The model with the averaged weights; afterwards it has its own, and its buffers as they were, bit for bit.
+        """Give the model its averaged weights inside; restore its own and its buffers on exit, bit for bit.
 
-        Before the first update they are its own.
+        Before the first update the weights stay as they are.
 
         Raises:
-            RuntimeError: If parameters of the model are not those it had at first.
+            RuntimeError: If the model's parameters have been replaced.
         """
-        reshard(self.model)  # or FSDP would go on with the copies it gathered of other weights
+        reshard(self.model)  # FSDP must not reuse copies gathered of other weights
         found = _parameters(self.model)
         if found.keys() != self._parameters.keys() or any(found[name] is not p for name, p in self._parameters.items()):
             raise RuntimeError(
-                "the model has other parameters than its WeightAverage: make one after the model is complete, sharded "
-                "or loaded with assign=True"
+                "the model's parameters have been replaced: make the WeightAverage after the model is complete, "
+                "sharded or loaded with assign=True"
             )
         own = {name: p.detach().clone() for name, p in self._parameters.items()}
         already = self._applied
+        buffers = BufferSnapshot()
+        buffers.save(self.model.modules())
 
-        def give_back() -> None:
+        def restore() -> None:
             _write(self._parameters, own)
+            buffers.restore()
+            reshard(self.model)
             self._applied = already
 
-        with kept_buffers(self.model):
-            try:
-                self._applied = True
-                if self.count:
-                    _write(self._parameters, self._average)
-                yield self.model
-            finally:
-                to_the_end(give_back)
-                reshard(self.model)
+        try:
+            self._applied = True
+            if self.count:
+                _write(self._parameters, self._average)
+            yield self.model
+            restore()
+        except BaseException:  # also an interrupt in restore itself, which may be repeated
+            uninterrupted(restore)
+            raise
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint needs; the tensors are the average's own."""
+        """Return the state for a checkpoint; the tensors are the average's own."""
         return {"count": self.count, "power": self.power, "average": dict(self._average)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint.
-
-        Args:
-            state: What :meth:`state_dict` gave, of a model with parameters of the same names and shapes and of the
-                same power.
+        """Load a state dict of a model with the same parameter names and shapes, and of the same power.
 
         Raises:
-            ValueError: If they are others.
+            ValueError: If names, shapes or the power differ.
         """
         loaded = state["average"]
         shapes = [{name: tuple(a.shape) for name, a in each.items()} for each in (loaded, self._average)]
         if shapes[0] != shapes[1]:
-            raise ValueError("the state is that of another model: names or shapes of its parameters differ")
+            raise ValueError("names or shapes of the averaged parameters differ from those of the model")
         if state["power"] != self.power:
-            raise ValueError(f"the state is that of an average of power {state['power']}, not {self.power}")
+            raise ValueError(f"power must be {self.power}, got a state of power {state['power']}")
         self.count = int(state["count"])
         _write(self._average, loaded)
 
 
 def _parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Those that can be averaged, by name."""
+    """Return the parameters that can be averaged, by name."""
     return {name: p for name, p in model.named_parameters() if p.is_floating_point() or p.is_complex()}
 
 
-@torch.no_grad()
 def _write(places: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
     for name, place in places.items():
-        place.copy_(values[name])
+        place.detach().copy_(values[name].detach())  # an interrupted no_grad() would leave gradients disabled
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
+def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype

@@ -19,7 +19,7 @@ from typing import Any
 import tiltsam
 from tiltsam.lab.exits import GOES_ON, end, ending_soon, let_go_of_output
 from tiltsam.lab.interrupts import heeding_interrupts
-from tiltsam.provenance import code_digest
+from tiltsam.lab.provenance import code_digest
 
 __all__ = ["main"]
 
@@ -48,8 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 _needs(command)
                 args.run(args)
             print(end="", flush=True)
-    except KeyboardInterrupt:  # first: to know the mistakes takes imports, and a second one may come meanwhile
-        return end(130, command, f"interrupted{GOES_ON.get(command, '')}")
+    except KeyboardInterrupt as error:  # first: to know the mistakes takes imports, and a second one may come meanwhile
+        told = str(error) or f"interrupted{GOES_ON.get(command, '')}"
+        return end(128 + getattr(error, "number", signal.SIGINT), command, told)
     except _known_mistakes() as error:
         return end(2, command, error)
     except BrokenPipeError:  # `tiltsam … | head` is no error, but there may be work left
@@ -75,7 +76,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     toys = commands.add_parser(
         "toys",
         help="the paper's toy figures and theorems, with exact numbers",
-        description="Draw the toy figures and print what was found beside what the paper states. Under a minute.",
+        description="Draw the toy figures and compare each statement of the paper with what was found. Under a minute.",
         epilog="example: tiltsam toys --out figures",
     )
     toys.add_argument("--out", type=Path, default=Path("toys"), help="folder for the figures (default: %(default)s)")
@@ -108,7 +109,7 @@ def _needs(command: str) -> None:
     """The lab's packages are looked for before a run, not found missing when its model is to be saved."""
     missing = [name for name in ("numpy", "safetensors") if find_spec(name) is None]
     if missing and command not in ("methods", "report", "toys"):
-        raise UserError(f"needs {' and '.join(missing)}: pip install 'tiltsam[lab]'")
+        raise UserError(f"needs {' and '.join(missing)}: pip install '.[lab]'")
 
 
 def _add_lab(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -120,7 +121,8 @@ def _add_lab(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     train = commands.add_parser(
         "train",
         help="train one model with one method",
-        description="Train a model. Killed at any moment, the same command goes on where it was.",
+        description="Train a model. Ctrl-C and SIGTERM save a checkpoint after the current step (a second Ctrl-C ends "
+        "at once); the same command resumes from there, or after a kill from the last checkpoint.",
         epilog=(
             "examples:\n"
             "  tiltsam train digits --method tsam --num-samples 3 --t 20 --rho 0.5 --seed 1\n"
@@ -298,16 +300,17 @@ def _compare(args: argparse.Namespace) -> None:
     if first.reestimate_batchnorm:
         print("BatchNorm's statistics, where there are any, were estimated anew before each test.")
     print(f"runs: {args.out}")
-    report([Record.of(args.out, first).folder.parents[1]])  # of all runs of the task
+    folders = [Record.of(args.out, cell).folder for cell in cells]
+    report(folders, folders[0].parents[1] / "report")
     if not any(row.runs for row in rows):
         raise UserError("no run has a result: all of them failed")
 
 
 def _sharpness(args: argparse.Namespace) -> None:
-    from tiltsam.flatness.comparison import Plan, format_table, table_rows
-    from tiltsam.flatness.figures import write_figures
-    from tiltsam.flatness.progress import Bars
     from tiltsam.lab.flat import find_runs, measure_runs, save_flatness
+    from tiltsam.lab.flatness import FlatnessPlan, format_table, table_rows
+    from tiltsam.lab.flatness_plots import write_figures
+    from tiltsam.lab.screen import Bars
 
     if args.examples < 1 or args.samples < 2:
         raise UserError(
@@ -321,7 +324,7 @@ def _sharpness(args: argparse.Namespace) -> None:
 
     runs = find_runs(args.runs, left_out=left_out)
     figures = _figures(args)
-    plan = Plan(num_samples=args.samples, t=args.t)
+    plan = FlatnessPlan(num_samples=args.samples, t=args.t)
     measured = {}
     with Bars() as bars:
         for flat, about in measure_runs(
@@ -360,16 +363,18 @@ def _tasks(args: argparse.Namespace) -> None:
 
 
 def _toys(args: argparse.Namespace) -> None:
-    from tiltsam.toys import estimators, figures, theory
+    from tiltsam.lab.devices import one_thread
+    from tiltsam.lab.theory import estimators, figures, findings
 
     drawn = _figures(args)
-    print(theory.render(theory.table()), flush=True)
-    qualities = estimators.study()
-    print("\n" + estimators.render(qualities), flush=True)
-    if drawn:
-        print()
-        for path in figures.draw_all(args.out, qualities=qualities):
-            print(f"wrote {path}", flush=True)
+    with one_thread():
+        print(findings.render(findings.table()), flush=True)
+        qualities = estimators.study()
+        print("\n" + estimators.render(qualities), flush=True)
+        if drawn:
+            print()
+            for path in figures.draw_all(args.out, qualities=qualities):
+                print(f"wrote {path}", flush=True)
 
 
 def _methods(args: argparse.Namespace) -> None:
@@ -382,7 +387,7 @@ def _methods(args: argparse.Namespace) -> None:
 def _figures(args: argparse.Namespace) -> bool:
     """Whether to draw figures at the end: what would keep them from it is told before the work."""
     if not args.no_figures and find_spec("matplotlib") is None:
-        why = "no figures: matplotlib is not there: pip install 'tiltsam[plots]'"
+        why = "no figures: matplotlib is not there: pip install '.[plots]'"
         print(f"tiltsam {args.command}: {why}", file=sys.stderr, flush=True)
     elif not args.no_figures:
         _writable(args.out)

@@ -1,7 +1,7 @@
 """Curvature of the loss: the top of the Hessian's spectrum, its trace, its density.
 
 The Hessian is that of the mean loss over a data set, in eval mode, with respect to all trainable parameters or to
-those named in ``parameters``. It is never formed: everything is made of Hessian-vector products
+those named in ``parameters``. It is never formed: all functions use Hessian-vector products
 (:mod:`tiltsam.flatness.hessian`), each of which costs a forward, a backward and a double backward over the data.
 
 | function | products | error estimate |
@@ -10,30 +10,31 @@ those named in ``parameters``. It is never formed: everything is made of Hessian
 | :func:`trace` | ``num_samples`` | standard error over the probes |
 | :func:`spectral_density` | ``num_probes * num_steps`` | standard error over the probes at each point |
 
-Each can be had layer by layer: ``by_layer(top_eigenvalues, model, loss_fn, batches, k=1)``. The last lives in
-:mod:`tiltsam.flatness.density`, and is importable from here.
+``by_layer(top_eigenvalues, model, loss_fn, batches, k=1)`` measures layer by layer.
 
-Why a Lanczos of our own rather than scipy's ``eigsh`` on curvlinops' operators: measured. Top 5 eigenvalues of an
-11 M-parameter ResNet-18 (one batch of 256 images, float32, one H200, relative residual 1e-3): 5.0 s, 4.3 s with
-``keep_graph``, against 12.4 s for ``eigsh`` on the same products and 6.8 s for ``eigsh`` on curvlinops', which
-carry every vector to the host and back. It also needs neither package, and differentiates SiLU, which curvlinops'
-forward-over-reverse product does not. ``benchmarks/bench_curvature.py`` repeats the measurement.
+Why not scipy's ``eigsh`` on the operators of curvlinops? Top 5 eigenvalues of an 11 M-parameter ResNet-18 (one batch of
+256 images, float32, one H200, relative residual 1e-3) take 5.0 s here, 4.3 s with ``keep_graph``, against 12.4 s for
+``eigsh`` on the same products and 6.8 s for ``eigsh`` on those of curvlinops: it copies every vector to the host and
+back. This module also needs neither package, and differentiates SiLU, which the forward-over-reverse products of
+curvlinops do not. ``benchmarks/bench_curvature.py`` repeats the measurement.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from tiltsam.flatness.density import Density, spectral_density
-from tiltsam.flatness.evaluation import Batches, LossFn, LossSurface, Progress, generator, layers
 from tiltsam.flatness.hessian import HessianOperator
-from tiltsam.flatness.lanczos import Which, thick_restart
-from tiltsam.flatness.probes import Estimate, mean, signs
+from tiltsam.flatness.lanczos import Which, quadrature, thick_restart
+from tiltsam.flatness.loss_surface import Batches, LossFn, LossSurface, ProgressCallback, trainable
+from tiltsam.flatness.numerics import Estimate, rademacher_, weighted_mean
+from tiltsam.flatness.randomness import Purpose, generator
 
 __all__ = [
     "Density",
@@ -55,14 +56,13 @@ class Eigenpairs:
 
     Attributes:
         values: The eigenvalues (float64, on the host).
-        residuals: ``||H v - value v||``, or the rounding of a product where that is more: some eigenvalue lies within
-            this distance of the value, and the error of the value itself is of the order of its square over the gap
-            to the next.
-        converged: Where the residual is within the tolerance asked for.
+        residuals: ``||H v - value v||``, but at least the rounding of a product: some eigenvalue lies within this
+            distance of the value, whose error is of the order of the squared residual over the gap to the next one.
+        converged: Whether the residual is within the tolerance.
         vectors: One flat unit vector per row, orthonormal, on the device of the model.
         shapes: The names and shapes of the parameters along a row.
-        num_products: Hessian-vector products spent.
-        substitutes: Kernels that had to be replaced because they have no second derivative.
+        num_products: The number of Hessian-vector products used.
+        substitutes: The kernels that were replaced because they have no second derivative.
     """
 
     values: Tensor
@@ -74,7 +74,7 @@ class Eigenpairs:
     substitutes: tuple[str, ...] = ()
 
     def direction(self, index: int) -> dict[str, Tensor]:
-        """Eigenvector ``index`` as tensors by parameter name; what :mod:`tiltsam.landscape` walks along."""
+        """Return eigenvector ``index`` as tensors by parameter name, a direction for :mod:`tiltsam.landscape`."""
         pieces = torch.split(self.vectors[index], [shape.numel() for shape in self.shapes.values()])
         return {name: piece.view(shape) for (name, shape), piece in zip(self.shapes.items(), pieces, strict=True)}
 
@@ -86,9 +86,9 @@ class Trace:
     Attributes:
         value: The estimate; unbiased.
         error: Its standard error.
-        layers: The trace of each layer's own block, from the same probes; they add up to ``value``.
+        layers: The trace of each layer's block, from the same probes; they add up to ``value``.
         samples: The estimate of each probe (float64, on the host).
-        substitutes: Kernels that had to be replaced because they have no second derivative.
+        substitutes: The kernels that were replaced because they have no second derivative.
     """
 
     value: float
@@ -96,6 +96,41 @@ class Trace:
     layers: dict[str, Estimate]
     samples: Tensor = field(repr=False)
     substitutes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Density:
+    """The density of the Hessian's eigenvalues, smoothed by a Gaussian; it integrates to 1.
+
+    Attributes:
+        grid: The points at which it is given.
+        values: The density there, a mean over probes.
+        error: Its standard error over probes; NaN for a single one.
+        nodes: The quadrature nodes of each probe, ``[num_probes, num_steps]``; those beyond an exhausted Krylov space
+            have weight 0.
+        weights: Their weights; each row sums to 1.
+        width: The standard deviation of the Gaussian.
+        substitutes: The kernels that were replaced because they have no second derivative.
+    """
+
+    grid: Tensor
+    values: Tensor
+    error: Tensor
+    nodes: Tensor = field(repr=False)
+    weights: Tensor = field(repr=False)
+    width: float
+    substitutes: tuple[str, ...] = ()
+
+    def smooth(self, grid: Tensor, width: float) -> tuple[Tensor, Tensor]:
+        """Return the density on another grid with another width, and its standard error; costs no product."""
+        bumps = torch.exp(-0.5 * ((grid - self.nodes[..., None]) / width).square()) / (width * math.sqrt(2 * math.pi))
+        curves = (self.weights[..., None] * bumps).sum(1)
+        error = curves.std(0) / len(curves) ** 0.5 if len(curves) > 1 else torch.full_like(grid, math.nan)
+        return curves.mean(0), error
+
+    def moment(self, power: int) -> Estimate:
+        """Return the mean of ``eigenvalue ** power``: trace / d for 1, squared Frobenius norm / d for 2."""
+        return weighted_mean((self.weights * self.nodes**power).sum(1))
 
 
 def top_eigenvalues(
@@ -112,27 +147,26 @@ def top_eigenvalues(
     parameters: Sequence[str] | None = None,
     seed: int = 0,
     size_of: Callable[[Any], float] | None = None,
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
 ) -> Eigenpairs:
-    """The ``k`` largest eigenvalues of the Hessian, by thick-restart Lanczos on the device.
+    """Return the ``k`` largest eigenvalues of the Hessian, by thick-restart Lanczos on the device.
 
-    Cost: usually 5 to 10 Hessian-vector products per eigenvalue. Memory: ``basis_size + 1`` copies of the weights
-    beside what a double backward takes. Deterministic but for the random start; it sees an eigenvalue of
-    multiplicity two once.
+    Cost: usually 5 to 10 Hessian-vector products per eigenvalue. Memory: ``basis_size + 1`` copies of the weights, and
+    that of a double backward. Deterministic except for the random start; finds a repeated eigenvalue once.
 
     Args:
-        model: The model. Measured in eval mode, left as it was.
+        model: The model. Measured in eval mode and restored.
         loss_fn: ``loss_fn(model, batch)``, the mean loss of a batch.
-        batches: The data set, see :mod:`tiltsam.flatness.evaluation`.
-        k: How many; all of them if there are fewer parameters than that.
+        batches: The data set, see :mod:`tiltsam.flatness.loss_surface`.
+        k: The number of eigenvalues; all of them if there are fewer parameters.
         which: ``largest``, ``smallest`` (most negative) or ``magnitude``.
-        tol: The relative residual asked for. The eigenvalues are then usually right to ``tol ** 2``.
-        max_products: Stop here; see ``converged``.
-        basis_size: Vectors kept before a restart: fewer save memory and cost products. ``2 k + 2`` by default.
+        tol: The relative residual to reach. The eigenvalues are then usually right to ``tol ** 2``.
+        max_products: Stop after this many products; see ``converged``.
+        basis_size: Vectors kept before a restart: fewer save memory but take more products. ``2 k + 2`` by default.
         keep_graph: With a single batch, keep its graph between products: about 15% faster, up to 30% more memory.
-        parameters: Names of the parameters whose block of the Hessian is wanted; all trainable ones by default.
+        parameters: Names of the parameters whose block of the Hessian to use; all trainable ones by default.
         seed: Seed of the random start.
-        size_of: The weight of a batch, its number of examples by default.
+        size_of: Weight of a batch; its number of examples by default.
         progress: Called as ``progress(products, max_products)``.
 
     Raises:
@@ -140,21 +174,21 @@ def top_eigenvalues(
             or an argument is out of range.
 
     Example:
-        >>> from tiltsam.flatness.evaluation import supervised
+        >>> from tiltsam.flatness.loss_surface import supervised
         >>> data = [(torch.randn(8, 2), torch.randn(8, 1))]
         >>> found = top_eigenvalues(nn.Linear(2, 1), supervised(nn.functional.mse_loss), data, k=2)
         >>> bool(found.converged.all()), bool(found.values[0] >= found.values[1])
         (True, True)
     """
     if k < 1 or max_products < 1 or not tol >= 0:
-        raise ValueError(f"k and max_products must be at least 1 and tol at least 0, got {k}, {max_products} and {tol}")
+        raise ValueError(f"k and max_products must be >= 1 and tol >= 0, got {k}, {max_products} and {tol}")
     if basis_size is not None and basis_size <= k:
         raise ValueError(f"basis_size must be larger than k = {k}, got {basis_size}")
     if which not in ("largest", "smallest", "magnitude"):
         raise ValueError(f"which must be 'largest', 'smallest' or 'magnitude', got {which!r}")
     with LossSurface(model, loss_fn, batches, parameters=parameters, size_of=size_of, seed=seed) as surface:
         hessian = HessianOperator(surface, keep_graph=keep_graph)
-        random = generator(hessian.device, "lanczos", seed)
+        random = generator(hessian.device, Purpose.EIGENVALUES, seed)
         found = thick_restart(
             hessian,
             lambda vector: vector.normal_(generator=random),
@@ -168,10 +202,9 @@ def top_eigenvalues(
         )
         residuals, converged = found.residuals, found.converged
         if hessian.eps > torch.finfo(hessian.dtype).eps:
-            # Rounding breaks the relation that gives residuals for free: look at each pair itself.
+            # Rounding breaks the Lanczos relation that gives residuals for free: compute them.
             residuals = _residuals(hessian, found.values, found.vectors)
             converged = residuals <= tol * found.values.abs()
-        hessian.close()
     return Eigenpairs(
         found.values,
         residuals,
@@ -194,29 +227,29 @@ def trace(
     parameters: Sequence[str] | None = None,
     seed: int = 0,
     size_of: Callable[[Any], float] | None = None,
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
 ) -> Trace:
-    """The trace of the Hessian, whole and by layer, by Hutchinson's estimator with random signs.
+    """Return the trace of the Hessian, whole and by layer, by Hutchinson's estimator with random signs.
 
         tr H = E[v^T H v],   variance 2 (||H||_F^2 - sum_i H_ii^2) per probe
 
-    With ``deflate`` the span of known eigenvectors counts exactly and the probes see the rest only (the idea of
-    Hutch++), which takes the outliers, and with them most of the variance, away at no further product:
+    With ``deflate`` the span of known eigenvectors counts exactly and the probes see only the rest (the idea of
+    Hutch++). This removes the outliers, and most of the variance with them, at no further product:
 
         tr H = sum_i lambda_i + E[v^T P H P v],   P = I - Q Q^T
 
     Cost: ``num_samples`` Hessian-vector products. Unbiased (deflated layers only as far as the pairs converged).
 
     Args:
-        model: The model. Measured in eval mode, left as it was.
+        model: The model. Measured in eval mode and restored.
         loss_fn: ``loss_fn(model, batch)``, the mean loss of a batch.
-        batches: The data set, see :mod:`tiltsam.flatness.evaluation`.
-        num_samples: Probes, at least 2. The error falls like ``1 / sqrt(num_samples)``.
+        batches: The data set, see :mod:`tiltsam.flatness.loss_surface`.
+        num_samples: The number of probes, at least 2. The error falls like ``1 / sqrt(num_samples)``.
         deflate: Eigenpairs of the same Hessian from :func:`top_eigenvalues`.
         keep_graph: With a single batch, keep its graph between products.
-        parameters: Names of the parameters whose block is wanted; all trainable ones by default.
+        parameters: Names of the parameters whose block of the Hessian to use; all trainable ones by default.
         seed: Seed of the probes.
-        size_of: The weight of a batch, its number of examples by default.
+        size_of: Weight of a batch; its number of examples by default.
         progress: Called as ``progress(done, num_samples)``.
 
     Raises:
@@ -224,7 +257,7 @@ def trace(
             ``num_samples < 2``, or ``deflate`` belongs to other parameters.
 
     Example:
-        >>> from tiltsam.flatness.evaluation import supervised
+        >>> from tiltsam.flatness.loss_surface import supervised
         >>> data = [(torch.randn(8, 2), torch.randn(8, 1))]
         >>> found = trace(nn.Linear(2, 1), supervised(nn.functional.mse_loss), data, num_samples=50)
         >>> found.value > 0 and found.error < found.value
@@ -235,68 +268,159 @@ def trace(
     with LossSurface(model, loss_fn, batches, parameters=parameters, size_of=size_of, seed=seed) as surface:
         hessian = HessianOperator(surface, keep_graph=keep_graph)
         if deflate is not None and list(deflate.shapes.items()) != _shapes(surface):
-            raise ValueError("deflate holds eigenpairs with respect to other parameters")
+            raise ValueError("deflate must hold eigenpairs with respect to the same parameters")
         known = None if deflate is None else deflate.vectors.to(hessian.device, hessian.dtype)
-        owners = [name.rpartition(".")[0] for name in surface.names]
+        sizes = [p.numel() for p in surface.params]
         rows = []
         probe = torch.empty(hessian.size, device=hessian.device, dtype=hessian.dtype)
         out = torch.empty_like(probe)
         for sample in range(num_samples):
-            signs(generator(hessian.device, "trace", seed, sample), probe)
-            hessian(probe if known is None else _project(probe, known), out)
-            product = out if known is None else _project(out, known)
-            parts = torch.split(probe.mul_(product), [p.numel() for p in surface.params])
-            rows.append(torch.stack([part.sum() for part in parts]))
+            rademacher_(probe, generator(hessian.device, Purpose.TRACE, seed, sample))
+            hessian(probe if known is None else _project_out(probe, known), out)
+            product = out if known is None else _project_out(out, known)
+            rows.append(torch.stack([part.sum() for part in torch.split(probe.mul_(product), sizes)]))
             if progress is not None:
                 progress(sample + 1, num_samples)
-        hessian.close()
-        table = torch.stack(rows).to("cpu", torch.float64)
+        table = torch.stack(rows).to("cpu", torch.float64)  # one row per probe, one column per parameter
     if not table.isfinite().all():
         raise ValueError("a product with the Hessian is not finite: the loss has no second derivative here")
     if deflate is not None:
-        # What the probes no longer see: eigenvalue times the share of the eigenvector in each parameter.
-        shares = torch.split(deflate.vectors.square(), [p.numel() for p in surface.params], dim=1)
+        # The part that the probes do not see: eigenvalue times the share of the eigenvector in each parameter.
+        shares = torch.split(deflate.vectors.square(), sizes, dim=1)
         table += deflate.values @ torch.stack([s.sum(1).to("cpu", torch.float64) for s in shares], 1)
-    names = dict.fromkeys(owners)
-    by_owner = {name: table[:, [i for i, o in enumerate(owners) if o == name]].sum(1) for name in names}
-    total = table.sum(1)
+    column = {name: number for number, name in enumerate(surface.names)}
+    samples = table.sum(1)
     return Trace(
-        *mean(total),
-        layers={name: mean(column) for name, column in by_owner.items()},
-        samples=total,
+        *weighted_mean(samples),
+        layers={
+            layer: weighted_mean(table[:, [column[name] for name in names]].sum(1))
+            for layer, names in _by_layer(surface.names).items()
+        },
+        samples=samples,
         substitutes=tuple(hessian.substitutes),
     )
 
 
-def by_layer(measure: Callable[..., T], model: nn.Module, *args: Any, **kwargs: Any) -> dict[str, T]:
-    """A measurement that takes ``parameters`` for each layer by itself: ``{layer: result}``.
+def spectral_density(
+    model: nn.Module,
+    loss_fn: LossFn,
+    batches: Batches,
+    num_probes: int = 4,
+    num_steps: int = 40,
+    *,
+    width: float | None = None,
+    num_points: int = 512,
+    reorthogonalize: bool = True,
+    keep_graph: bool = False,
+    parameters: Sequence[str] | None = None,
+    seed: int = 0,
+    size_of: Callable[[Any], float] | None = None,
+    progress: ProgressCallback | None = None,
+) -> Density:
+    """Return the density of the Hessian's eigenvalues, by stochastic Lanczos quadrature.
 
-    ``by_layer(f, model, ...)`` calls ``f(model, ..., parameters=names)`` with the names of the trainable parameters
-    of each layer in turn: those of this module, :func:`~tiltsam.sharpness.neighborhood` and
-    :func:`~tiltsam.sharpness.m_sharpness` take them. What comes out is about the layer's own block of the Hessian, or
-    about that layer moved alone. (:func:`trace` has its layers from one run already, see :attr:`Trace.layers`.)
+    Each random unit probe gives the nodes and weights of a Gauss quadrature of its spectral measure, whose mean over
+    probes is the spectrum; a Gaussian of standard deviation ``width`` smooths it to a curve (Ghorbani et al. 2019).
+
+    Cost: ``num_probes * num_steps`` Hessian-vector products; memory: ``num_steps + 1`` copies of the weights, or three
+    with ``reorthogonalize=False``. Biased by the smoothing, and by the quadrature if the curve has detail finer than a
+    polynomial of degree ``2 num_steps - 1``; the moments up to that degree are unbiased.
+
+    Args:
+        model: The model. Measured in eval mode and restored.
+        loss_fn: ``loss_fn(model, batch)``, the mean loss of a batch.
+        batches: The data set, see :mod:`tiltsam.flatness.loss_surface`.
+        num_probes: Random probes; one is often enough for a large model, two are needed for an error.
+        num_steps: Lanczos steps per probe.
+        width: Standard deviation of the smoothing; a hundredth of the range of the spectrum by default.
+        num_points: Points of the grid.
+        reorthogonalize: See :func:`tiltsam.flatness.lanczos.quadrature`.
+        keep_graph: With a single batch, keep its graph between products.
+        parameters: Names of the parameters whose block of the Hessian to use; all trainable ones by default.
+        seed: Seed of the probes.
+        size_of: Weight of a batch; its number of examples by default.
+        progress: Called as ``progress(products, num_probes * num_steps)``.
+
+    Raises:
+        ValueError: If the data is empty, a loss or a product is not finite, the model has no trainable parameters, or
+            an argument is out of range.
 
     Example:
-        >>> from tiltsam.flatness.evaluation import supervised
+        >>> from tiltsam.flatness.loss_surface import supervised
+        >>> data = [(torch.randn(8, 2), torch.randn(8, 1))]
+        >>> found = spectral_density(nn.Linear(2, 1), supervised(nn.functional.mse_loss), data)
+        >>> abs(float(torch.trapezoid(found.values, found.grid)) - 1) < 1e-3
+        True
+    """
+    if num_probes < 1 or num_steps < 1 or num_points < 2 or (width is not None and not width > 0):
+        raise ValueError(
+            "num_probes and num_steps must be >= 1, num_points >= 2 and width > 0, "
+            f"got {num_probes}, {num_steps}, {num_points} and {width}"
+        )
+    with LossSurface(model, loss_fn, batches, parameters=parameters, size_of=size_of, seed=seed) as surface:
+        nodes, weights = torch.zeros(2, num_probes, num_steps, dtype=torch.float64, device="cpu")
+        hessian = HessianOperator(surface, keep_graph=keep_graph)
+        for probe in range(num_probes):
+
+            def report(step: int, done: int = probe * num_steps) -> None:
+                if progress is not None:
+                    progress(done + step, num_probes * num_steps)
+
+            start = partial(rademacher_, random=generator(hessian.device, Purpose.DENSITY, seed, probe))
+            found = quadrature(hessian, start, num_steps, reorthogonalize=reorthogonalize, progress=report)
+            nodes[probe, : len(found[0])], weights[probe, : len(found[1])] = found
+    seen = nodes[weights > 0]
+    low, high = float(seen.min()), float(seen.max())
+    size = max(abs(low), abs(high))
+    # The range of a multiple of the identity is a few eps of rounding: use its size instead, or 1 if that is zero.
+    spread = width or ((high - low) / 100 if high - low > 100 * hessian.eps * size else size / 100) or 0.01
+    # Five standard deviations beyond the ends: less than 1e-6 is cut off.
+    grid = torch.linspace(low - 5 * spread, high + 5 * spread, num_points, dtype=torch.float64, device="cpu")
+    empty = torch.empty_like(grid)
+    raw = Density(grid, empty, empty, nodes, weights, spread, tuple(hessian.substitutes))
+    values, error = raw.smooth(grid, spread)
+    return replace(raw, values=values, error=error)
+
+
+def by_layer(measure: Callable[..., T], model: nn.Module, *args: Any, **kwargs: Any) -> dict[str, T]:
+    """Run a measurement that takes ``parameters`` on each layer: return ``{layer: result}``.
+
+    ``by_layer(f, model, ...)`` calls ``f(model, ..., parameters=names)`` with the trainable parameters of each layer.
+    The functions of this module, :func:`~tiltsam.sharpness.neighborhood` and :func:`~tiltsam.sharpness.m_sharpness`
+    take them. The result is about the layer's block of the Hessian, or about that layer moved alone. (:func:`trace`
+    returns all layers in one run, see :attr:`Trace.layers`.)
+
+    Example:
+        >>> from tiltsam.flatness.loss_surface import supervised
         >>> model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1))
         >>> data = [(torch.randn(8, 2), torch.randn(8, 1))]
         >>> found = by_layer(top_eigenvalues, model, supervised(nn.functional.mse_loss), data, k=1)
         >>> list(found), found["2"].values.shape
         (['0', '2'], torch.Size([1]))
     """
-    return {layer: measure(model, *args, parameters=names, **kwargs) for layer, names in layers(model).items()}
+    layers = _by_layer(trainable(model))
+    return {layer: measure(model, *args, parameters=names, **kwargs) for layer, names in layers.items()}
+
+
+def _by_layer(names: Iterable[str]) -> dict[str, list[str]]:
+    """Group parameter names by the module that owns them."""
+    layers: dict[str, list[str]] = {}
+    for name in names:
+        layers.setdefault(name.rpartition(".")[0], []).append(name)
+    return layers
 
 
 def _shapes(surface: LossSurface) -> list[tuple[str, torch.Size]]:
     return [(name, p.shape) for name, p in zip(surface.names, surface.params, strict=True)]
 
 
-def _project(v: Tensor, known: Tensor) -> Tensor:
-    """``v`` less its part in the span of the orthonormal rows of ``known``."""
+def _project_out(v: Tensor, known: Tensor) -> Tensor:
+    """Return ``v`` minus its projection on the orthonormal rows of ``known``."""
     return torch.addmv(v, known.T, known @ v, alpha=-1)
 
 
 def _residuals(hessian: HessianOperator, values: Tensor, vectors: Tensor) -> Tensor:
+    """Return ``||H v - value v||`` of each pair (float64, on the host). Cost: one product each."""
     out = torch.empty_like(vectors[0])
     found = []
     for value, vector in zip(values.tolist(), vectors, strict=True):

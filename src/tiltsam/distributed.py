@@ -1,14 +1,14 @@
 """Steps that several processes take together: data-parallel (DDP), sharded (FSDP2), and sample-parallel.
 
-Three things have to agree on all ranks, or their weights drift apart:
+Three things must agree on all ranks, or their weights drift apart:
 
 - **losses** are averaged over the ranks that see different batches *before* weights are computed from them;
-- **noise** follows from (seed, step, sample) alone, so every rank draws the same, and of a sharded tensor its own part
-  of what one process would have drawn;
+- **noise** derives from (seed, step, sample) alone, so every rank draws the same, and of a sharded tensor its part of
+  what one process would draw;
 - **norms** of sharded vectors are those of the whole.
 
 Sample-parallel ranks see the *same* batch and divide the s samples of a step among them, so that s ranks take a step of
-TSAM in the time of a step of SAM. They exchange a handful of scalars, and one weighted sum of gradients:
+TSAM in the time of a step of SAM. They exchange a few scalars and one weighted sum of gradients:
 
     mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("data", "samples"))
     model = DistributedDataParallel(model, process_group=mesh["data"].get_group())
@@ -18,9 +18,8 @@ TSAM in the time of a step of SAM. They exchange a handful of scalars, and one w
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -37,17 +36,17 @@ Group: TypeAlias = Any
 
 @dataclass(frozen=True)
 class Parallel:
-    """Which processes take a step together.
+    """The processes that take a step together.
 
-    Left out, it is found out: the group of a DDP module, the mesh of sharded parameters, or else all processes of
+    By default they are detected: the group of a DDP module, the mesh of sharded parameters, or else all processes of
     ``torch.distributed``, as ranks that see different batches. Pass ``parallel=None`` to an optimizer whose process
-    trains on its own although others are there.
+    trains on its own although there are others.
 
     Args:
-        data: Ranks that see different batches and average their gradients; ``None`` means as found out.
+        data: Ranks that see different batches and average their gradients; ``None`` means detected.
         samples: Ranks that see the same batch and divide a step's samples among them.
-        ascent: ``"global"`` ascends the gradient of all data ranks together; ``"local"`` lets each rank ascend its own
-            (m-SAM), which saves an all-reduce a sample and needs a DDP module.
+        ascent: ``"global"`` ascends the gradient of all data ranks; ``"local"`` lets each rank ascend its own (m-SAM),
+            which saves an all-reduce a sample and needs a DDP module.
     """
 
     data: Group | None = None
@@ -61,53 +60,46 @@ class Parallel:
             group = getattr(self, name)
             if group is not None and not isinstance(group, dist.ProcessGroup):
                 raise TypeError(
-                    f"{name} must be a process group, got {type(group).__name__}: take mesh['{name}'].get_group()"
+                    f"{name} must be a process group, got {type(group).__name__}: pass mesh['{name}'].get_group()"
                 )
 
 
 class Ranks:
-    """What the ranks of a step have in common. One process alone has nothing to exchange, and does not.
+    """Communication between the processes of a step; none for a process alone.
 
     Args:
-        parallel: What the user said; ``None`` for one process alone.
-        model: The user's model, where given.
+        parallel: What the user passed; ``None`` for a process alone.
+        model: The user's model, if given.
         sharding: How the parameters are split.
     """
+
+    local_ascent: bool = False
+    """Whether each rank ascends along its own gradient."""
 
     def __init__(self, parallel: Parallel | None, model: torch.nn.Module | None, sharding: Sharding) -> None:
         self._data: list[Group] = []
         self._samples: Group | None = None
         self._ddp: DistributedDataParallel | None = None
-        self._trusts_gradients = sharding.mesh is not None  # FSDP averages them itself, and ranks hold parts
+        self._gradients_checked = sharding.mesh is not None  # FSDP averages gradients itself, and ranks hold parts
         if parallel is None or not (dist.is_available() and dist.is_initialized()):
             if sharding.groups:
                 raise ValueError("sharded parameters cannot be stepped by one process alone: leave parallel out")
             return
-        self._ddp = ddp_in(model)
-        self._samples = _unless_alone(parallel.samples)
-        self._data = [g for g in self._data_groups(parallel, sharding) if _unless_alone(g) is not None]
+        self._ddp = find_ddp(model)
+        self._samples = _unless_single(parallel.samples)
+        self._data = [g for g in self._data_groups(parallel, sharding) if _unless_single(g) is not None]
         if self._samples is not None:
-            self._check_apart(self._samples)
+            self._check_disjoint(self._samples)
             if not self._data and dist.get_world_size(self._samples) < dist.get_world_size():
                 raise ValueError(
-                    f"of {dist.get_world_size()} processes {dist.get_world_size(self._samples)} share samples: say "
-                    "which ones see different batches, by model=DistributedDataParallel(...) or Parallel(data=...)"
-                )
-            if model is None:
-                warnings.warn(
-                    "samples are divided among ranks without model=: BatchNorm's statistics and the random state after "
-                    "a step will differ from rank to rank",
-                    RuntimeWarning,
-                    stacklevel=8,  # whoever called step
+                    f"{dist.get_world_size(self._samples)} of {dist.get_world_size()} processes share samples: pass "
+                    "the groups that see different batches, by model=DistributedDataParallel(...) or Parallel(data=...)"
                 )
         self.local_ascent = parallel.ascent == "local" and bool(self._data)
-        if self.local_ascent and self._ddp is None:
-            raise ValueError("ascent='local' needs model=DistributedDataParallel(...), whose no_sync() it uses")
-        if self.local_ascent and self._ddp is not None and self._ddp.static_graph:
-            raise ValueError("ascent='local' needs a DistributedDataParallel without static_graph, for no_sync()")
-
-    local_ascent: bool = False
-    """Whether gradients of ascents are this rank's own."""
+        if self.local_ascent and (self._ddp is None or self._ddp.static_graph):
+            raise ValueError(
+                "ascent='local' needs model=DistributedDataParallel(...) without static_graph, for its no_sync()"
+            )
 
     def _data_groups(self, parallel: Parallel, sharding: Sharding) -> list[Group]:
         if parallel.data is not None:
@@ -118,13 +110,13 @@ class Ranks:
             return [self._ddp.process_group]
         return [] if parallel.samples is not None else [dist.group.WORLD]
 
-    def _check_apart(self, samples: Group) -> None:
-        """Raise if gradients would be averaged over ranks that look at different points."""
+    def _check_disjoint(self, samples: Group) -> None:
+        """Raise if gradients would be averaged over ranks that evaluate different samples."""
         sharing = dist.get_process_group_ranks(samples)
         both = [r for r in sharing if any(r in dist.get_process_group_ranks(group) for group in self._data)]
         if len(both) > 1:
             raise ValueError(
-                f"ranks {', '.join(map(str, both[:-1]))} and {both[-1]} share the samples of one batch, and average "
+                f"ranks {', '.join(map(str, both[:-1]))} and {both[-1]} share the samples of one batch and also average "
                 "gradients as if they saw different ones: leave out DistributedDataParallel, fully_shard or "
                 "Parallel(data=...), or give it the other dimension of a mesh"
             )
@@ -137,7 +129,7 @@ class Ranks:
     # ---------------------------------------------------------------- ranks with different batches
 
     def average(self, x: Tensor) -> Tensor:
-        """The mean over data ranks, bitwise the same on all of them."""
+        """Return the mean over data ranks, bitwise the same on all of them."""
         for group in self._data:
             x = x.clone()
             dist.all_reduce(x, group=group)
@@ -145,31 +137,38 @@ class Ranks:
         return x
 
     def all(self, flag: Tensor) -> Tensor:
-        """Whether it is true on every data rank."""
+        """Return whether a flag is true on every data rank."""
         return self.average((~flag).to(torch.float32)) == 0
 
     def check_same_gradients(self, params: Sequence[Tensor]) -> None:
-        """Raise if data ranks descended different gradients, for then nobody averages them. Asked at the first step."""
-        if self._trusts_gradients or not self._data:
+        """Raise ValueError unless all data ranks have the same gradient; checked until one is not zero.
+
+        Compares the norm and a projection onto a fixed vector: clipped gradients may differ although their norms agree.
+        """
+        if self._gradients_checked or not self._data:
             return
-        grads = [torch.view_as_real(p.grad) if p.is_complex() else p.grad for p in params if p.grad is not None]
-        norms = [torch.linalg.vector_norm(g, dtype=torch.float64).to(params[0].device) for g in grads]
-        norm = torch.stack([params[0].new_zeros((), dtype=torch.float64), *norms]).norm()
-        low, high = (x.item() for x in _extremes(norm.nan_to_num(0.0, 0.0, 0.0), self._data))
-        if high - low > 1e-6 * high:
+        numbers = torch.zeros(2, dtype=torch.float64, device=params[0].device)  # the projection, the squared norm
+        for i, p in enumerate(params):
+            if p.grad is not None:
+                grad = (torch.view_as_real(p.grad) if p.is_complex() else p.grad).double()
+                weights = (
+                    torch.arange(grad.numel(), dtype=grad.dtype, device=grad.device).add_(i).cos_().view(grad.shape)
+                )
+                numbers += torch.stack([(grad * weights).sum(), grad.square().sum()]).to(numbers.device)
+        numbers[1] = numbers[1].sqrt()
+        low, high = _extremes(numbers.nan_to_num(0.0, 0.0, 0.0), self._data)
+        if ((high - low) > 1e-6 * high[1]).any():
             raise ValueError(
-                "gradients differ among the ranks that see different batches, so that their weights drift apart: let "
-                "the closure call the DistributedDataParallel module, not the model inside it; a process that trains "
-                "on its own says parallel=None"
+                "gradients differ among the ranks that see different batches, so their weights would drift apart: let "
+                "the closure call the DistributedDataParallel module, not the model inside it, or pass parallel=None "
+                "if each process trains on its own"
             )
-        self._trusts_gradients = high > 0  # a step that is skipped tells nothing
+        self._gradients_checked = bool(high[1] > 0)
 
     def no_sync(self) -> AbstractContextManager[object]:
-        """Around a pass whose gradient only points the way up."""
-        if self.local_ascent:
-            assert self._ddp is not None
-            return self._ddp.no_sync()
-        return nullcontext()
+        """Keep DDP from averaging the gradient of a pass."""
+        assert self._ddp is not None
+        return self._ddp.no_sync()
 
     # ---------------------------------------------------------------- ranks with the same batch
 
@@ -179,7 +178,7 @@ class Ranks:
         return self._samples is not None
 
     def check_same_weights(self, weights: Sequence[Tensor]) -> None:
-        """Raise if ranks that share samples hold other weights: all would step as if they were the first one's."""
+        """Raise ValueError if ranks that share samples hold different weights."""
         if self._samples is None:
             return
         device = weights[0].device
@@ -191,7 +190,7 @@ class Ranks:
             )
 
     def my_samples(self, num_samples: int, *, independent: bool) -> range:
-        """The samples of this rank. Those that build on each other stay together, on the first rank."""
+        """Return the samples of this rank. Samples that depend on each other stay on the first rank."""
         if self._samples is None:
             return range(num_samples)
         rank, size = dist.get_rank(self._samples), dist.get_world_size(self._samples)
@@ -200,11 +199,11 @@ class Ranks:
         return range(rank, num_samples, size)
 
     def sum_over_samples(self, x: Tensor) -> None:
-        """Add up over the ranks that share the samples, in place."""
+        """Sum over the ranks that share the samples, in place."""
         dist.all_reduce(x, group=self._samples)
 
     def copy_from_first(self, tensors: Sequence[Tensor]) -> None:
-        """Take over what the rank that holds sample 0 has."""
+        """Copy tensors from the rank that holds sample 0."""
         kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for x in tensors:
             kinds.setdefault((x.device, x.dtype), []).append(x)
@@ -216,24 +215,24 @@ class Ranks:
 
     @contextmanager
     def annotate_errors(self, step: int) -> Iterator[None]:
-        """Around a step: an error in it says on which rank, for it may be another's that died."""
+        """Annotate errors of a step with the rank; the cause may be a failure on another rank."""
         if self.alone:
             yield
             return
         if self._ddp is not None and self._ddp._join_config.enable:
-            # A rank without batches answers gradients, and would take losses for such.
+            # A joined rank shadows DDP's all-reduces and would pair ours with the wrong one.
             raise ValueError(
-                "a step inside join() would wait for the losses of ranks that have run out of batches: give every rank "
-                "as many batches (drop_last=True)"
+                "a step inside join() would wait for ranks that have run out of batches: give every rank the same "
+                "number of batches (drop_last=True)"
             )
         try:
             yield
         except RuntimeError as error:
             error.add_note(
-                f"tiltsam: step {step} broke off on rank {dist.get_rank()} of {dist.get_world_size()}; if the error "
-                "speaks of connections, peers or a timeout, another rank died or hangs: look at its output first. "
+                f"tiltsam: step {step} failed on rank {dist.get_rank()} of {dist.get_world_size()}. If the error "
+                "mentions connections, peers or a timeout, another rank failed or hangs: look at its output first. "
                 "Unless the base optimizer had begun its update, the weights on this rank are those from before the "
-                "step; restart all ranks from the last checkpoint."
+                "step. Restart all ranks from the last checkpoint."
             )
             raise
 
@@ -248,7 +247,7 @@ class Sharding:
     def __init__(self, params: Sequence[Tensor]) -> None:
         meshes = {p.device_mesh for p in params if is_sharded(p)}  # type: ignore[attr-defined]
         if len(meshes) > 1:
-            raise ValueError(f"parameters lie on {len(meshes)} device meshes; they have to share one")
+            raise ValueError(f"all parameters must be on one device mesh, got {len(meshes)}")
         self.mesh: Any = next(iter(meshes), None)
         self._specs: list[Any] = [p if is_sharded(p) else None for p in params]
         self._dims = sorted({i for p in params if is_sharded(p) for i in _sharded_dims(p)})
@@ -258,23 +257,21 @@ class Sharding:
             if is_sharded(p) and p.is_complex():
                 raise ValueError("sharded parameters must be real, got a complex one")
             if is_sharded(p) and _sharded_dims(p) not in ([], self._dims):
-                raise ValueError(
-                    "parameters are sharded over different dimensions of their mesh, which is not supported"
-                )
+                raise ValueError("parameters sharded over different dimensions of their mesh are not supported")
 
     def split(self, i: int) -> bool:
-        """Whether parameter ``i`` is held in parts."""
+        """Return whether parameter ``i`` is held in parts."""
         return self._specs[i] is not None and bool(_sharded_dims(self._specs[i]))
 
     def sum(self, x: Tensor) -> Tensor:
-        """Add up over the ranks that hold different parts."""
+        """Sum over the ranks that hold different parts."""
         for group in self.groups:
             x = x.clone()
             dist.all_reduce(x, group=group)
         return x
 
     def wrap(self, i: int, local: Tensor) -> Tensor:
-        """A tensor in the place of parameter ``i``, from its local part."""
+        """Return a tensor like parameter ``i`` from its local part."""
         spec = self._specs[i]
         if spec is None:
             return local
@@ -297,37 +294,29 @@ class Sharding:
         x.copy_(whole[tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))])
 
     def rows_are_whole(self, i: int) -> bool:
-        """Whether slices of parameter ``i`` along its first dimension lie on one rank each."""
+        """Return whether each slice of parameter ``i`` along its first dimension lies on one rank."""
         spec = self._specs[i]
         return not self.split(i) or (spec.dim() > 1 and all(p.dim == 0 for p in spec.placements if p.is_shard()))
 
 
-def _extremes(x: Tensor, groups: Sequence[Group]) -> tuple[Tensor, Tensor]:
-    """The smallest and the largest that any rank of the groups has, element by element."""
-    both = torch.stack([-x, x])
-    for group in groups:
-        dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
-    return -both[0], both[1]
-
-
-def ddp_in(model: torch.nn.Module | None) -> DistributedDataParallel | None:
-    """The DDP module: the model itself, or inside it, for it may be compiled, or part of another."""
-    inside = model.modules() if model is not None else ()
-    return next((m for m in inside if isinstance(m, DistributedDataParallel)), None)
+def find_ddp(model: torch.nn.Module | None) -> DistributedDataParallel | None:
+    """Return the DDP module: the model itself or inside it, because it may be compiled or part of another."""
+    modules = model.modules() if model is not None else ()
+    return next((m for m in modules if isinstance(m, DistributedDataParallel)), None)
 
 
 def is_sharded(p: Tensor) -> bool:
-    """Whether a tensor is a DTensor, asked without importing them."""
+    """Return whether a tensor is a DTensor, without importing them."""
     return hasattr(p, "device_mesh") and hasattr(p, "placements")
 
 
 def local_part(p: Tensor) -> Tensor:
-    """What this process holds of a tensor, sharing memory."""
+    """Return what this process holds of a tensor, sharing memory."""
     return p.detach().to_local() if is_sharded(p) else p.detach()  # type: ignore[attr-defined]
 
 
 def local_gradient(p: Tensor) -> Tensor:
-    """What this process holds of a parameter's gradient, laid out as the parameter is."""
+    """Return what this process holds of a parameter's gradient, laid out as the parameter is."""
     grad: Any = p.grad
     if is_sharded(p) and grad.placements != p.placements:  # type: ignore[attr-defined]
         grad = grad.redistribute(placements=p.placements)  # type: ignore[attr-defined]
@@ -335,15 +324,23 @@ def local_gradient(p: Tensor) -> Tensor:
 
 
 def reshard(model: torch.nn.Module | None) -> None:
-    """Let FSDP drop the gathered copies of its weights, which a forward pass without backward leaves standing."""
+    """Let FSDP drop gathered copies of its weights, which a forward pass without backward leaves behind."""
     for module in model.modules() if model is not None else ():
         if callable(drop := getattr(module, "reshard", None)):
             drop()
+
+
+def _extremes(x: Tensor, groups: Sequence[Group]) -> tuple[Tensor, Tensor]:
+    """Return the smallest and largest value of any rank of the groups, element by element."""
+    both = torch.stack([-x, x])
+    for group in groups:
+        dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
+    return -both[0], both[1]
 
 
 def _sharded_dims(p: Any) -> list[int]:
     return [i for i, placement in enumerate(p.placements) if placement.is_shard()]
 
 
-def _unless_alone(group: Group | None) -> Group | None:
+def _unless_single(group: Group | None) -> Group | None:
     return None if group is None or dist.get_world_size(group) == 1 else group

@@ -1,28 +1,27 @@
 """Slices through the loss surface, as data: along one direction, in a plane, between two solutions.
 
-A direction is ``{parameter name: tensor}``; parameters that it does not name stay put. There are three kinds:
+A direction is ``{parameter name: tensor}``; parameters that it does not name do not move. There are three kinds:
 
-- :func:`random_direction`: random, with each filter as long as the model's own (Li et al. 2018), so that slices of
-  networks whose weights differ in scale can be compared;
-- :meth:`tiltsam.curvature.Eigenpairs.direction`: an eigenvector of the Hessian, where the surface bends the most;
+- :func:`random_direction`: random, with the filter norms of the model (Li et al. 2018), so that slices of networks
+  whose weights differ in scale can be compared;
+- :meth:`tiltsam.curvature.Eigenpairs.direction`: an eigenvector of the Hessian, along which the loss curves most;
 - :func:`between`: from one solution to another.
-
-Pictures of them are in :mod:`tiltsam.flatness.figures`.
 """
 
 from __future__ import annotations
 
 import math
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from tiltsam.flatness.evaluation import Batches, LossFn, LossSurface, Progress, generator, trainable
-from tiltsam.flatness.sums import wide
+from tiltsam.flatness.loss_surface import Batches, LossFn, LossSurface, ProgressCallback, trainable
+from tiltsam.flatness.numerics import at_least_float32
+from tiltsam.flatness.randomness import Purpose, generator
+from tiltsam.space.validation import warn
 
 __all__ = ["Direction", "Slice1D", "Slice2D", "between", "random_direction", "slice_1d", "slice_2d"]
 
@@ -30,7 +29,7 @@ Direction: TypeAlias = Mapping[str, Tensor]
 """A direction in parameter space: tensors by parameter name."""
 
 Normalize: TypeAlias = Literal["filter", "layer", "none"]
-"""What the parts of a random direction are scaled to: each filter's norm, each tensor's norm, or nothing."""
+"""How a random direction is scaled: to the norm of each filter, of each tensor, or not at all."""
 
 
 @dataclass(frozen=True)
@@ -55,21 +54,20 @@ class Slice2D:
 def random_direction(
     model: nn.Module, seed: int = 0, index: int = 0, *, normalize: Normalize = "filter"
 ) -> dict[str, Tensor]:
-    """A Gaussian direction, scaled filter by filter to the norms of the model's weights (Li et al. 2018, section 4).
+    """Return a Gaussian direction, scaled to the norm of each filter of the model (Li et al. 2018, section 4).
 
         d_ij <- d_ij ||w_ij|| / ||d_ij||    for filter j of layer i, the slices along the first dimension
 
-    Biases and normalisation parameters (fewer than two dimensions) get 0, as in the paper: their norm says nothing
-    about the scale of a filter.
+    Biases and normalisation parameters (fewer than two dimensions) get 0, as in the paper.
 
     Args:
-        model: Whose trainable parameters, names and norms are taken.
+        model: The model; the direction has the names and norms of its trainable parameters.
         seed: Seed of the draw.
-        index: Which of the directions of that seed; two of them span a plane.
+        index: The number of the direction for this seed; two of them span a plane.
         normalize: ``filter``; ``layer`` to scale whole tensors; ``none`` to leave everything N(0, 1).
 
     Warns:
-        UserWarning: If the direction is zero: biases alone are trained, say.
+        UserWarning: If the direction is zero, for example because only biases are trained.
 
     Example:
         >>> layer = nn.Linear(3, 2)
@@ -80,9 +78,9 @@ def random_direction(
         raise ValueError(f"normalize must be 'filter', 'layer' or 'none', got {normalize!r}")
     direction: dict[str, Tensor] = {}
     params = trainable(model)
-    random = generator(next(iter(params.values())).device, "direction", seed, index)
+    random = generator(next(iter(params.values())).device, Purpose.DIRECTION, seed, index)
     for name, param in params.items():
-        weight = param.detach().to(wide(param))
+        weight = param.detach().to(at_least_float32(param))
         draw = torch.randn(weight.shape, generator=random, device=random.device, dtype=weight.dtype).to(weight.device)
         if normalize == "none":
             direction[name] = draw
@@ -93,7 +91,7 @@ def random_direction(
             ratio = weight.reshape(rows).norm(dim=1) / draw.reshape(rows).norm(dim=1)
             direction[name] = (draw.reshape(rows) * ratio[:, None]).view_as(weight)
     if not any(bool(part.any()) for part in direction.values()):
-        warnings.warn("the direction is zero, as no trainable parameter has filters: normalize='none'", stacklevel=2)
+        warn("the direction is zero: no trainable parameter has filters; pass normalize='none'")
     return direction
 
 
@@ -108,37 +106,38 @@ def slice_1d(
     label: str = "",
     seed: int = 0,
     size_of: Callable[[Any], float] | None = None,
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
 ) -> Slice1D:
-    """The loss at ``theta + a * direction`` for ``a`` across ``span``.
+    """Return the loss at ``theta + a * direction`` for ``a`` across ``span``.
 
     Cost: ``num_points`` forward passes over the data; memory: one copy of the weights.
 
     Args:
-        model: The model at ``theta``. Measured in eval mode, left as it was.
+        model: The model at ``theta``. Measured in eval mode and restored.
         loss_fn: ``loss_fn(model, batch)``, the mean loss of a batch.
-        batches: The data set, see :mod:`tiltsam.flatness.evaluation`.
-        direction: Where to go; with a filter-normalised one, ``a = 1`` is noise as large as the weights.
+        batches: The data set, see :mod:`tiltsam.flatness.loss_surface`.
+        direction: The direction; if it is filter-normalised, ``a = 1`` is noise as large as the weights.
         span: The first and the last ``a``.
-        num_points: Points, evenly spaced; an odd number over a symmetric span includes ``theta`` itself.
-        label: For the legend of a figure.
-        seed: Where each walk over the data puts the global random state.
-        size_of: The weight of a batch.
+        num_points: Evenly spaced points; an odd number over a symmetric span includes ``theta`` itself.
+        label: Label for a figure.
+        seed: Seed of the global generators, set before each iteration over the data.
+        size_of: Weight of a batch; its number of examples by default.
         progress: Called as ``progress(done, num_points)``.
 
     Raises:
         ValueError: If the data is empty, a loss is not finite, or the direction does not fit the model.
 
     Example:
-        >>> from tiltsam.flatness.evaluation import supervised
+        >>> from tiltsam.flatness.loss_surface import supervised
         >>> model, data = nn.Linear(2, 1), [(torch.randn(8, 2), torch.randn(8, 1))]
         >>> line = slice_1d(model, supervised(nn.functional.mse_loss), data, random_direction(model))
         >>> line.losses.shape
         torch.Size([21])
     """
-    steps = _steps(span, num_points)
-    losses = _visit(model, loss_fn, batches, [direction], [(a,) for a in steps], seed, size_of, progress)
-    return Slice1D(torch.tensor(steps, dtype=torch.float64, device="cpu"), losses, label)
+    positions = _positions(span, num_points)
+    points = [(a,) for a in positions.tolist()]
+    losses = _losses_at(model, loss_fn, batches, [direction], points, seed, size_of, progress)
+    return Slice1D(positions, losses, label)
 
 
 def slice_2d(
@@ -154,21 +153,20 @@ def slice_2d(
     label: str = "",
     seed: int = 0,
     size_of: Callable[[Any], float] | None = None,
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
 ) -> Slice2D:
-    """The loss at ``theta + a * direction_x + b * direction_y`` on a square grid.
+    """Return the loss at ``theta + a * direction_x + b * direction_y`` on a square grid.
 
-    Cost: ``num_points ** 2`` forward passes over the data; memory: one copy of the weights. The arguments are those
-    of :func:`slice_1d`. Random directions in many dimensions are as good as orthogonal; others are taken as given.
+    Cost: ``num_points ** 2`` forward passes over the data; memory: one copy of the weights. The arguments are those of
+    :func:`slice_1d`. The directions are not orthogonalised; random ones in many dimensions nearly are.
 
     Raises:
         ValueError: If the data is empty, a loss is not finite, or a direction does not fit the model.
     """
-    x, y = _steps(span_x, num_points), _steps(span_y, num_points)
-    places = [(a, b) for b in y for a in x]
-    losses = _visit(model, loss_fn, batches, [direction_x, direction_y], places, seed, size_of, progress)
-    wide_x, wide_y = (torch.tensor(steps, dtype=torch.float64, device="cpu") for steps in (x, y))
-    return Slice2D(wide_x, wide_y, losses.view(len(y), len(x)), label)
+    x, y = _positions(span_x, num_points), _positions(span_y, num_points)
+    points = [(a, b) for b in y.tolist() for a in x.tolist()]
+    losses = _losses_at(model, loss_fn, batches, [direction_x, direction_y], points, seed, size_of, progress)
+    return Slice2D(x, y, losses.view(len(y), len(x)), label)
 
 
 def between(
@@ -183,106 +181,113 @@ def between(
     label: str = "",
     seed: int = 0,
     size_of: Callable[[Any], float] | None = None,
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
 ) -> Slice1D:
-    """The loss on the straight line from one solution (position 0) to another (position 1).
+    """Return the loss on the straight line from one solution (position 0) to another (position 1).
 
-    Everything in floating point is interpolated, frozen parameters and buffers included, so that the ends are exactly
-    the two solutions; only the extra state of modules (``get_extra_state``) stays the model's own. Between the ends,
-    interpolated BatchNorm statistics are not those of the interpolated weights: a barrier there may be the
-    statistics' own, not the landscape's.
+    All floating-point parameters and buffers are interpolated, the frozen ones too, so that the ends are exactly the
+    two solutions; the extra state of modules (``get_extra_state``) is left alone. Between the ends, interpolated
+    BatchNorm statistics are not those of the interpolated weights: a barrier may be due to them alone.
 
     Cost: ``num_points`` forward passes over the data; memory: one copy of the weights.
 
     Args:
-        model: The model to load the weights into; left as it was. It may be one of the two ends.
+        model: The model to load the weights into; restored. It may be one of the two ends.
         loss_fn: ``loss_fn(model, batch)``, the mean loss of a batch.
-        batches: The data set, see :mod:`tiltsam.flatness.evaluation`.
+        batches: The data set, see :mod:`tiltsam.flatness.loss_surface`.
         start: A model or its state dict.
         end: Another.
-        span: The first and the last position; beyond 0 and 1 the line goes on.
-        num_points: Points, evenly spaced.
-        label: For the legend of a figure.
-        seed: Where each walk over the data puts the global random state.
-        size_of: The weight of a batch.
+        span: The first and the last position; may extend beyond 0 and 1.
+        num_points: Evenly spaced points.
+        label: Label for a figure.
+        seed: Seed of the global generators, set before each iteration over the data.
+        size_of: Weight of a batch; its number of examples by default.
         progress: Called as ``progress(done, num_points)``.
 
     Raises:
-        ValueError: If the data is empty, a loss is not finite, or the two do not fit the model.
+        ValueError: If the data is empty, a loss is not finite, or an end does not fit the model.
     """
     own = _tensors(model.state_dict(keep_vars=True))
     states = [_tensors(side.state_dict() if isinstance(side, nn.Module) else side) for side in (start, end)]
     for state in states:
         if state.keys() != own.keys() or any(state[name].shape != own[name].shape for name in own):
-            raise ValueError("the two ends must have the names and shapes of the model's state dict")
-    # The weights of the model itself move while we look: an end that is the model must be a copy.
-    ends = [_copy_if_own(state, own) for state in states]
-    steps = _steps(span, num_points)
+            raise ValueError("start and end must have the names and shapes of the model's state dict")
+    # The weights of the model itself change below: an end that shares memory with them must be copied.
+    ends = [_copy_if_shared(state, own) for state in states]
+    positions = _positions(span, num_points)
     with LossSurface(model, loss_fn, batches, size_of=size_of, seed=seed) as surface:
         losses = torch.empty(num_points, dtype=torch.float64, device="cpu")
         surface.save_all()
-        for i, position in enumerate(steps):
+        for i, position in enumerate(positions.tolist()):
             with torch.no_grad():
                 for name, tensor in own.items():
-                    a, b = ends[0][name].to(tensor.device), ends[1][name].to(tensor.device)
+                    a, b = (end[name].to(tensor.device) for end in ends)
                     if tensor.is_floating_point():
+                        dtype = at_least_float32(tensor)
                         # lerp is exact at both ends, a + p (b - a) only at the first
-                        tensor.copy_(torch.lerp(a.to(wide(tensor)), b.to(wide(tensor)), position))
+                        tensor.copy_(torch.lerp(a.to(dtype), b.to(dtype), position))
                     else:
-                        tensor.copy_(a if position < 0.5 else b)  # counters: the nearer end's
-            losses[i] = surface.loss(f" at position {position:g}")
+                        tensor.copy_(a if position < 0.5 else b)  # a counter: that of the nearer end
+            losses[i] = surface.mean_loss(f" at position {position:g}")
             if progress is not None:
                 progress(i + 1, num_points)
-    return Slice1D(torch.tensor(steps, dtype=torch.float64, device="cpu"), losses, label)
+    return Slice1D(positions, losses, label)
 
 
-def _visit(
+def _losses_at(
     model: nn.Module,
     loss_fn: LossFn,
     batches: Batches,
     directions: Sequence[Direction],
-    places: Sequence[tuple[float, ...]],
+    points: Sequence[tuple[float, ...]],
     seed: int,
     size_of: Callable[[Any], float] | None,
-    progress: Progress | None,
+    progress: ProgressCallback | None,
 ) -> Tensor:
-    """The loss at ``theta + sum_k place[k] directions[k]`` for every place."""
+    """Return the loss at ``theta + sum_k point[k] directions[k]`` for every point."""
     known = trainable(model)
     for direction in directions:
         for name, part in direction.items():
             if name not in known or part.shape != known[name].shape:
-                raise ValueError(f"the direction does not fit the model: {name} of shape {tuple(part.shape)}")
+                raise ValueError(f"a direction must fit the model, got {name!r} of shape {tuple(part.shape)}")
     moved = [name for name in known if any(name in direction for direction in directions)]
     with LossSurface(model, loss_fn, batches, parameters=moved, size_of=size_of, seed=seed) as surface:
-        losses = torch.empty(len(places), dtype=torch.float64, device="cpu")
-        for i, place in enumerate(places):
-            with torch.no_grad():
-                for name, param, saved in zip(surface.names, surface.params, surface.origin, strict=True):
-                    point = saved.to(wide(saved), copy=True)
-                    for a, direction in zip(place, directions, strict=True):
-                        if name in direction:
-                            point.add_(direction[name].to(point), alpha=a)
-                    param.copy_(point)
-            losses[i] = surface.loss(f" at {', '.join(f'{a:g}' for a in place)}")
+        losses = torch.empty(len(points), dtype=torch.float64, device="cpu")
+        for i, point in enumerate(points):
+            surface.move_to(_offsets(surface, directions, point))
+            losses[i] = surface.mean_loss(f" at {', '.join(f'{a:g}' for a in point)}")
             if progress is not None:
-                progress(i + 1, len(places))
+                progress(i + 1, len(points))
     return losses
 
 
-def _steps(span: tuple[float, float], num_points: int) -> list[float]:
+def _offsets(surface: LossSurface, directions: Sequence[Direction], point: tuple[float, ...]) -> Iterator[Tensor]:
+    """Yield ``sum_k point[k] directions[k]`` for each parameter."""
+    for name, param in zip(surface.names, surface.params, strict=True):
+        offset = torch.zeros_like(param, dtype=at_least_float32(param), requires_grad=False)
+        for a, direction in zip(point, directions, strict=True):
+            if name in direction:
+                offset.add_(direction[name].to(offset), alpha=a)
+        yield offset
+
+
+def _positions(span: tuple[float, float], num_points: int) -> Tensor:
+    """Return evenly spaced positions (float64, on the host)."""
     low, high = span
     if num_points < 2 or not (math.isfinite(low) and math.isfinite(high) and low < high):
-        raise ValueError(f"need at least 2 points over a span that rises, got {num_points} over {span}")
-    # From both ends towards the middle, so that a symmetric span is symmetric to the last bit and meets 0 exactly.
+        raise ValueError(f"num_points must be >= 2 and span finite and increasing, got {num_points} and {span}")
+    # From both ends towards the middle: a symmetric span is symmetric to the last bit and contains 0 exactly.
     middle, half = (low + high) / 2, (high - low) / 2
-    return [middle + half * ((2 * i - (num_points - 1)) / (num_points - 1)) for i in range(num_points)]
+    positions = [middle + half * ((2 * i - (num_points - 1)) / (num_points - 1)) for i in range(num_points)]
+    return torch.tensor(positions, dtype=torch.float64, device="cpu")
 
 
 def _tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The parameters and buffers of a state dict, without what modules make up for it (``get_extra_state``)."""
+    """Return the parameters and buffers of a state dict, without extra state (``get_extra_state``)."""
     return {name: tensor for name, tensor in state.items() if name.rpartition(".")[2] != "_extra_state"}
 
 
-def _copy_if_own(side: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _copy_if_shared(side: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return detached tensors, copied if they share memory with the model's own."""
     pointers = {tensor.data_ptr() for tensor in own.values()}
     return {name: t.detach().clone() if t.data_ptr() in pointers else t.detach() for name, t in side.items()}

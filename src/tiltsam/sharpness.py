@@ -1,22 +1,21 @@
 """Sharpness: what the loss does in a neighbourhood of the weights.
 
-For draws ``eps ~ N(0, std^2 I)`` on all trainable parameters and ``x = L(theta + eps)``, the mean loss over a
-data set in eval mode:
+For draws ``eps ~ N(0, std^2 I)`` on all trainable parameters and ``x = L(theta + eps)``, the mean loss over a data set
+in eval mode:
 
     mean               E[x]
     variance           Var[x]
     t-weighted mean    sum w x                       w proportional to exp(t x)
     t-weighted variance  sum w (x - mean_w)^2        Definition 3.5 of the paper: t-sharpness
 
-:func:`neighborhood` estimates all four, with standard errors, at one or many ``std``; :func:`t_sharper` says
-which of two models is the sharper one. Worst-case sharpness is in :mod:`tiltsam.flatness.worst_case`, the losses that
-ERM, SAM and TSAM train on in :mod:`tiltsam.flatness.objectives`; both are importable from here.
+:func:`neighborhood` estimates all four, with standard errors, at one or several ``std``; :func:`t_sharper` compares two
+models. Worst-case sharpness (:mod:`tiltsam.flatness.worst_case`) and the losses that ERM, SAM and TSAM train on
+(:mod:`tiltsam.flatness.objectives`) are re-exported here.
 """
 
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,9 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tiltsam.flatness.evaluation import Batches, LossFn, LossSurface, Progress, generator
+from tiltsam.flatness.loss_surface import Batches, LossFn, LossSurface, ProgressCallback
+from tiltsam.flatness.numerics import at_least_float32
 from tiltsam.flatness.objectives import CrossEntry, CrossTable, ErmLoss, SamLoss, TsamLoss, cross_objectives
-from tiltsam.flatness.sums import wide
+from tiltsam.flatness.randomness import Purpose, generator
 from tiltsam.flatness.worst_case import WorstCase, m_sharpness
 from tiltsam.tilting import effective_sample_size, tilted_weights
 
@@ -45,17 +45,17 @@ __all__ = [
     "t_sharper",
 ]
 
-_LEAVE_ONE_OUT_CELLS = 1 << 22  # cells of the (draws x draws) table worked on at a time: 32 MB of float64
+_LEAVE_ONE_OUT_CELLS = 1 << 22  # cells of the (draws x draws) table computed at a time: 32 MB of float64
 
 
 @dataclass(frozen=True)
 class Neighborhood:
-    """The loss around a point: the statistics of the draws at each ``std``, with their standard errors.
+    """Statistics of the loss around a point for each ``std``, with their standard errors.
 
     All tensors are float64 on the host with one entry per ``std``. Errors are by the jackknife, exact for the mean;
-    those of variances are NaN for two draws. Where ``effective_samples`` is less than most of the draws, a few of them
-    decide the t-weighted numbers, which are then too low, and their errors say too little (docs/measure.md has
-    figures): draw more, or lower ``t``.
+    those of variances are NaN for two draws. If ``effective_samples`` is less than most of the draws, a few of them
+    decide the t-weighted numbers: these are then too low and their errors too small (docs/measure.md has numbers). Draw
+    more, or lower ``t``.
 
     Attributes:
         std: The standard deviations of the noise.
@@ -66,7 +66,7 @@ class Neighborhood:
         tilted_mean: The t-weighted mean; a ratio of estimates, so its bias is of order 1/num_samples.
         tilted_variance: The t-weighted variance (t-sharpness); likewise. At ``t = 0`` it is ``variance``
             times ``(num_samples - 1) / num_samples``.
-        effective_samples: How many of the draws the tilted weights leave standing.
+        effective_samples: The effective number of draws under the tilted weights.
         losses: Every loss, ``[num_std, num_samples]``.
     """
 
@@ -86,7 +86,7 @@ class Neighborhood:
 
     @classmethod
     def from_losses(cls, std: Tensor, losses: Tensor, center: float, t: float) -> Neighborhood:
-        """The statistics of given losses, ``[num_std, num_samples]``."""
+        """Return the statistics of losses of shape ``[num_std, num_samples]``."""
         num = losses.shape[1]
         if num < 2:
             raise ValueError(f"num_samples must be at least 2 to estimate an error, got {num}")
@@ -102,7 +102,7 @@ class Neighborhood:
             mean=losses.mean(1),
             mean_error=_jackknife([means for means, _ in plain]),
             variance=losses.var(1),
-            # leaving one out of n, the unbiased variance is the plain one times (n-1)/(n-2); NaN already if n = 2
+            # With one of n left out, the unbiased variance is the plain one times (n-1)/(n-2); already NaN for n = 2.
             variance_error=_jackknife([variances for _, variances in plain]) * (num - 1) / max(num - 2, 1),
             tilted_mean=tilted_mean,
             tilted_mean_error=_jackknife([means for means, _ in tilted]),
@@ -113,21 +113,21 @@ class Neighborhood:
         )
 
     def at_tilt(self, t: float) -> Neighborhood:
-        """The same draws weighed with another ``t``; costs no pass over the data."""
+        """Return the statistics of the same draws with another ``t``; costs no pass over the data."""
         return Neighborhood.from_losses(self.std, self.losses, self.center, t)
 
 
 @dataclass(frozen=True)
 class Sharper:
-    """Whether one point is t-sharper than another, per ``std``.
+    """The comparison of two points by t-sharpness, per ``std``.
 
     Attributes:
         std: The standard deviations of the noise.
         t: The tilt.
         difference: The t-weighted variance of the first less that of the second.
         error: The standard error of the difference; NaN for two draws.
-        sharper: Where the first is sharper (Definition 3.5 of the paper: its t-weighted variance is larger).
-        sure: Where the difference is more than twice its error, whichever its sign.
+        sharper: Whether the first is sharper: its t-weighted variance is larger (Definition 3.5 of the paper).
+        sure: Whether the difference, of either sign, is more than twice its error.
     """
 
     std: Tensor
@@ -149,37 +149,37 @@ def neighborhood(
     *,
     parameters: Sequence[str] | None = None,
     size_of: Callable[[Any], float] | None = None,
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
 ) -> Neighborhood:
-    """The mean and variance of the loss under Gaussian noise on the weights, plain and t-weighted.
+    """Return the mean and variance of the loss under Gaussian noise on the weights, plain and t-weighted.
 
-    Draw ``i`` uses the same direction at every ``std``, and in every model of the same shape: curves against
-    ``std`` are smooth, and the difference of two models is known better than either.
+    Draw ``i`` uses the same direction at every ``std`` and in every model of the same shape: curves against ``std`` are
+    smooth, and the difference of two models has a smaller error than either.
 
     Cost: ``len(std) * num_samples + 1`` forward passes over the data; memory: one copy of the weights.
 
     Args:
-        model: The model. Measured in eval mode, left as it was.
+        model: The model. Measured in eval mode and restored.
         loss_fn: ``loss_fn(model, batch)``, the mean loss of a batch.
-        batches: The data set, see :mod:`tiltsam.flatness.evaluation`.
+        batches: The data set, see :mod:`tiltsam.flatness.loss_surface`.
         std: The standard deviation of the noise on every coordinate, or several.
         num_samples: Draws per ``std``, at least 2, or 3 for errors of the variances. The errors fall like
             ``1 / sqrt(num_samples)``.
         t: The tilt, at least 0; :meth:`Neighborhood.at_tilt` gives other values from the same draws.
-        seed: Same seed, same numbers (on the same kind of device).
-        parameters: Names of the parameters to disturb; all trainable ones by default.
-        size_of: The weight of a batch, its number of examples by default.
+        seed: Seed of the draws; the same seed gives the same numbers on the same type of device.
+        parameters: Names of the parameters to perturb; all trainable ones by default.
+        size_of: Weight of a batch; its number of examples by default.
         progress: Called as ``progress(done, total)`` after each pass over the data.
 
     Raises:
-        ValueError: If the data is empty, a loss is not finite, the model has no trainable parameters, or an
-            argument is out of range.
+        ValueError: If the data is empty, a loss is not finite, the model has no trainable parameters, or an argument
+            is out of range.
 
     Warns:
-        UserWarning: If the weights are so coarse (bfloat16, float16) that the noise leaves many as they are.
+        UserWarning: If half-precision weights round the noise by more than a tenth of its length.
 
     Example:
-        >>> from tiltsam.flatness.evaluation import supervised
+        >>> from tiltsam.flatness.loss_surface import supervised
         >>> data = [(torch.randn(8, 2), torch.randn(8, 1))]
         >>> around = neighborhood(nn.Linear(2, 1), supervised(nn.functional.mse_loss), data, std=[0.01, 0.1])
         >>> around.mean.shape, bool((around.variance > 0).all())
@@ -189,17 +189,15 @@ def neighborhood(
     if num_samples < 2:
         raise ValueError(f"num_samples must be at least 2 to estimate an error, got {num_samples}")
     if not (math.isfinite(t) and t >= 0):
-        raise ValueError(f"the tilt t must be a finite number >= 0, got {t}")
+        raise ValueError(f"t must be a finite number >= 0, got {t}")
     total = len(stds) * num_samples + 1
     with LossSurface(model, loss_fn, batches, parameters=parameters, size_of=size_of, seed=seed) as surface:
         losses = torch.empty(len(stds), num_samples, dtype=torch.float64, device="cpu")
-        center = surface.loss()
+        center = surface.mean_loss()
         for row, scale in enumerate(stds):
             for sample in range(num_samples):
-                _disturb(surface, scale, seed, sample)
-                if sample == 0:
-                    _warn_if_coarse(surface, scale)
-                losses[row, sample] = surface.loss(f" at draw {sample} of std {scale:g}")
+                _add_noise(surface, scale, seed, sample)
+                losses[row, sample] = surface.mean_loss(f" at draw {sample} of std {scale:g}")
                 if progress is not None:
                     progress(row * num_samples + sample + 2, total)  # the centre was the first
     return Neighborhood.from_losses(torch.tensor(stds, dtype=torch.float64, device="cpu"), losses, center, t)
@@ -216,18 +214,17 @@ def t_sharper(
     seed: int = 0,
     *,
     size_of: Callable[[Any], float] | None = None,
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
 ) -> Sharper:
-    """Whether ``a`` is t-sharper than ``b``: whether its t-weighted variance of the loss is the larger one.
+    """Return whether ``a`` is t-sharper than ``b``: whether its t-weighted variance of the loss is larger.
 
-    Both are disturbed by the same draws where they have the same shape, and the error is that of the paired
-    difference.
+    Models of the same shape get the same draws, and the error is that of the paired difference.
 
-    Cost: twice that of :func:`neighborhood`; none if two :class:`Neighborhood` are given, whose ``std`` must agree and
-    whose own ``t`` is replaced by this one.
+    Cost: twice that of :func:`neighborhood`; none for two :class:`Neighborhood`, whose ``std`` must agree and whose
+    ``t`` is replaced by this one.
 
     Args:
-        a: A model, or its neighbourhood measured before.
+        a: A model, or its measured neighbourhood.
         b: Another.
         loss_fn: ``loss_fn(model, batch)``, the mean loss of a batch; needed for models.
         batches: The data set, needed for models.
@@ -235,18 +232,18 @@ def t_sharper(
         num_samples: Draws per ``std``.
         t: The tilt.
         seed: Seed of the draws.
-        size_of: The weight of a batch.
+        size_of: Weight of a batch; its number of examples by default.
         progress: Called as ``progress(done, total)``, first for ``a``, then for ``b``.
 
     Raises:
         ValueError: As :func:`neighborhood`; or if two neighbourhoods differ in ``std`` or number of draws.
 
     Note:
-        The theorem that TSAM prefers the flatter of two minima needs one to be sharper at *every* tilt up to
-        ``t``; a single ``t`` is not enough. Check a few with :meth:`Neighborhood.at_tilt`.
+        The theorem that TSAM prefers the flatter of two minima requires one to be sharper at *every* tilt up to ``t``;
+        a single ``t`` is not enough. Check several with :meth:`Neighborhood.at_tilt`.
 
     Example:
-        >>> from tiltsam.flatness.evaluation import supervised
+        >>> from tiltsam.flatness.loss_surface import supervised
         >>> data = [(torch.randn(8, 2), torch.randn(8, 1))]
         >>> flat, steep = nn.Linear(2, 1), nn.Sequential(nn.Linear(2, 1), nn.Linear(1, 1))
         >>> t_sharper(flat, steep, supervised(nn.functional.mse_loss), data).sharper.shape
@@ -257,7 +254,7 @@ def t_sharper(
         if isinstance(side, Neighborhood):
             sides.append(side.at_tilt(t))
         elif loss_fn is None or batches is None:
-            raise ValueError("comparing models needs loss_fn and batches")
+            raise ValueError("pass loss_fn and batches to compare models")
         else:
             around = neighborhood(side, loss_fn, batches, std, num_samples, t, seed, size_of=size_of, progress=progress)
             sides.append(around)
@@ -270,37 +267,17 @@ def t_sharper(
     return Sharper(first.std, t, difference, error, difference > 0, difference.abs() > 2 * error)
 
 
-def _disturb(surface: LossSurface, std: float, seed: int, sample: int) -> None:
-    """Set the parameters to ``origin + std * N(0, I)``, the draw given by (seed, sample)."""
-    random = generator(surface.device, "neighborhood", seed, sample)
-    with torch.no_grad():
-        for param, saved in zip(surface.params, surface.origin, strict=True):
-            # Drawn in at least float32 and only the sum is rounded; one parameter of noise at a time in memory.
-            noise = torch.randn(saved.shape, generator=random, device=surface.device, dtype=wide(saved))
-            param.copy_(noise.mul_(std).to(saved.device).add_(saved))
-
-
-def _warn_if_coarse(surface: LossSurface, std: float) -> None:
-    """Warn if rounding swallowed the noise on more than a tenth of the coordinates."""
-    coarse = [
-        (p == saved).sum()
-        for p, saved in zip(surface.params, surface.origin, strict=True)
-        if torch.finfo(p.dtype).bits < 32
-    ]
-    if not coarse:
-        return
-    size = sum(p.numel() for p in surface.params)
-    fraction = float(torch.stack([c.cpu() for c in coarse]).sum()) / size
-    if fraction > 0.1:
-        warnings.warn(
-            f"noise of std {std:g} leaves {fraction:.0%} of the low-precision weights unchanged; "
-            "measure a float32 copy of the model",
-            stacklevel=3,
-        )
+def _add_noise(surface: LossSurface, std: float, seed: int, sample: int) -> None:
+    """Move the parameters to ``origin + std * N(0, I)``, one parameter of noise at a time in memory."""
+    random = generator(surface.device, Purpose.NEIGHBORHOOD, seed, sample)
+    surface.move_to(
+        torch.randn(p.shape, generator=random, device=surface.device, dtype=at_least_float32(p)).mul_(std)
+        for p in surface.params
+    )
 
 
 def _leave_one_out(losses: Tensor, t: float) -> tuple[Tensor, Tensor]:
-    """The t-weighted mean and variance of all losses but the i-th, for every i; a single loss has no variance: NaN."""
+    """Return the t-weighted mean and variance of all losses but the i-th, for every i; NaN variances for two losses."""
     num = len(losses)
 
     def weigh(valid: Tensor) -> Tensor:
@@ -318,7 +295,7 @@ def _leave_one_out(losses: Tensor, t: float) -> tuple[Tensor, Tensor]:
 
 
 def _jackknife(left_out: list[Tensor]) -> Tensor:
-    """Standard errors from the estimates with one draw left out each: ``sqrt((n-1)/n sum (x_i - mean)^2)``."""
+    """Return standard errors from estimates with one draw left out each: ``sqrt((n-1)/n sum (x_i - mean)^2)``."""
     rows = torch.stack(left_out)
     num = rows.shape[1]
     return (rows.var(1, correction=0) * (num - 1)).sqrt()

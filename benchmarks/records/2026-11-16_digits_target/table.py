@@ -12,8 +12,8 @@ import matplotlib as mpl
 mpl.use("agg")
 import matplotlib.pyplot as plt
 
+from tiltsam.lab.palette import OKABE_ITO
 from tiltsam.lab.report.settings import mean_of
-from tiltsam.palette import OKABE_ITO
 from timing import print_table
 
 HERE = Path(__file__).parent

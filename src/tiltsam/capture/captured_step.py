@@ -189,7 +189,9 @@ class CapturedStep:
         closures, ascent_closure = self._closures(static)
         graph = torch.cuda.CUDAGraph()
         space.generators.register(graph)
-        random = CapturedRandom(graph, space.device, seen.passes if seen.draws and space.model_state.same_dropout else 0)
+        random = CapturedRandom(
+            graph, space.device, seen.passes if seen.draws and space.model_state.same_dropout else 0
+        )
         concurrent = self._runs_concurrently(step)
         state = CapturedModelState(space.model_state, random, concurrent=concurrent)
         replicas = self._replicas(step, state, step.num_samples if concurrent else 1, seen.passes)
@@ -231,9 +233,7 @@ class CapturedStep:
         passes["num_parts"] = len(closures)
         gradient = [p.grad for p in space.params]
         keep: list[object] = [space, *replicas, *self._scratch, state, record, mean]
-        return _Graph(
-            graph, row, sampler, passes, static, gradient, random, _state_addresses(optimizer.base), keep
-        )
+        return _Graph(graph, row, sampler, passes, static, gradient, random, _state_addresses(optimizer.base), keep)
 
     def _replicas(self, step: Step, state: CapturedModelState, number: int, num_passes: int) -> list[ParameterSpace]:
         """Return spaces at scratch weights, one per concurrent sample."""

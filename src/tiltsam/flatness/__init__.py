@@ -1,9 +1,11 @@
-"""What the measurements of flatness stand on; users start at ``tiltsam.sharpness``, ``.curvature`` and ``.landscape``.
+"""The machinery behind :mod:`tiltsam.sharpness`, :mod:`tiltsam.curvature` and :mod:`tiltsam.landscape`.
 
-- :mod:`~tiltsam.flatness.evaluation`: a model's loss as a function of its weights, that leaves no trace;
-  :mod:`~tiltsam.flatness.randomness`: the random numbers it may draw; :mod:`~tiltsam.flatness.sums`: means and norms.
-- :mod:`~tiltsam.flatness.hessian`, :mod:`~tiltsam.flatness.lanczos`: Hessian products and eigenpairs on the device;
-  :mod:`~tiltsam.flatness.probes`, :mod:`~tiltsam.flatness.density`: random probes, and the spectrum they show.
-- :mod:`~tiltsam.flatness.worst_case`, :mod:`~tiltsam.flatness.objectives`: sharpness by ascent, the cross table.
-- :mod:`~tiltsam.flatness.comparison`, :mod:`~tiltsam.flatness.figures`: all of it for several models, drawn.
+Nothing in this package imports those three.
+
+- :mod:`~tiltsam.flatness.loss_surface`: the mean loss of a data set as a function of the weights, restored on exit.
+- :mod:`~tiltsam.flatness.data`: size, device and parts of a batch.
+- :mod:`~tiltsam.flatness.randomness`: seeds of the draws, and the global generators pinned during a measurement.
+- :mod:`~tiltsam.flatness.numerics`: means with errors, norms, random signs, sums rounded to the weights' precision.
+- :mod:`~tiltsam.flatness.hessian`, :mod:`~tiltsam.flatness.lanczos`: Hessian products, eigenpairs and quadrature.
+- :mod:`~tiltsam.flatness.worst_case`, :mod:`~tiltsam.flatness.objectives`: m-sharpness, losses of ERM, SAM, TSAM.
 """

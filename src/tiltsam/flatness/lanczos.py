@@ -1,13 +1,13 @@
-"""Lanczos iterations that live on the device: thick restart for a few eigenpairs, plain for quadrature.
+"""Lanczos iterations on the device: thick restart for a few eigenpairs, plain for quadrature.
 
 Both build an orthonormal basis ``V`` of the Krylov space of a random start, one product with the symmetric operator
 ``A`` at a time, with
 
     A V = V T + beta * v_next * e_last^T
 
-for a small matrix ``T``; the eigenpairs ``(theta, s)`` of ``T`` give Ritz pairs ``(theta, V s)`` whose residual is
-``|beta * s_last|``, known without another product. The basis stays where the operator works; only ``T`` (float64)
-comes to the host, in one transfer per product.
+for a small matrix ``T``. The eigenpairs ``(theta, s)`` of ``T`` give Ritz pairs ``(theta, V s)`` with residual
+``|beta * s_last|``, known without another product. The basis stays on the device of the operator; only ``T`` (float64)
+is copied to the host, in one transfer per product.
 
 References:
     Wu and Simon, *Thick-restart Lanczos method for large symmetric eigenvalue problems*, SIAM J. Matrix Anal. 2000.
@@ -23,15 +23,15 @@ from typing import Literal, NamedTuple, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from tiltsam.flatness.sums import block_length, total_norm
+from tiltsam.flatness.numerics import block_length, total_norm
 
 __all__ = ["Operator", "RitzPairs", "Which", "quadrature", "thick_restart"]
 
 Which: TypeAlias = Literal["largest", "smallest", "magnitude"]
-"""Which end of the spectrum: largest, smallest (most negative), largest in magnitude."""
+"""Which end of the spectrum: the largest, the smallest (most negative) or the largest in magnitude."""
 
 Fill: TypeAlias = Callable[[Tensor], object]
-"""Fills a vector in place; a start is handed over like this so that no copy of it stays behind."""
+"""Fills a vector in place: writing the start into the basis avoids a copy of it."""
 
 
 class Operator(Protocol):
@@ -46,10 +46,10 @@ class Operator(Protocol):
 
 
 class RitzPairs(NamedTuple):
-    """What the iteration found, best first."""
+    """Approximate eigenpairs, the wanted end of the spectrum first."""
 
     values: Tensor  # float64 on the host
-    residuals: Tensor  # ||A v - value v|| by the Lanczos relation, at least its rounding, float64 on the host
+    residuals: Tensor  # ||A v - value v|| by the Lanczos relation, but at least its rounding; float64 on the host
     converged: Tensor  # bool on the host
     vectors: Tensor  # one row each, orthonormal, on the device
 
@@ -64,31 +64,31 @@ def thick_restart(
     max_products: int,
     which: Which = "largest",
     generator: torch.Generator | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Callable[[int, int], object] | None = None,
 ) -> RitzPairs:
-    """The ``k`` extreme eigenpairs of a symmetric operator by thick-restart Lanczos, fully reorthogonalised.
+    """Return the ``k`` extreme eigenpairs of a symmetric operator by thick-restart Lanczos, fully reorthogonalised.
 
-    When the basis is full, it is turned in place into the best Ritz vectors and the iteration goes on from there,
-    so the memory is ``basis_size + 1`` vectors whatever the number of products. A pair has converged when
+    When the basis is full, it is rotated in place to the best Ritz vectors and the iteration continues from there:
+    memory is ``basis_size + 1`` vectors, whatever the number of products. A pair has converged when
 
         residual <= tol * max(|theta|, sqrt(eps) * max |theta|),
 
-    and convergence is looked for after every product from the ``k + 1``-th on, not once per restart.
+    which is checked after every product from the ``k + 1``-th on, not once per restart.
 
     Args:
         operator: The operator.
-        start: Fills the vector to start from, not with zeros.
-        k: How many pairs, at most the size of the operator.
+        start: Fills the start vector, not with zeros.
+        k: The number of pairs, at most the size of the operator.
         basis_size: Vectors kept before a restart, more than ``k``.
-        tol: The relative residual asked for.
-        max_products: Stop here, converged or not.
+        tol: The relative residual to reach.
+        max_products: Stop after this many products, converged or not.
         which: Which end of the spectrum.
-        generator: For the fresh directions drawn when the Krylov space is exhausted.
+        generator: Draws new directions when the Krylov space is exhausted.
         progress: Called as ``progress(products, max_products)``.
 
     Note:
-        Like every single-vector Krylov method it sees a repeated eigenvalue once (until rounding, or a fresh
-        direction, brings the copies in).
+        Like every single-vector Krylov method it finds a repeated eigenvalue once, until rounding or a new direction
+        brings in the copies.
     """
     limit = min(basis_size, operator.size)
     basis = _Basis(operator, k, limit + 1 - k)
@@ -104,11 +104,11 @@ def thick_restart(
         filled += 1
         products += 1
         scale = max(scale, math.hypot(float(column.norm()), beta))
-        if beta <= eps * scale:  # what is left is rounding error, not a direction
+        if beta <= eps * scale:  # the remainder is rounding error, not a direction
             beta = 0.0
             exhausted = True
             if filled < operator.size:
-                basis.draw(filled, generator)
+                basis.fill_random(filled, generator)
         values, rotation = torch.linalg.eigh(small[:filled, :filled])
         order = _order(values, which)
         wanted = order[:k]
@@ -116,23 +116,23 @@ def thick_restart(
         converged = residuals <= tol * values[wanted].abs().clamp_min(eps**0.5 * float(values.abs().max()))
         if progress is not None:
             progress(products, max_products)
-        # The Krylov space of one start may lack an eigenvalue: once it is exhausted, look on until the basis is full.
-        # And of k vectors all may lie in the bulk of the spectrum, where a random start is nearly an eigenvector: the
-        # next one shows what sticks out.
+        # The Krylov space of one start may lack an eigenvalue: once it is exhausted, continue until the basis is full.
+        # Also continue beyond k vectors: a random start is nearly an eigenvector of the bulk of the spectrum, and only
+        # the next vector shows an outlier.
         done = filled > k and bool(converged.all()) and not (exhausted and filled < limit)
         if done or products >= max_products or filled == operator.size:
             break
         if filled == limit:
-            # Keep half of the room beyond k: dropping more forgets, dropping less restarts all the time.
+            # Keep half of the vectors beyond k: fewer lose information, more mean a restart every few products.
             kept = min(k + (limit - k) // 2, limit - 1)
-            basis.turn(filled, rotation[:, order[:kept]])
+            basis.rotate(filled, rotation[:, order[:kept]])
             basis.row(kept).copy_(basis.row(limit))
             small.zero_()
             small[:kept, :kept] = values[order[:kept]].diag()
             filled = kept
             exhausted = False
-    basis.turn(filled, rotation[:, wanted])
-    # The relation holds to within rounding, which no residual is below: eps * scale in each column that a pair is of.
+    basis.rotate(filled, rotation[:, wanted])
+    # The Lanczos relation itself is rounded, by eps * scale in each column: no residual is smaller than that.
     rounding = math.sqrt(filled) * eps * scale
     return RitzPairs(values[wanted], residuals.clamp_min(rounding), converged, basis.blocks[0][: len(wanted)])
 
@@ -143,19 +143,19 @@ def quadrature(
     num_steps: int,
     *,
     reorthogonalize: bool = True,
-    progress: Callable[[int], None] | None = None,
+    progress: Callable[[int], object] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Nodes and weights of the Gauss quadrature of the spectral measure of a vector.
+    """Return nodes and weights of the Gauss quadrature of the spectral measure of a vector.
 
     ``sum_i weights_i f(nodes_i) = v^T f(A) v`` for the unit vector ``v`` along the start, exactly for polynomials of
     degree up to ``2 num_steps - 1``.
 
     Args:
         operator: The operator.
-        start: Fills the vector, not with zeros.
-        num_steps: Products, and nodes (fewer if the Krylov space is exhausted).
-        reorthogonalize: Keep the whole basis, ``num_steps`` vectors, and stay orthogonal to it. Without, three
-            vectors are enough; copies of nodes then appear, but share their weight, so integrals stay right.
+        start: Fills the start vector, not with zeros.
+        num_steps: The number of products and nodes; fewer if the Krylov space is exhausted.
+        reorthogonalize: Keep the whole basis, ``num_steps`` vectors, and stay orthogonal to it. Otherwise three
+            vectors suffice; copies of nodes then appear but share their weight, so integrals stay right.
         progress: Called after each product with the number done.
 
     Returns:
@@ -185,7 +185,7 @@ def quadrature(
 
 
 class _Basis:
-    """Rows of orthonormal vectors, in blocks that can be let go of one by one."""
+    """Orthonormal row vectors, in blocks so that those not returned can be freed."""
 
     def __init__(self, operator: Operator, *sizes: int) -> None:
         shape = {"dtype": operator.dtype, "device": operator.device}
@@ -204,10 +204,10 @@ class _Basis:
         self.row(0).div_(total_norm([self.row(0)]))
 
     def extend(self, operator: Operator, last: int) -> tuple[Tensor, float]:
-        """Write the vector after row ``last``; return its coefficients against the rows and its length."""
+        """Write the row after ``last``; return its coefficients in the rows before it and its length."""
         new = self.row(last + 1)
         operator(self.row(last), new)
-        # Gram-Schmidt twice is enough (Giraud et al. 2005), and matrix products beat a loop over the rows.
+        # Gram-Schmidt twice is enough (Giraud et al. 2005); matrix products are faster than a loop over the rows.
         column = self._orthogonalize(new, last + 1)
         column = column + self._orthogonalize(new, last + 1)
         length = total_norm([new])
@@ -216,7 +216,7 @@ class _Basis:
         return host[:-1], float(host[-1])
 
     def three_term(self, operator: Operator, previous: float) -> tuple[float, float]:
-        """One step on rows (current, before, next), left turned for the following step."""
+        """Do one step on rows (current, before, next) and shift them for the next step."""
         current, before, new = (self.row(i) for i in range(3))
         operator(current, new)
         if previous:
@@ -228,14 +228,14 @@ class _Basis:
         torch.div(new, max(float(host[1]), torch.finfo(new.dtype).tiny), out=current)
         return float(host[0]), float(host[1])
 
-    def draw(self, index: int, generator: torch.Generator | None) -> None:
+    def fill_random(self, index: int, generator: torch.Generator | None) -> None:
         """Fill a row with a random unit vector orthogonal to the rows before it."""
         new = self.row(index).normal_(generator=generator)
         for _ in range(2):
             self._orthogonalize(new, index)
             new.div_(total_norm([new]))
 
-    def turn(self, filled: int, rotation: Tensor) -> None:
+    def rotate(self, filled: int, rotation: Tensor) -> None:
         """Replace the first rows by the combinations in the columns of ``rotation``, in place."""
         coefficients = rotation.T.to(self.blocks[0])
         for columns in self._columns():
@@ -245,7 +245,7 @@ class _Basis:
                 block[:, columns], new = new[: len(block)], new[len(block) :]
 
     def _orthogonalize(self, new: Tensor, count: int) -> Tensor:
-        """Take out of ``new`` its part in the first ``count`` rows; return the coefficients of that part."""
+        """Subtract from ``new`` its projection on the first ``count`` rows; return the coefficients."""
         rows = self._rows(count)
         parts = [torch.stack([b[:, c] @ new[c] for c in self._columns()]).sum(0) for b in rows]
         for block, part in zip(rows, parts, strict=True):
@@ -253,7 +253,7 @@ class _Basis:
         return torch.cat(parts)
 
     def _rows(self, count: int) -> list[Tensor]:
-        """The first ``count`` rows, block by block."""
+        """Return the first ``count`` rows, block by block."""
         rows = []
         for block in self.blocks:
             if count > 0:
@@ -262,13 +262,13 @@ class _Basis:
         return rows
 
     def _columns(self) -> Iterator[slice]:
-        """The columns in blocks, see :func:`tiltsam.flatness.sums.block_length`."""
+        """Return the columns in blocks, see :func:`tiltsam.flatness.numerics.block_length`."""
         size, step = self.blocks[0].shape[1], block_length(self.blocks[0])
         return (slice(begin, begin + step) for begin in range(0, size, step))
 
 
 def _finite(numbers: Tensor) -> Tensor:
-    """The numbers on the host, in float64; a clear error if a product went wrong."""
+    """Return the numbers on the host in float64; raise ValueError if one is not finite."""
     host = numbers.to("cpu", torch.float64)
     if not host.isfinite().all():
         raise ValueError("a product with the operator is not finite: the loss has no second derivative here")

@@ -77,7 +77,7 @@ class FusedSpace(ParameterSpace):
         other = super().replica(point)
         other._launcher = _Launcher(self._like)
         other.gradient_mean = copy.copy(self.gradient_mean)
-        other.gradient_mean._lists = other  # type: ignore[attr-defined]
+        other.gradient_mean._lists = other
         return other
 
     # ---------------------------------------------------------------- stages
@@ -358,7 +358,8 @@ class _Launcher:
 
     def _make_filters(self) -> dict[str, Tensor]:
         """Lay out the filters: slices along the first dimension, or a whole tensor of one dimension."""
-        owner, start, length, first, size = [], [], [], [], []
+        names = ("owners", "starts", "lengths", "first", "sizes")
+        owner, start, length, first, size = lists = tuple[list[int], ...]([] for _ in names)
         for i, x in enumerate(self._like):
             rows = x.shape[0] if x.dim() > 1 else 1
             first.append(len(owner))
@@ -367,8 +368,7 @@ class _Launcher:
                 owner.append(i)
                 start.append(r * size[-1])
                 length.append(size[-1])
-        names = {"owners": owner, "starts": start, "lengths": length, "first": first, "sizes": size}
-        self._filters = {name: self._int32(values) for name, values in names.items()}
+        self._filters = {name: self._int32(values) for name, values in zip(names, lists, strict=True)}
         self._filters["norms"] = torch.empty(len(owner), dtype=torch.float32, device=self._device)
         return self._filters
 

@@ -1,7 +1,6 @@
-"""The trainers people use: Lightning, Accelerate and the Trainer of transformers.
+"""Lightning, Accelerate and the Trainer of transformers.
 
-Each module is imported by whoever needs it (``from tiltsam.integrations.lightning import SharpnessAwareMixin``), needs
-its package installed, and is imported by nothing else of tiltsam. Two of them share one idea, which is in
-:mod:`tiltsam.integrations.gathering`: tiltsam makes the gradient, and the trainer does with it and the base optimizer
-what it always does.
+Import the module you need (``from tiltsam.integrations.lightning import SharpnessAwareMixin``); each needs its package
+installed. tiltsam computes the gradient (:meth:`tiltsam.SharpnessAware.accumulate_gradient`), and the trainer clips,
+logs and steps the base optimizer as it always does.
 """

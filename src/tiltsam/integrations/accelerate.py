@@ -1,8 +1,8 @@
-"""Accelerate: one step on a batch, whatever was configured.
+"""Accelerate: one step on a batch, with any configuration.
 
-``accelerator.prepare`` takes a method of tiltsam like any optimizer. What it returns does not know that a step runs the
-model several times: it hands the scaler a closure, and steps on the last of several accumulated batches alone.
-:func:`step` does both right.
+``accelerator.prepare`` accepts a method of tiltsam like any optimizer, but what it returns does not know that a step runs
+the model several times: it passes a closure to the scaler, and steps on the last of several accumulated batches only.
+:func:`step` handles both.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType
 from torch import Tensor
 
-from tiltsam.distributed import ddp_in
-from tiltsam.wrapper import SharpnessAware
+from tiltsam.distributed import find_ddp
+from tiltsam.optim import SharpnessAware
 
 __all__ = ["step"]
 
-# Batches that wait for the last of their window.
+# Batches of incomplete accumulation windows.
 _waiting: WeakKeyDictionary[SharpnessAware, list[tuple[Any, ...]]] = WeakKeyDictionary()
 
 
@@ -34,28 +34,27 @@ def step(
     *batch: Any,
     max_grad_norm: float | None = None,
 ) -> Tensor | None:
-    """Take a step on a batch, or, while gradients accumulate, keep the batch for the step that is to come.
+    """Take a step on a batch, or keep the batch while gradients accumulate.
 
-    Use it in place of ``accelerator.backward``, ``accelerator.clip_grad_norm_`` and ``optimizer.step``; in a loop that
-    accumulates, inside ``with accelerator.accumulate(model)`` as usual. A step then sees all batches of its window in
-    every pass, and equals a step on one large batch; they are held in memory until then. With DDP, prepare the model
-    first, and give the optimizer what comes back as ``model=``: ranks then average gradients once a pass, and not after
-    each of its batches.
+    Use it instead of ``accelerator.backward``, ``accelerator.clip_grad_norm_`` and ``optimizer.step``; in a loop that
+    accumulates, inside ``with accelerator.accumulate(model)`` as usual. A step sees all batches of its window in every
+    pass and equals a step on one large batch; they are held in memory until then. With DDP, prepare the model first and
+    pass the result as ``model=`` to the optimizer: ranks then average gradients once a pass, not after each batch.
 
     Args:
         accelerator: The accelerator.
         optimizer: A method of tiltsam, as ``accelerator.prepare`` returned it.
-        loss_fn: Called with ``*batch``, returns the loss. It does not call backward.
-        batch: What ``loss_fn`` takes.
+        loss_fn: Called with ``*batch``, returns the loss. It must not call backward.
+        batch: Arguments of ``loss_fn``.
         max_grad_norm: Clip the norm of the aggregated gradient, once a step.
 
     Returns:
-        The loss that was descended, detached; ``None`` while gradients accumulate.
+        The aggregate loss, detached; ``None`` while gradients accumulate.
 
     Raises:
-        TypeError: If the optimizer is not one of tiltsam's, or wraps a base that was prepared by itself; if ``loss_fn``
-            is no function, or returns something else than a loss.
-        ValueError: Where the accelerator shards or steps by means that several passes cannot go through.
+        TypeError: If the optimizer is not one of tiltsam, or wraps a base that was prepared by itself; if ``loss_fn`` is
+            not callable, or does not return a loss.
+        ValueError: If the accelerator shards or steps in a way that does not allow several passes.
 
     Example:
         >>> from accelerate import Accelerator
@@ -67,12 +66,12 @@ def step(
     prepared = optimizer if isinstance(optimizer, AcceleratedOptimizer) else None
     method = prepared.optimizer if prepared is not None else optimizer
     if not isinstance(method, SharpnessAware):
-        raise TypeError(f"step is for an optimizer of tiltsam, got {type(method).__name__}: step that one as usual")
+        raise TypeError(f"optimizer must be a tiltsam optimizer, got {type(method).__name__}: step that one as usual")
     if isinstance(method.base, AcceleratedOptimizer):
         name = type(method).__name__
-        raise TypeError(f"the base was prepared before {name} wrapped it: write accelerator.prepare({name}(base, ...))")
+        raise TypeError(f"the base must not be prepared by itself: write accelerator.prepare({name}(base, ...))")
     if not callable(loss_fn):
-        raise TypeError(f"loss_fn is called with the batch, several times a step; got {type(loss_fn).__name__}")
+        raise TypeError(f"loss_fn must be callable with the batch, got {type(loss_fn).__name__}")
     check_distribution(accelerator)
     window = _waiting.setdefault(method, [])
     window.append(batch)
@@ -102,27 +101,27 @@ def step(
     if accelerator.scaler is not None:
         accelerator.scaler.update()
         if prepared is not None:
-            prepared._is_overflow = not updates  # what accelerator.optimizer_step_was_skipped reads
+            prepared._is_overflow = not updates  # read by accelerator.optimizer_step_was_skipped
     return loss
 
 
 def check_distribution(accelerator: Accelerator) -> None:
-    """Raise where a step of several passes cannot be right."""
+    """Raise ValueError for distribution strategies that do not allow several passes a step."""
     kind = accelerator.distributed_type
     if kind in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
-        raise ValueError(f"{kind.value} steps on its own, once a backward, and cannot be used: take DDP or FSDP2")
+        raise ValueError(f"{kind.value} steps once per backward and is not supported: use DDP or FSDP2")
     if kind == DistributedType.FSDP and not accelerator.is_fsdp2:
-        raise ValueError("FSDP 1 flattens parameters, so that norms would be wrong: take DDP, or set fsdp_version=2")
+        raise ValueError("FSDP 1 flattens parameters and is not supported: use DDP, or set fsdp_version=2")
 
 
 def without_sync(accelerator: Accelerator, model: torch.nn.Module | None, wanted: bool) -> ExitStack:
-    """Around passes whose gradient waits for another before ranks average it.
+    """Return a context in which ranks do not average gradients, if ``wanted``.
 
-    An accelerator keeps models as they were before it wrapped them for DDP, so that ``model`` has to say which that is.
+    An accelerator keeps models as they were before it wrapped them for DDP, so the DDP module is found in ``model``.
     """
     stack = ExitStack()
     if wanted:
-        ddp = ddp_in(model)
+        ddp = find_ddp(model)
         for module in accelerator._models if ddp is None else [ddp]:
             stack.enter_context(accelerator.no_sync(module))
     return stack

@@ -1,6 +1,6 @@
-"""Lightning, with automatic optimization: the Trainer steps the base, on a gradient gathered around the weights.
+"""Lightning with automatic optimization: the Trainer steps the base with a sharpness-aware gradient.
 
-The mixin imports nothing of Lightning, so it serves ``lightning`` and ``pytorch_lightning`` alike.
+The mixin imports nothing from Lightning, so it works with ``lightning`` and ``pytorch_lightning``.
 """
 
 from __future__ import annotations
@@ -14,89 +14,88 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tiltsam.integrations.gathering import gather
-from tiltsam.wrapper import SharpnessAware
+from tiltsam.optim import SharpnessAware
 
 __all__ = ["SharpnessAwareMixin"]
 
-# Strategies that shard or step by means that several passes cannot go through.
-_UNFIT = ("FSDPStrategy", "DeepSpeedStrategy", "XLAFSDPStrategy")
+# Strategies that shard or step in a way that does not allow several passes.
+_UNSUPPORTED = ("FSDPStrategy", "DeepSpeedStrategy", "XLAFSDPStrategy")
 
-_GOES_PAST = (
-    "a step went past SharpnessAwareMixin: it has to come before the LightningModule, and an optimizer_step of your "
-    "own has to end in super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure), not in optimizer.step"
+_BYPASSED = (
+    "SharpnessAwareMixin.optimizer_step was bypassed: list the mixin before LightningModule, and let your own "
+    "optimizer_step call super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure), not optimizer.step"
 )
 
 
 class SharpnessAwareMixin:
-    """Put before the LightningModule; ``configure_optimizers`` then returns an optimizer of tiltsam.
-
-    That is all there is to write::
+    """Mixin for a LightningModule whose ``configure_optimizers`` returns a tiltsam optimizer::
 
         class Model(SharpnessAwareMixin, LightningModule):
             def configure_optimizers(self):
                 base = torch.optim.SGD(self.parameters(), lr=0.1)
                 return tiltsam.TSAM(base, model=self)
 
-    A ``training_step`` runs several times a step. Only its first run logs and counts in torchmetrics; for SAM that is
-    the one at the weights, so that curves compare with those of plain training. Clipping and the hook
-    ``on_before_optimizer_step`` come once a step and see the aggregated gradient and the base optimizer; hooks around
-    backward come at each pass.
+    ``training_step`` runs several times a step. Only its first run logs and updates torchmetrics; for SAM that is the
+    one at the weights, so that curves compare with plain training. Clipping and the hook ``on_before_optimizer_step``
+    run once a step, with the aggregated gradient and the base optimizer; hooks around backward run at each pass.
 
-    With ``accumulate_grad_batches`` batches are kept until the last of their window, and every pass goes over all of
-    them: such a step equals one on the large batch. ``on_train_batch_end`` sees a loss of zero for batches that wait.
+    With ``accumulate_grad_batches`` batches are kept until the last of their window, and every pass covers all of them:
+    such a step equals one on the large batch. ``on_train_batch_end`` gets a loss of zero for the other batches.
 
     Raises:
         TypeError: If ``training_step`` takes a ``dataloader_iter``: its passes would see different batches.
-        RuntimeError: If an ``optimizer_step`` of the module's own steps by itself instead of calling this one.
+        RuntimeError: If the module's own ``optimizer_step`` does not call this one.
     """
 
-    _waiting: tuple[tuple[tuple[Any, ...], dict[str, Any]], ...] = ()  # arguments of training_step, of one window
+    _waiting: tuple[
+        tuple[tuple[Any, ...], dict[str, Any]], ...
+    ] = ()  # arguments of training_step in the current window
     _passing = False  # inside a step
     _first_pass = True
-    _current_fx_name: str | None = None  # Lightning's: the hook that runs
+    _current_fx_name: str | None = None  # set by Lightning: the hook that runs
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         training_step = getattr(cls, "training_step", None)
-        if training_step is not None and not hasattr(training_step, "_puts_off"):
-            cls.training_step = _putting_off(training_step)  # type: ignore[attr-defined]
+        if training_step is not None and not hasattr(training_step, "_is_deferring"):
+            cls.training_step = _deferring(training_step)  # type: ignore[attr-defined]
 
     def log(self, *args: Any, **kwargs: Any) -> None:
-        """As ever at the first pass of a step, nothing at the others."""
+        """Log at the first pass of a step only."""
         if self._first_pass:
             super().log(*args, **kwargs)  # type: ignore[misc]
 
     def optimizer_step(
         self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Callable[[], Any] | None = None
     ) -> None:
-        """Run the passes, then let the Trainer go on as after any backward."""
+        """Run the passes of a step, then let the Trainer step the base."""
         method = getattr(optimizer, "optimizer", optimizer)  # Lightning wraps it
         if not isinstance(method, SharpnessAware) or optimizer_closure is None:
             super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)  # type: ignore[misc]
             return
         trainer = self.trainer  # type: ignore[attr-defined]
         if trainer.fit_loop._skip_backward:
-            optimizer_closure()  # for the sake of BatchNorm's statistics: there is nothing to descend
+            optimizer_closure()  # only for BatchNorm's statistics
             return
-        if type(trainer.strategy).__name__ in _UNFIT:
+        if type(trainer.strategy).__name__ in _UNSUPPORTED:
             raise ValueError(
-                f"{type(trainer.strategy).__name__} cannot take a step of several passes: use strategy='ddp', or "
+                f"{type(trainer.strategy).__name__} does not allow several passes a step: use strategy='ddp', or "
                 "ModelParallelStrategy with fully_shard"
             )
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         window, self._waiting = self._waiting, ()
-        with self._pass_by_pass() as one_pass:
+        with self._passes_of_one_step() as one_pass:
             try:
-                loss = gather(method, lambda: one_pass(window, method, optimizer_closure), scaler)
-            except _NothingToLearn:
+                closure = functools.partial(one_pass, window, method, optimizer_closure)
+                loss = method.accumulate_gradient(closure, scaler=scaler)
+            except _StepSkipped:
                 loss = None
                 method.zero_grad()
         trainer.strategy.optimizer_step(method.base, lambda: loss)
 
     @contextmanager
-    def _pass_by_pass(self) -> Iterator[Callable[..., Tensor]]:
-        """Around a step: what runs one pass, so that only the first leaves traces."""
+    def _passes_of_one_step(self) -> Iterator[Callable[..., Tensor]]:
+        """Yield a function that runs one pass; only the first pass logs and updates metrics."""
         metrics: list[_MetricState] = []
         self._passing = True
 
@@ -104,7 +103,7 @@ class SharpnessAwareMixin:
             outputs = [self._run(args, kwargs, method) for args, kwargs in window]
             losses = [loss for loss in [*outputs, last()] if loss is not None]
             if not losses:
-                raise _NothingToLearn
+                raise _StepSkipped
             if self._first_pass:
                 metrics.extend(_MetricState(m) for m in self.modules() if _is_metric(m))  # type: ignore[attr-defined]
             self._first_pass = False
@@ -118,7 +117,7 @@ class SharpnessAwareMixin:
                 metric.restore()
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], method: SharpnessAware) -> Tensor | None:
-        """What the Trainer does with a batch of a window before its last: forward and backward, not yet averaged."""
+        """Run forward and backward on a batch before the last of its window, without averaging over ranks."""
         trainer = self.trainer  # type: ignore[attr-defined]
         self._current_fx_name, name = "training_step", self._current_fx_name  # or log refuses
         without_sync: Callable[[], AbstractContextManager[Any]]
@@ -137,13 +136,13 @@ class SharpnessAwareMixin:
         return detached
 
 
-class _NothingToLearn(Exception):
-    """A training_step returned None for every batch, by which Lightning means: no step on these."""
+class _StepSkipped(Exception):
+    """Raised if training_step returned None for every batch: Lightning then takes no step."""
 
 
 @contextmanager
 def _logging_of(trainer: Any, batch: Any) -> Iterator[None]:
-    """What is logged inside counts, in means over an epoch, by the size of this batch."""
+    """Weight what is logged inside by the size of this batch, in means over an epoch."""
     results = trainer._results
     kept = results.batch, results.batch_size
     results.batch, results.batch_size = batch, None
@@ -154,12 +153,12 @@ def _logging_of(trainer: Any, batch: Any) -> Iterator[None]:
 
 
 def _is_metric(module: torch.nn.Module) -> bool:
-    """Whether it is a torchmetric; of a collection each of its metrics is, and comes by itself."""
+    """Return whether a module is a torchmetric; the metrics of a collection are modules of their own."""
     return hasattr(module, "metric_state") and not isinstance(module, torch.nn.ModuleDict)
 
 
 class _MetricState:
-    """What a torchmetric has counted, to be put back."""
+    """The state of a torchmetric, to be restored."""
 
     def __init__(self, metric: Any) -> None:
         self.metric = metric
@@ -172,33 +171,33 @@ class _MetricState:
         vars(self.metric).update(self.counts, _computed=None)
 
 
-def _putting_off(training_step: Callable[..., Any]) -> Callable[..., Any]:
-    """A ``training_step`` that keeps batches which wait for others, for the passes to come."""
+def _deferring(training_step: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a ``training_step`` that keeps the batches of an incomplete accumulation window."""
     if "dataloader_iter" in inspect.signature(training_step).parameters:
         raise TypeError(
-            "training_step(dataloader_iter) draws a new batch at each call, but the passes of a step need the same "
+            "training_step(dataloader_iter) draws a new batch at each call, but all passes of a step need the same "
             "one: write training_step(batch, batch_idx)"
         )
 
     @functools.wraps(training_step)
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self._passing or not _descends(self):
+        if self._passing or not _is_training(self):
             return training_step(self, *args, **kwargs)
         fit = self.trainer.fit_loop
         if not fit._should_accumulate():
             if self._current_fx_name == "training_step":  # called by the Trainer, not by hand
-                raise RuntimeError(_GOES_PAST)
+                raise RuntimeError(_BYPASSED)
             return training_step(self, *args, **kwargs)
-        first = fit.batch_idx % self.trainer.accumulate_grad_batches == 0  # what an interrupted fit left is stale
+        first = fit.batch_idx % self.trainer.accumulate_grad_batches == 0  # an interrupted fit may have left batches
         self._waiting = (*(() if first else self._waiting), (args, kwargs))
         return torch.zeros((), device=self.device, requires_grad=True)
 
-    wrapped._puts_off = True  # type: ignore[attr-defined]
+    wrapped._is_deferring = True  # type: ignore[attr-defined]
     return wrapped
 
 
-def _descends(module: Any) -> bool:
-    """Whether the Trainer is to step a method of tiltsam on the current batch, or on the window it belongs to."""
+def _is_training(module: Any) -> bool:
+    """Return whether the Trainer steps a tiltsam optimizer on the current batch or its window."""
     trainer = getattr(module, "_trainer", None)
     return (
         trainer is not None

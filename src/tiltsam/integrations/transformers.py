@@ -1,8 +1,8 @@
-"""The Trainer of transformers, made to descend a method of tiltsam.
+"""The Trainer of transformers with a sharpness-aware method.
 
-The Trainer itself holds the *base* optimizer: it clips, unscales, logs norms, steps, schedules, saves and resumes as it
-always does. Only ``training_step`` is another: it keeps the batches of an accumulation window, and at the last of them
-runs all passes of a step over all of them, which leaves the aggregate where the Trainer looks for the gradient.
+The Trainer holds the *base* optimizer: it clips, unscales, logs norms, steps, schedules, saves and resumes as usual.
+Only ``training_step`` differs: it keeps the batches of an accumulation window and, at the last of them, runs all passes
+of a step over the whole window, which leaves the aggregate in ``.grad``.
 """
 
 from __future__ import annotations
@@ -15,33 +15,32 @@ from torch import Tensor
 from transformers import Trainer
 
 from tiltsam.integrations.accelerate import check_distribution, without_sync
-from tiltsam.integrations.gathering import gather
-from tiltsam.wrapper import SharpnessAware
+from tiltsam.optim import SharpnessAware
 
 __all__ = ["SharpnessAwareMixin", "SharpnessAwareTrainer"]
 
 
 class SharpnessAwareMixin:
-    """Put before any Trainer: ``class Mine(SharpnessAwareMixin, Seq2SeqTrainer)``.
+    """Mixin for any Trainer: ``class Mine(SharpnessAwareMixin, Seq2SeqTrainer)``.
 
-    The loss it logs is that of a step's first pass, for SAM the one at the weights, so that curves compare with those
-    of plain training; the rest is in ``trainer.sharpness_aware.last``. ``grad_norm`` is that of the aggregate.
+    The logged loss is that of a step's first pass, for SAM the one at the weights, so that curves compare with plain
+    training; everything else is in ``trainer.sharpness_aware.info``. ``grad_norm`` is that of the aggregate.
 
     Args:
         args: As for the Trainer.
         method: Called with the Trainer's optimizer and ``model=``, returns the method that wraps it: a class of
-            tiltsam, or a ``functools.partial`` of one. Not needed if ``optimizers`` brings an optimizer of tiltsam.
+            tiltsam, or a ``functools.partial`` of one. Not needed if ``optimizers`` contains a tiltsam optimizer.
         kwargs: As for the Trainer.
 
     Raises:
-        TypeError: If ``method`` cannot be called: an optimizer that is made already, say, or a name.
-        ValueError: If no method is said, or two.
+        TypeError: If ``method`` is not callable.
+        ValueError: If there is no method, or two.
     """
 
     sharpness_aware: SharpnessAware | None = None
-    """The method, once training began. It shares its state with the Trainer's optimizer."""
+    """The method, once training has begun. It shares its state with the Trainer's optimizer."""
 
-    # The Trainer's own.
+    # Attributes of the Trainer.
     accelerator: Any
     model: Any
     optimizer: Any
@@ -49,39 +48,39 @@ class SharpnessAwareMixin:
     def __init__(self, *args: Any, method: Callable[..., SharpnessAware] | None = None, **kwargs: Any) -> None:
         if method is not None and not callable(method):
             name = type(method).__name__
-            made = isinstance(method, SharpnessAware)
-            got = f"{name}: write optimizers=({name}(...), None)" if made else repr(method)
+            is_made = isinstance(method, SharpnessAware)
+            got = f"{name}: pass optimizers=({name}(...), None)" if is_made else repr(method)
             raise TypeError(f"method must be a class of tiltsam or a partial of one, got {got}")
         super().__init__(*args, **kwargs)
         self._method = method
         self._window: list[Any] = []
-        brought = isinstance(self.optimizer, SharpnessAware)
-        if method is not None and brought:
-            raise ValueError(f"say method= or optimizers=({type(self.optimizer).__name__}(...), None), not both")
-        if method is None and not brought:
-            raise ValueError("say which method: method=tiltsam.TSAM, or optimizers=(tiltsam.TSAM(base, ...), None)")
+        given = isinstance(self.optimizer, SharpnessAware)
+        if method is not None and given:
+            raise ValueError(f"pass method= or optimizers=({type(self.optimizer).__name__}(...), None), not both")
+        if method is None and not given:
+            raise ValueError("pass a method: method=tiltsam.TSAM, or optimizers=(tiltsam.TSAM(base, ...), None)")
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
-        """Make the base as the Trainer does, and wrap it."""
-        new = self.optimizer is None or self.sharpness_aware is None
+        """Create the base as the Trainer does, and wrap it."""
+        is_new = self.optimizer is None or self.sharpness_aware is None
         base = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
         if isinstance(base, SharpnessAware):
             self.sharpness_aware, self.optimizer = base, base.base
-        elif new and self._method is not None:
+        elif is_new and self._method is not None:
             self.sharpness_aware = self._method(base, model=self.model)
-        held: torch.optim.Optimizer = self.optimizer
-        return held
+        optimizer: torch.optim.Optimizer = self.optimizer
+        return optimizer
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
-        """The batches of one step."""
+        """Return the batches of one step."""
         self._window = []  # a callback may have ended the last epoch inside a window
         return super().get_batch_samples(*args, **kwargs)  # type: ignore[misc]
 
     def training_step(self, model: torch.nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        """Keep the batch; at the last of a window run all passes over all of it.
+        """Keep the batch; at the last of a window run all passes over the whole window.
 
         Returns:
-            The window's loss at the first pass; zero for batches that wait.
+            The window's loss at the first pass; zero for the other batches of a window.
         """
         self._window.append(inputs)
         accelerator = self.accelerator
@@ -99,7 +98,7 @@ class SharpnessAwareMixin:
 
         assert self.sharpness_aware is not None
         try:
-            return gather(self.sharpness_aware, closure, accelerator.scaler)
+            return self.sharpness_aware.accumulate_gradient(closure, scaler=accelerator.scaler)
         finally:
             self._window = []
 

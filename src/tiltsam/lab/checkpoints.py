@@ -1,6 +1,6 @@
 """Checkpoints: all that a run needs to go on, in a folder each.
 
-    N/model.safetensors       the weights and buffers after epoch N
+    N/model.safetensors       the weights and buffers after epoch N, or later if a signal stopped the run in the next
     N/optimizer.safetensors   the tensors of the optimizer's state, averaged weights, states of the random generators
     N/state.json              the rest
     N/manifest.json           the digests of these files
@@ -12,7 +12,6 @@ match its manifest is passed over for the one before, with a warning.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import shutil
 import warnings
@@ -23,7 +22,7 @@ from typing import Any
 from torch import Tensor
 
 from tiltsam.lab.config import ConfigError
-from tiltsam.lab.files import load_tensors, save_tensors, write_json
+from tiltsam.lab.files import load_tensors, parse_json, save_tensors, write_json
 
 __all__ = ["Checkpoint", "load", "save", "seconds_between"]
 
@@ -37,7 +36,7 @@ class Checkpoint:
     model: dict[str, Tensor]
     optimizer: dict[str, Any]
     state: dict[str, Any]
-    """Numbers: epoch, passes, seconds, best so far."""
+    """Numbers: epoch, passes, seconds, best so far; losses and effective sample sizes of an epoch that was cut off."""
     random: dict[str, Tensor]
     """States of the global generators."""
     average: dict[str, Tensor] = field(default_factory=dict)
@@ -80,11 +79,12 @@ def load(folder: Path) -> Checkpoint | None:
     """The newest checkpoint that is whole, or ``None``; the caller's caller is warned of those that are not."""
     for place in reversed(_places(folder)):
         try:
-            manifest = json.loads((place / "manifest.json").read_text())
-            for name, digest in manifest.items():
-                if _digest(place / name) != digest:
+            manifest = parse_json((place / "manifest.json").read_text())
+            for name in ("model.safetensors", "optimizer.safetensors", "state.json"):
+                if manifest[name] != _digest(place / name):
                     raise ValueError(f"{name} does not match its digest")
-            body = json.loads((place / "state.json").read_text())
+            body = parse_json((place / "state.json").read_text())
+            _check_state(body["state"])
             tensors = load_tensors(place / "optimizer.safetensors")
             return Checkpoint(
                 load_tensors(place / "model.safetensors"),
@@ -93,13 +93,27 @@ def load(folder: Path) -> Checkpoint | None:
                 _with_prefix("random.", tensors),
                 _with_prefix("average.", tensors),
             )
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             warnings.warn(
                 f"checkpoint {place} is damaged ({error}): going back to the one before",
                 RuntimeWarning,
                 stacklevel=3,
             )
     return None
+
+
+def _check_state(state: dict[str, Any]) -> None:
+    """Raise unless a run can go on from it; a KeyError names what is missing."""
+    best = [state["best"][name] for name in state["best"]]
+    losses, sizes = state.get("losses", []), state.get("sizes", [])
+    if len(losses) != len(sizes):
+        raise ValueError(f"state.json holds {len(losses)} losses and {len(sizes)} sizes")
+    numbers = [state[name] for name in ("epoch", "passes", "seconds", "steps", "done")]
+    for value in [*numbers, *best, *losses, *sizes]:
+        if not isinstance(value, int | float) or isinstance(value, bool) or abs(value) >= 2**63:
+            raise ValueError(f"state.json holds {value!r} for a number")
+    if not (0 <= state["done"] < 1 and state["epoch"] >= 0 and state["steps"] >= 0):
+        raise ValueError(f"state.json is of a run that is done or has not begun: {state['done']!r}")
 
 
 def _places(folder: Path) -> list[Path]:

@@ -7,7 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,7 @@ import torch
 
 from tiltsam.lab import download as downloads
 from tiltsam.lab.config import TrainConfig
-from tiltsam.lab.data import Data
-from tiltsam.lab.loading import data_key, load_data
+from tiltsam.lab.loading import data_loader
 from tiltsam.lab.record import Record
 from tiltsam.lab.train import Progress, TrainError, train
 
@@ -81,13 +80,7 @@ def compare(
     for config in configs:
         config.wrap(torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=config.lr))
 
-    @lru_cache(1)  # cells of one seed come one after the other, and decoding images takes its time
-    def load(key: TrainConfig) -> Data:
-        return load_data(key, root, download=download, progress=loading)
-
-    def data(config: TrainConfig) -> Data:
-        return load(data_key(config))
-
+    data = data_loader(root, download=download, progress=loading)
     pending = list(configs)
     broken: list[TrainConfig] = []
     while pending:

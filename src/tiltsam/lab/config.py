@@ -7,15 +7,16 @@ import hashlib
 import inspect
 import json
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from textwrap import shorten
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from torch.optim import Optimizer
 
 import tiltsam
 
-__all__ = ["ConfigError", "TrainConfig", "methods", "settings_of", "settings_of_others", "tilts_nothing"]
+__all__ = ["ConfigError", "TrainConfig", "check_types", "methods", "settings_of", "settings_of_others", "tilts_nothing"]
 
 NOTHING_TO_WEIGH = "one sample and nothing to weigh, so that t does nothing: --num-samples 3, say"
 
@@ -260,6 +261,28 @@ class TrainConfig:
             body["falls"] = "after warmup"
         digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()[:10]
         return f"{self.method}-{digest}"
+
+
+def check_types(settings: Mapping[str, Any]) -> None:
+    """Raise if a setting is not of its field's type; a JSON file may hold anything.
+
+    Raises:
+        ConfigError: The setting, its type and its value.
+    """
+    for name, hint in get_type_hints(TrainConfig).items():
+        if name in settings and not _is_a(settings[name], hint):
+            wanted = hint.__name__ if isinstance(hint, type) else str(hint)
+            raise ConfigError(f"{name} must be {wanted}, got {shorten(repr(settings[name]), 60)}")
+
+
+def _is_a(value: object, hint: Any) -> bool:
+    if get_origin(hint) is Literal:
+        return value in get_args(hint)
+    if options := get_args(hint):  # X | None
+        return any(_is_a(value, option) for option in options)
+    if hint is float:
+        hint = int | float
+    return isinstance(value, hint) and (hint is bool or not isinstance(value, bool))
 
 
 def tilts_nothing(config: TrainConfig, names: Collection[str]) -> bool:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import nn
 
 from tiltsam.lab.config import ConfigError
 
-__all__ = ["Leash", "resolve_device", "suited_to"]
+__all__ = ["Leash", "one_thread", "resolve_device", "suited_to"]
 
 SMALL_MODEL = 500_000  # parameters
 LEASH = 16  # steps between looks at how far a GPU is
@@ -67,17 +67,27 @@ class Leash:
 
 @contextmanager
 def suited_to(device: torch.device, model: nn.Module) -> Iterator[None]:
-    """Inside, torch is set up for training the model there.
+    """Inside, torch is set up for training or measuring the model there.
 
     On a CPU, a small model gets one thread: its tiny kernels cost more to share out than to run. On a GPU, cuDNN looks
     for its fastest convolutions: shapes stay the same throughout.
     """
-    threads, search = torch.get_num_threads(), torch.backends.cudnn.benchmark
-    if device.type == "cpu" and sum(p.numel() for p in model.parameters()) < SMALL_MODEL:
-        torch.set_num_threads(1)
+    small = device.type == "cpu" and sum(p.numel() for p in model.parameters()) < SMALL_MODEL
+    search = torch.backends.cudnn.benchmark
     torch.backends.cudnn.benchmark = device.type == "cuda" or search
+    try:
+        with one_thread() if small else nullcontext():
+            yield
+    finally:
+        torch.backends.cudnn.benchmark = search
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Run torch's CPU kernels on one thread inside the context: small ones cost more to share out than to run."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     try:
         yield
     finally:
         torch.set_num_threads(threads)
-        torch.backends.cudnn.benchmark = search

@@ -158,7 +158,7 @@ def _transformers(source: str) -> Any:
     try:
         return importlib.import_module("transformers")
     except ImportError as error:
-        raise DataError(f"{source!r} needs transformers: pip install tiltsam[text]") from error
+        raise DataError(f"{source!r} needs transformers: pip install '.[text]'") from error
 
 
 @contextmanager

@@ -10,9 +10,8 @@ from contextlib import suppress
 
 __all__ = ["GOES_ON", "end", "ending_soon", "let_go_of_output"]
 
-_BY_CHECKPOINTS = "; the same command goes on from the last checkpoint, or begins anew where there is none"
-GOES_ON = dict.fromkeys(("train", "compare", "reproduce"), _BY_CHECKPOINTS) | {"sweep": "; the same command goes on"}
-"""What those that were stopped are told, by the command that can be gone on with."""
+GOES_ON = dict.fromkeys(("train", "compare", "reproduce", "sweep"), "; the same command resumes")
+"""What a command that was stopped adds to its last line, if it can be resumed."""
 
 
 def end(code: int, command: str, why: object) -> int:

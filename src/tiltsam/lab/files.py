@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tiltsam.lab.errors import RecordError
 
-__all__ = ["drafted", "drop_drafts", "load_tensors", "save_tensors", "write_json"]
+__all__ = ["drafted", "drop_drafts", "load_tensors", "parse_json", "save_tensors", "write_json"]
 
 
 @contextmanager
@@ -46,6 +46,26 @@ def write_json(path: Path, content: Any, *, allow_nan: bool = True) -> None:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Return what a JSON text holds.
+
+    Raises:
+        ValueError: If it is no JSON, is nested too deeply, or holds an integer of more than 64 bits, which Python takes
+            and no float holds.
+    """
+    try:
+        return json.loads(text, parse_int=_int64)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def _int64(digits: str) -> int:
+    number = int(digits)
+    if abs(number) >= 2**63:
+        raise ValueError(f"a number of {len(digits)} digits is out of range")
+    return number
 
 
 def save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:

@@ -18,14 +18,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from tiltsam.flatness.comparison import Flatness, Plan, measure
-from tiltsam.flatness.evaluation import Progress
+from tiltsam.flatness.loss_surface import ProgressCallback
 from tiltsam.flatness.objectives import CrossEntry, CrossTable, Objective, cross_objectives
 from tiltsam.lab.augment import normalise
 from tiltsam.lab.config import ConfigError, TrainConfig
 from tiltsam.lab.data import Data
-from tiltsam.lab.devices import resolve_device
+from tiltsam.lab.devices import resolve_device, suited_to
 from tiltsam.lab.files import drafted
+from tiltsam.lab.flatness import Flatness, FlatnessPlan, measure
 from tiltsam.lab.loading import data_key, load_data, load_model
 from tiltsam.lab.record import Record, RecordError, folders_of_runs
 from tiltsam.lab.report.runs import Reading, Run
@@ -73,7 +73,7 @@ def measure_runs(
     batch_size: int = 250,
     device: str = "auto",
     root: Path | None = None,
-    plan: Plan | None = None,
+    plan: FlatnessPlan | None = None,
     progress: Callable[[str], Any] | None = None,
     left_out: Callable[[str], Any] | None = None,
 ) -> Iterator[tuple[Flatness, dict[str, Any]]]:
@@ -98,7 +98,7 @@ def measure_runs(
         What was measured of a run, under its name, and on what: what :func:`save_flatness` takes. Runs of one seed come
         together. One that has not finished is measured at its newest checkpoint, with a warning and ``finished`` false.
     """
-    plan = Plan() if plan is None else plan
+    plan = FlatnessPlan() if plan is None else plan
     settings: dict[str, Any] = {"num_samples": plan.num_samples, "t": plan.t}
     if plan.num_ascent_steps:
         settings |= {"rho": plan.rho, "adaptive_rho": plan.adaptive_rho}
@@ -111,7 +111,8 @@ def measure_runs(
                 model = load_model(runs[name], data).to(where)
                 if not finished:
                     warnings.warn(f"{name}: training has not finished: the newest checkpoint is measured", stacklevel=2)
-                flat = measure(name, model, _loss_fn(data), batches, plan, progress=progress)
+                with suited_to(where, model):
+                    flat = measure(name, model, _loss_fn(data), batches, plan, progress=progress)
             except _UNFIT as error:
                 if left_out is None:
                     raise
@@ -128,7 +129,7 @@ def cross_runs(
     batch_size: int = 64,
     device: str = "auto",
     root: Path | None = None,
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
 ) -> CrossTable:
     """The losses of every run's model under several objectives, on all training and all test examples of its task.
 
@@ -146,7 +147,8 @@ def cross_runs(
         splits = {
             split: _batches(data, split, len(getattr(data, split)), batch_size, where) for split in ("train", "test")
         }
-        entries += cross_objectives(models, _loss_fn(data), splits, objectives, progress=progress).entries
+        with suited_to(where, max(models.values(), key=lambda m: sum(p.numel() for p in m.parameters()))):
+            entries += cross_objectives(models, _loss_fn(data), splits, objectives, progress=progress).entries
     return CrossTable(tuple(entries))
 
 

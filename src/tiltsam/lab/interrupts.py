@@ -10,7 +10,54 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-__all__ = ["heeding_interrupts", "uninterrupted"]
+__all__ = ["Interrupted", "Stop", "heeding_interrupts", "stopping", "uninterrupted"]
+
+
+class Interrupted(KeyboardInterrupt):
+    """Training that a signal has ended; the message says what is saved.
+
+    Args:
+        message: What is saved.
+        number: The signal.
+    """
+
+    def __init__(self, message: str, number: int = signal.SIGINT) -> None:
+        super().__init__(message)
+        self.number = number
+
+
+class Stop:
+    """A signal handler that notes the first signal, in :attr:`number`, and raises KeyboardInterrupt at a second."""
+
+    def __init__(self) -> None:
+        self.number: int | None = None
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        """Note the signal, or raise if there was one before."""
+        if self.number is not None:
+            raise KeyboardInterrupt
+        self.number = number
+
+
+@contextmanager
+def stopping() -> Iterator[Stop]:
+    """Let SIGINT and SIGTERM wait, inside the context, until the caller looks at the :class:`Stop` that it gets.
+
+    Handlers of the caller's own and ignored signals stay as they are; so does everything outside the main thread, where
+    Python runs no handlers.
+    """
+    stop = Stop()
+    defaults = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    before = {number: handler for number, handler in defaults.items() if signal.getsignal(number) is handler}
+    if threading.current_thread() is not threading.main_thread():
+        before = {}
+    for number in before:
+        signal.signal(number, stop)
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextmanager

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 
 from torch import nn
@@ -13,7 +15,7 @@ from tiltsam.lab.data import Data
 from tiltsam.lab.models import build
 from tiltsam.lab.record import Record
 
-__all__ = ["build_model", "data_key", "load_data", "load_model"]
+__all__ = ["build_model", "data_key", "data_loader", "load_data", "load_model"]
 
 
 def load_data(
@@ -49,10 +51,26 @@ def load_data(
         raise ConfigError(str(error)) from None
 
 
+def data_loader(
+    root: Path | None = None, *, download: bool = False, progress: downloads.Progress | None = None
+) -> Callable[[TrainConfig], Data]:
+    """Return a :func:`load_data` that keeps the last data set, since decoding images is slow.
+
+    One is enough: runs are ordered by seed, and the seed decides about the validation split and the label noise.
+    """
+
+    @lru_cache(1)
+    def load(key: TrainConfig) -> Data:
+        return load_data(key, root, download=download, progress=progress)
+
+    return lambda config: load(data_key(config))
+
+
 def data_key(config: TrainConfig) -> TrainConfig:
-    """The part of a config that decides about its data: equal for configs whose data is the same."""
-    names = ("task", "model", "seed", "noise", "validation", "max_length", "image_size")
-    return TrainConfig(**{name: getattr(config, name) for name in names})
+    """Return the part of a config that decides about its data: equal for configs whose data is the same."""
+    names = ("task", "seed", "noise", "validation", "max_length", "image_size")
+    model = config.model if encoders.source_of(config.model) else "auto"  # only an encoder has a tokenizer of its own
+    return TrainConfig(model=model, **{name: getattr(config, name) for name in names})
 
 
 def load_model(record: Record, data: Data) -> nn.Module:

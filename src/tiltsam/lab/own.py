@@ -127,6 +127,8 @@ def arrays(request: Request) -> Data:
     if shapes[0] != shapes[-1] or kinds[0] != kinds[-1]:
         raise DataError(f"{request.path}: train and test differ in the shape or type of x or y")
     classes = 1 if kinds[0] else 1 + max(int(split.targets.max()) for split in splits)
+    if not kinds[0]:
+        _check_gaps(f"{request.path}: {names[0][1]}", torch.cat([split.targets for split in splits]))
     if len(splits[0].targets.unique()) < 2:
         what = "value" if kinds[0] else "class"
         raise DataError(f"{request.path}: {names[0][1]} holds one {what}; there is nothing to learn")
@@ -176,6 +178,19 @@ def _arrays(path: Path, found: Mapping[str, np.ndarray], x_name: str, y_name: st
     elif x.shape[1] not in (1, 3) and x.shape[3] in (1, 3):
         x = x.transpose(0, 3, 1, 2)
     return Split({"image": torch.from_numpy(np.ascontiguousarray(x))}, targets)
+
+
+def _check_gaps(what: str, targets: Tensor) -> None:
+    """Raise unless at least half of the classes 0…max occur: labels with larger gaps are identifiers.
+
+    A few classes may lack examples, as in a part of a larger data set.
+    """
+    distinct, largest = len(targets.unique()), int(targets.max())
+    if distinct > 1 and largest + 1 > 2 * distinct:
+        raise DataError(
+            f"{what} has {distinct} distinct labels and the largest is {largest}: classes are numbered from 0, and at "
+            "least half of them must occur; number the labels by np.unique(targets, return_inverse=True)[1]"
+        )
 
 
 def _look_like_classes(targets: Tensor) -> bool:

@@ -24,7 +24,7 @@ def digits(request: Request) -> Data:
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
-        raise DataError("digits come with scikit-learn: pip install tiltsam[lab]") from error
+        raise DataError("digits come with scikit-learn: pip install '.[lab]'") from error
     found = load_digits()
     images = torch.tensor(found.images * 15, dtype=torch.uint8)[:, None]  # grey levels 0…16 to 0…240
     pool = Split({"image": images}, torch.tensor(found.target, dtype=torch.int64))

@@ -6,7 +6,7 @@
     RUN/metrics.jsonl       one JSON object a line, appended, never rewritten
     RUN/checkpoints/N/      enough to go on (:mod:`tiltsam.lab.checkpoints`); the last two are kept
     RUN/model.safetensors   the trained model, once finished
-    RUN/result.json         the final numbers, once finished
+    RUN/result.json         the final numbers and their digest, once finished
     RUN/diverged.txt        why training could not go on, if so
     RUN/lock                held by the process that works on it
 
@@ -36,15 +36,16 @@ from torch import Tensor
 import tiltsam
 from tiltsam.lab import checkpoints
 from tiltsam.lab.checkpoints import Checkpoint
-from tiltsam.lab.config import TrainConfig
+from tiltsam.lab.config import ConfigError, TrainConfig, check_types
 from tiltsam.lab.errors import RecordError
-from tiltsam.lab.files import drafted, drop_drafts, load_tensors, save_tensors, write_json
-from tiltsam.provenance import code_digest
+from tiltsam.lab.files import drafted, drop_drafts, load_tensors, parse_json, save_tensors, write_json
+from tiltsam.lab.provenance import code_digest
 
 __all__ = [
     "Checkpoint",
     "Record",
     "RecordError",
+    "check_result",
     "folders_of_runs",
     "is_number",
     "read_metrics",
@@ -55,6 +56,7 @@ __all__ = [
 LONGEST_NAME = 200  # bytes of a folder's name; file systems take 255, and a sweep adds to it
 # What only the process that holds the run writes by a draft: other commands may just be writing theirs.
 DRAFTED = ("config.json", "environment.json", "model.safetensors", "result.json", "diverged.txt")
+LARGEST = 1e100  # of a number: the squares of larger ones overflow, and float32 ends at 3e38
 ATTEMPTS = 50  # to make and lock a folder that others remove meanwhile, 10 ms apart
 
 
@@ -116,7 +118,7 @@ class Record:
             file.close()  # it was removed between our opening and our locking it
         raise RecordError(f"cannot write to {self.folder}: {os.strerror(errno.ENOENT)}")
 
-    def begin(self, config: TrainConfig, device: torch.device, data: str = "", epoch: int = 0) -> None:
+    def begin(self, config: TrainConfig, device: torch.device, data: str = "", epoch: float = 0) -> None:
         """Write what was asked, where it runs, and where it ran before.
 
         Args:
@@ -137,12 +139,21 @@ class Record:
         write_json(self.folder / "environment.json", here | ({"since": epoch, "before": before} if before else {}))
 
     def environment(self) -> dict[str, Any]:
-        """Where it runs, or ran last; empty if nothing is known of it."""
-        try:
-            found = json.loads((self.folder / "environment.json").read_text())
-        except (OSError, ValueError):
-            found = {}
-        return found if isinstance(found, dict) else {}
+        """Return where it runs, or ran last; empty if nothing is known of it.
+
+        Raises:
+            RecordError: If the file is damaged.
+        """
+        path = self.folder / "environment.json"
+        if not path.exists():
+            return {}
+        found = _read_json(path)
+        before = found.get("before", [])
+        entries = [found, *before] if isinstance(before, list) else [None]
+        plain = all(isinstance(one, dict) and is_number(one.get("since", 0)) for one in entries)
+        if not plain or not isinstance(found.get("data", ""), str):
+            raise RecordError(f"{path} is damaged: remove it to go on")
+        return found
 
     def check_data(self, fingerprint: str) -> None:
         """Raise if the run began with other data.
@@ -180,7 +191,7 @@ class Record:
     def finish(self, model: dict[str, Tensor], **numbers: Any) -> None:
         """The trained model, then the final numbers: a run with a result is finished."""
         save_tensors(self.folder / "model.safetensors", model)
-        write_json(self.folder / "result.json", numbers)
+        write_json(self.folder / "result.json", numbers | {"digest": _digest(numbers)})
         self.tidy()
 
     def tidy(self) -> None:
@@ -202,26 +213,33 @@ class Record:
         return (self.folder / "diverged.txt").exists()
 
     def result(self) -> dict[str, Any] | None:
-        """The final numbers, or ``None`` while there are none."""
+        """Return the final numbers, or ``None`` while there are none.
+
+        Raises:
+            RecordError: If the file is damaged.
+        """
         path = self.folder / "result.json"
         if not path.exists():
             return None
         try:
-            found = json.loads(path.read_text())
-        except ValueError:
-            found = None
-        if not isinstance(found, dict) or "score" not in found:
-            raise RecordError(f"{path} is damaged: remove it to train again")
-        return found
+            return check_result(_read_json(path))
+        except (ValueError, RecordError):
+            raise RecordError(f"{path} is damaged: remove it to train again") from None
 
     def config(self) -> TrainConfig:
-        """What was asked."""
+        """Return what was asked.
+
+        Raises:
+            RecordError: If there is no config, or it is damaged.
+        """
         path = self.folder / "config.json"
+        if not path.exists():
+            raise RecordError(f"{self.folder} is no run: there is no config.json")
+        found = _read_json(path)
         try:
-            return TrainConfig(**json.loads(path.read_text()))
-        except FileNotFoundError:
-            raise RecordError(f"{self.folder} is no run: there is no config.json") from None
-        except (ValueError, TypeError) as error:
+            check_types(found)
+            return TrainConfig(**found)
+        except (ConfigError, TypeError) as error:
             raise RecordError(f"{path} is damaged: {error}") from None
 
     def model(self) -> dict[str, Tensor]:
@@ -241,6 +259,38 @@ class Record:
     def load(self) -> Checkpoint | None:
         """The newest checkpoint that is whole, or ``None``."""
         return checkpoints.load(self.folder / "checkpoints")
+
+
+def check_result(found: dict[str, Any]) -> dict[str, Any]:
+    """Return the final numbers without their digest, which records of earlier versions do not have.
+
+    Raises:
+        ValueError: If they are not what :meth:`Record.finish` writes.
+    """
+    numbers = {name: value for name, value in found.items() if name != "digest"}
+    if "digest" in found and found["digest"] != _digest(numbers):
+        raise ValueError("does not match its digest")
+    for name, value in numbers.items():
+        if not (isinstance(value, str) if name == "metric" else isinstance(value, bool) or is_number(value)):
+            raise ValueError(f"{name!r} is {type(value).__name__}")
+    if missing := {"metric", "score", "epoch", "passes", "seconds"} - numbers.keys():
+        raise ValueError(f"{min(missing)!r} is missing")
+    return numbers
+
+
+def _digest(numbers: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(numbers, sort_keys=True).encode()).hexdigest()
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """Return a JSON object, or raise a RecordError that names the file."""
+    try:
+        found = parse_json(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise RecordError(f"{path} is damaged: {error}") from None
+    if not isinstance(found, dict):
+        raise RecordError(f"{path} is damaged: not a JSON object")
+    return found
 
 
 def task_folder(task: str) -> str:
@@ -273,7 +323,7 @@ def read_metrics(path: Path) -> tuple[list[dict[str, Any]], dict[int, str]]:
             continue
         try:
             row = _metrics_line(line)
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             # JSON counts lines of its own, which would mislead here.
             what = f"{error.msg} at character {error.pos + 1}" if isinstance(error, json.JSONDecodeError) else error
             damaged[number] = str(what)
@@ -285,19 +335,20 @@ def read_metrics(path: Path) -> tuple[list[dict[str, Any]], dict[int, str]]:
 
 
 def _metrics_line(line: bytes) -> dict[str, Any]:
-    row = json.loads(line)
+    row = parse_json(line)
     if not isinstance(row, dict) or not is_number(row.get("epoch")) or not math.isfinite(row["epoch"]):
         raise ValueError("not an object with the number of its epoch")
     for name, value in row.items():
-        # A float needs no look: half a million numbers pass here for some hundred runs.
-        if type(value) is not float and value is not None and not is_number(value):
+        if value is not None and not is_number(value):
             raise ValueError(f"{name!r} is not a number")
     return row
 
 
 def is_number(x: Any) -> bool:
-    """Whether something read from JSON is a number that arithmetic can be done with."""
-    return isinstance(x, float) or (isinstance(x, int) and not isinstance(x, bool) and abs(x) < 2**63)
+    """Return whether something read from JSON is a number that arithmetic can be done with, or NaN or infinite."""
+    if isinstance(x, float):
+        return abs(x) < LARGEST or not math.isfinite(x)
+    return isinstance(x, int) and not isinstance(x, bool) and abs(x) < 2**63
 
 
 def folders_of_runs(roots: Iterable[Path]) -> list[Path]:
@@ -337,7 +388,7 @@ def tests_of_sweep(folder: Path) -> dict[Path, tuple[str, str]]:
     """The runs that a sweep tested, some maybe on other machines: of each its row and seed in words, and its state."""
     path = folder / "sweep.json"
     try:
-        methods = json.loads(path.read_text())["methods"].items()
+        methods = parse_json(path.read_text())["methods"].items()
         tests = [(name, run) for name, method in methods for run in method["test"]["runs"]]
         return {_out(folder) / run["run"]: (f"{name}, seed {run['seed']}", run["state"]) for name, run in tests}
     except (ValueError, KeyError, TypeError, AttributeError):

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from tiltsam.averaging import WeightAverage
-from tiltsam.buffers import kept_buffers
 from tiltsam.lab.data import Data, Split
 from tiltsam.lab.metrics import METRICS
+from tiltsam.space.snapshot import restored_buffers
 
 __all__ = ["as_tested", "reestimate_batchnorm", "score"]
 
@@ -23,7 +23,7 @@ Outputs = Callable[[Split], Tensor]
 
 def as_tested(model: nn.Module, average: WeightAverage | None) -> AbstractContextManager[object]:
     """The model with its averaged weights, if it has some; whatever is done to its buffers is undone afterwards."""
-    return kept_buffers(model) if average is None else average.applied()
+    return restored_buffers(model) if average is None else average.applied()
 
 
 @torch.no_grad()

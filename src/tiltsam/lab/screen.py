@@ -8,10 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
+from tiltsam.flatness.loss_surface import ProgressCallback
 from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.train import Progress
 
-__all__ = ["LiveScreen", "Screen", "print_table"]
+__all__ = ["Bars", "LiveScreen", "Screen", "print_table"]
 
 LINE_SECONDS = 5.0  # plain lines come no more often, but for the last of a run or a file
 
@@ -25,6 +26,7 @@ class LiveScreen:
 
     def __init__(self, make: Callable[[], Any]) -> None:
         self._live: Any = make() if sys.stdout.isatty() else None
+        self._last_line = 0.0
 
     def __enter__(self) -> Self:
         if self._live is not None:
@@ -52,6 +54,24 @@ class LiveScreen:
         else:
             print(line, flush=True)
 
+    def loading(self, what: str, done: int, total: int | None) -> None:
+        """Show that something is downloaded, unpacked or decoded."""
+        size = _bytes if what.startswith("downloading") else str
+        note = size(done) if total is None else f"{size(done)} of {size(total)}"
+        if self._live is None:
+            self._line(f"{what}: {note}", last=done == total)
+        else:
+            self._draw_loading(what, done, total, note)
+
+    def _draw_loading(self, what: str, done: int, total: int | None, note: str) -> None:
+        """Draw it on a terminal."""
+        raise NotImplementedError
+
+    def _line(self, text: str, *, last: bool) -> None:
+        if last or time.monotonic() - self._last_line >= LINE_SECONDS:
+            self._last_line = time.monotonic()
+            print(text, flush=True)
+
 
 class Screen(LiveScreen):
     """Shows runs as they go. A context; ``report`` and ``loading`` fit :func:`tiltsam.lab.compare.compare`.
@@ -65,7 +85,6 @@ class Screen(LiveScreen):
         self._names = names or {}
         self._task: Any = None
         self._shown: object = None
-        self._last_line = 0.0
 
     def name(self, config: TrainConfig) -> str:
         """What a run is called."""
@@ -86,14 +105,8 @@ class Screen(LiveScreen):
         else:
             self._draw(config, name, min(progress.done, 1.0), 1.0, note)
 
-    def loading(self, what: str, done: int, total: int | None) -> None:
-        """Something is downloaded, unpacked or decoded."""
-        size = _bytes if what.startswith("downloading") else str
-        note = size(done) if total is None else f"{size(done)} of {size(total)}"
-        if self._live is None:
-            self._line(f"{what}: {note}", last=done == total)
-        else:
-            self._draw(what, what, done, total, note)
+    def _draw_loading(self, what: str, done: int, total: int | None, note: str) -> None:
+        self._draw(what, what, done, total, note)
 
     def _draw(self, what: object, name: str, done: float, total: float | None, note: str) -> None:
         """The one bar: it goes when something else begins."""
@@ -104,10 +117,44 @@ class Screen(LiveScreen):
             self._shown = what
         self._live.update(self._task, completed=done, total=total, note=note)
 
-    def _line(self, text: str, *, last: bool) -> None:
-        if last or time.monotonic() - self._last_line >= LINE_SECONDS:
-            self._last_line = time.monotonic()
-            print(text, flush=True)
+
+class Bars:
+    """Shows the progress of measurements, one after the other, on standard error. A context manager.
+
+    Called with the name of a measurement, it returns the callback that the measurement takes as ``progress``. Bars are
+    drawn by rich and removed at the end; without a terminal or rich, each measurement prints one line.
+
+    Example:
+        >>> with Bars() as bars:
+        ...     progress = bars("the neighbourhood of a model")  # neighborhood(model, …, progress=progress)
+        ...     progress(1, 2)
+    """
+
+    def __init__(self) -> None:
+        self._bar: Any = None
+        if sys.stderr.isatty():
+            try:
+                from rich.console import Console
+                from rich.progress import Progress as RichProgress
+            except ImportError:
+                return
+            self._bar = RichProgress(console=Console(stderr=True), transient=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def __call__(self, what: str) -> ProgressCallback:
+        """Return the callback for one measurement."""
+        if self._bar is None:
+            print(f"measuring {what}", file=sys.stderr, flush=True)
+            return lambda done, total: None
+        self._bar.start()  # not in __enter__: another bar may still be on the terminal
+        task = self._bar.add_task(what, total=None)
+        return lambda done, total: self._bar.update(task, completed=done, total=total, visible=done < total)
 
 
 def _clock(seconds: float) -> str:

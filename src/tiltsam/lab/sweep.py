@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from tiltsam.lab import download as downloads
 from tiltsam.lab import own
 from tiltsam.lab.config import METHOD_SETTINGS, TrainConfig
 from tiltsam.lab.files import write_json
@@ -65,6 +66,7 @@ def sweep(
     workers: int = 1,
     root: Path | None = None,
     download: bool = False,
+    loading: downloads.Progress | None = None,
     heartbeat: float = 10.0,
     begin: Callable[[Plan], None] = lambda plan: None,
     report: Callable[[Sequence[Standing]], None] = lambda standings: None,
@@ -101,6 +103,7 @@ def sweep(
         workers: Processes to work with; 1 works in this one.
         root: Where data sets lie.
         download: Fetch what is missing.
+        loading: Called with the progress of downloads and of decoding images, in this process.
         heartbeat: Seconds between signs of life; a worker on another machine is taken for dead when six are missing.
         begin: Called with the plan before the work begins.
         report: Called as it goes with where every entry stands.
@@ -150,7 +153,7 @@ def sweep(
         data=own.fingerprint(base.task),
     )
     out.mkdir(parents=True, exist_ok=True)
-    return _carry_out(plan, base, workers, begin, report, say)
+    return _carry_out(plan, base, workers, begin, report, say, loading)
 
 
 def _what_ends_tests(base: TrainConfig, final: Mapping[str, float]) -> list[str]:
@@ -196,6 +199,7 @@ def _carry_out(
     begin: Callable[[Plan], None],
     report: Callable[[Sequence[Standing]], None],
     say: Callable[[str], None],
+    loading: downloads.Progress | None,
 ) -> Outcome:
     devices = base.device.split(",")
     path = plan.folder / "sweep.json"
@@ -208,7 +212,8 @@ def _carry_out(
         report(standings)
         return standings
 
-    with Desk(plan, device=devices[0], report=_not_too_often(lambda: report(desk.look()))) as desk:
+    often = _not_too_often(lambda: report(desk.look()))
+    with Desk(plan, device=devices[0], report=often, loading=loading) as desk:
         standings = desk.look()
         begin(plan)
         report(standings)
@@ -219,7 +224,7 @@ def _carry_out(
                 desk.work()
             else:
                 if plan.download:  # once, before several look for it
-                    load_data(replace(base, device=devices[0]), plan.root, download=True)
+                    load_data(replace(base, device=devices[0]), plan.root, download=True, progress=loading)
                 dealt = [devices[k % len(devices)] for k in range(workers)]
                 run_workers(plan, dealt, lambda: report(desk.look()), say)
         except KeyboardInterrupt:

@@ -29,7 +29,7 @@ class Board:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
-            raise ImportError("--tensorboard needs a package: pip install tiltsam[tensorboard]") from None
+            raise ImportError("--tensorboard needs a package: pip install '.[tensorboard]'") from None
         self._open = SummaryWriter
         self._record = record
         self._writer: Any = None

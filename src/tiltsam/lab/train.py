@@ -1,12 +1,13 @@
-"""One training run, from a config to a finished record; killed at any moment, it goes on where it was."""
+"""One training run, from a config to a finished record, which can be killed at any moment and resumed."""
 
 from __future__ import annotations
 
 import copy
 import math
+import signal
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,9 @@ from tiltsam.lab.checkpoints import seconds_between
 from tiltsam.lab.config import ConfigError, TrainConfig, settings_of
 from tiltsam.lab.data import Data, Split
 from tiltsam.lab.devices import Leash, resolve_device, suited_to
+from tiltsam.lab.interrupts import Interrupted, Stop, stopping
 from tiltsam.lab.loading import build_model, load_data
-from tiltsam.lab.record import Checkpoint, Record
+from tiltsam.lab.record import Checkpoint, Record, RecordError
 from tiltsam.lab.schedules import set_rates
 from tiltsam.lab.scoring import as_tested, reestimate_batchnorm, score
 from tiltsam.lab.team import Team
@@ -89,6 +91,10 @@ def train(
         team: The processes that train it together, each of which calls this; the first one writes and reports.
         until: Pause at the end of the epoch in which this share of the budget is reached, with a checkpoint: called
             again, the run goes on from there.
+
+    Raises:
+        Interrupted: After a SIGINT or SIGTERM. A checkpoint is written after the current step, unless a second signal
+            comes first or several processes train together; the message says up to which step the run is saved.
     """
     if not 0 < until <= 1:
         raise ConfigError(f"until must be in (0, 1], got {until}")
@@ -113,12 +119,19 @@ def train(
 
         found = data(config) if data else load_data(config, root, download=download, progress=loading)
         run = Run(config, record, found, team)
-        try:
-            return run.run(tell, checkpoint_seconds, tick, until)
-        except Diverged as error:
-            if team.first:
-                record.diverge(str(error))
-            raise
+        # Processes of a team would have to agree on the step to stop after: they end at once.
+        with stopping() if team.size == 1 else nullcontext(Stop()) as stop:
+            try:
+                numbers = run.run(tell, checkpoint_seconds, tick, until, stop)
+            except Diverged as error:
+                if team.first:
+                    record.diverge(str(error))
+                raise
+            except KeyboardInterrupt:
+                raise Interrupted(f"interrupted; {run.saved}", stop.number or signal.SIGINT) from None
+        if stop.number is not None:
+            raise Interrupted(f"interrupted; {record.folder} was completed before", stop.number)
+        return numbers
 
 
 class Run:
@@ -132,6 +145,7 @@ class Run:
 
     Attributes:
         step: Takes one step on a batch and returns its loss: a :class:`tiltsam.capture.CapturedStep`.
+        saved: Up to which step the run is saved, in words.
     """
 
     def __init__(self, config: TrainConfig, record: Record, data: Data, team: Team | None = None) -> None:
@@ -150,6 +164,8 @@ class Run:
         self._rho: float = self.optimizer.param_groups[0].get("rho", 0.0)
         self.progress = Progress()
         self.best: dict[str, Any] = {}
+        self.saved = f"nothing of {record.folder} is saved: the same command starts it again"
+        self._cut_off: tuple[list[float], list[float]] = ([], [])  # losses and sizes of an epoch that was interrupted
         self.estimated: dict[str, Tensor] = {}
         self.batches = Batches(self.data, config.batch_size)
         self.budget = Budget(config, self.batches.per_epoch, self.team)
@@ -189,10 +205,15 @@ class Run:
         checkpoint_seconds: float,
         tick: Callable[[Progress], None] = lambda progress: None,
         until: float = 1.0,
+        stop: Stop | None = None,
     ) -> dict[str, Any]:
-        """Epoch after epoch until the budget is used up; the arguments are those of :func:`train`."""
+        """Train until the budget is used up; the arguments are those of :func:`train`.
+
+        Raises:
+            KeyboardInterrupt: Once ``stop`` holds a signal, after a checkpoint.
+        """
         with suited_to(self.device, self.model):
-            return self._run(report, checkpoint_seconds, tick, until)
+            return self._run(report, checkpoint_seconds, tick, until, stop or Stop())
 
     def _run(
         self,
@@ -200,13 +221,14 @@ class Run:
         checkpoint_seconds: float,
         tick: Callable[[Progress], None],
         until: float,
+        stop: Stop,
     ) -> dict[str, Any]:
         self._resume()
         if self.team.first:
-            self.record.begin(self.config, self.device, self.data.fingerprint, int(self.progress.epoch))
+            self.record.begin(self.config, self.device, self.data.fingerprint, self._position())
         saved = time.perf_counter()
         while self.progress.done < until:
-            loss, spread = self._epoch(tick)
+            loss, spread = self._epoch(tick, stop)
             pause = self.progress.done >= until
             due = self.progress.done >= 1 or int(self.progress.epoch) % self.config.evaluate_every == 0
             looked = pause or due
@@ -219,29 +241,45 @@ class Run:
             if looked:
                 self.record.log(**self.progress.row)
             report(self.progress)
-            if self.progress.done < 1 and (pause or time.perf_counter() - saved >= checkpoint_seconds):
-                self.record.save(self._checkpoint())
+            stopped = stop.number is not None and not pause
+            if self.progress.done < 1 and (pause or stopped or time.perf_counter() - saved >= checkpoint_seconds):
+                self._save()
                 saved = time.perf_counter()
+            if stopped:
+                raise KeyboardInterrupt
         conclude = self._finish if self.progress.done >= 1 else self._last_row
         numbers: dict[str, Any] = self.team.tell(conclude() if self.team.first else None)
         return numbers
 
-    def _epoch(self, tick: Callable[[Progress], None]) -> tuple[float, float]:
-        """One pass through the examples, or what is left of the budget; the mean loss and effective sample size."""
+    def _epoch(self, tick: Callable[[Progress], None], stop: Stop) -> tuple[float, float]:
+        """One pass through the examples, or what is left of it or of the budget.
+
+        Returns:
+            The mean loss and effective sample size of the whole epoch.
+        """
         config, progress = self.config, self.progress
         epoch, per_epoch = int(progress.epoch), self.batches.per_epoch
-        losses, sizes, leash = [], [], Leash(self.device)
+        losses: list[Tensor] = []
+        sizes: list[Tensor] = []
+        (losses_before, sizes_before), leash = self._cut_off, Leash(self.device)
         start, before = time.perf_counter(), progress.seconds
         ticked = start
         self.trained.train()
         self.team.draw_apart(config.seed, epoch)
         for k, batch in enumerate(self.batches.epoch(config.seed, epoch)):
+            if k < len(losses_before):
+                continue
             now = time.perf_counter()
             progress.seconds = before + now - start
             if k:  # the first step is always taken: an epoch without one has no loss
                 progress.done = self.budget.used(epoch + k / per_epoch, progress.passes, progress.seconds)
             if progress.done >= 1:
                 break
+            if losses and stop.number is not None:
+                self._cut_off = losses_before + _floats(losses), sizes_before + _floats(sizes)
+                progress.steps += len(losses)
+                self._save()
+                raise KeyboardInterrupt
             if now - ticked >= TICK_SECONDS and self.team.first:
                 tick(progress)
                 ticked = now
@@ -252,14 +290,16 @@ class Run:
             sizes.append(last.effective_sample_size)
             progress.passes += last.cost(config.ascent_fraction)
             leash.pull()
-        mean = _mean(losses)  # waits for the device, so that the clock below tells the truth
+        self._cut_off = [], []
+        mean = _mean(losses_before + _floats(losses))  # waits for the device, so that the clock below tells the truth
         progress.seconds = before + time.perf_counter() - start
         progress.steps += len(losses)
-        progress.epoch = epoch + (1 if len(losses) == per_epoch else len(losses) / per_epoch)
+        taken = len(losses_before) + len(losses)
+        progress.epoch = epoch + (1 if taken == per_epoch else taken / per_epoch)
         used = self.budget.used(progress.epoch, progress.passes, progress.seconds)
         progress.done = max(progress.done, used)
         self._check_finite(mean, f"in epoch {epoch + 1}")
-        return mean, _mean(sizes)
+        return mean, _mean(sizes_before + _floats(sizes))
 
     def _check_finite(self, loss: float, where: str) -> None:
         if not math.isfinite(loss):
@@ -332,12 +372,27 @@ class Run:
 
     # ---------------------------------------------------------------- stopping and going on
 
+    def _position(self) -> float:
+        """The epochs that are behind the run, with the part of one that was taken before an interruption."""
+        part = len(self._cut_off[0]) / self.batches.per_epoch
+        return int(self.progress.epoch) + part if part else int(self.progress.epoch)
+
+    def _save(self) -> None:
+        self.record.save(self._checkpoint())
+        self._note_saved()
+
+    def _note_saved(self) -> None:
+        where = f"step {self.progress.steps} (epoch {self._position():.4g})"
+        self.saved = f"{self.record.folder} is saved up to {where}: the same command resumes there"
+
     def _checkpoint(self) -> Checkpoint:
         random = {"cpu": torch.get_rng_state()}
         if self.device.type == "cuda":
             random["cuda"] = torch.cuda.get_rng_state(self.device)
         progress = {k: getattr(self.progress, k) for k in ("epoch", "passes", "seconds", "steps", "done")}
         state = {**progress, "epoch": int(self.progress.epoch), "best": self.best}
+        if self._cut_off[0]:
+            state |= {"losses": self._cut_off[0], "sizes": self._cut_off[1]}
         average = {} if self.average is None else {**self.average.state_dict()["average"], **self.estimated}
         return Checkpoint(copy.copy(self.model.state_dict()), self.optimizer.state_dict(), state, random, average)
 
@@ -346,10 +401,22 @@ class Run:
         if checkpoint is None:
             return
         self.record.check_data(self.data.fingerprint)
+        try:
+            self._restore(checkpoint)
+        except (AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
+            where, why = self.record.folder / "checkpoints", " ".join(str(error).split())
+            raise RecordError(f"{where} does not fit this run ({why}): remove it to train again") from error
+
+    def _restore(self, checkpoint: Checkpoint) -> None:
         self.model.load_state_dict(checkpoint.model)
         self.optimizer.load_state_dict(checkpoint.optimizer)
         self.best = checkpoint.state.pop("best")
+        metric = self.data.metrics[0]
+        if self.best and not {f"validation_{metric}", f"test_{metric}"} <= self.best.keys():
+            raise ValueError(f"the best epoch has no {metric}")
+        self._cut_off = checkpoint.state.pop("losses", []), checkpoint.state.pop("sizes", [])
         self.progress = Progress(**checkpoint.state)
+        self._note_saved()
         if self.average is not None:
             state = self.average.state_dict()
             averaged = {name: checkpoint.average[name] for name in state["average"]}
@@ -382,9 +449,15 @@ class Run:
         return numbers
 
 
-def _mean(values: list[Tensor]) -> float:
-    """Of numbers on the device; zero of none."""
-    return torch.stack(values).double().mean().item() if values else 0.0
+def _floats(values: list[Tensor]) -> list[float]:
+    """Numbers that lie on the device."""
+    found: list[float] = torch.stack(values).double().tolist() if values else []
+    return found
+
+
+def _mean(values: list[float]) -> float:
+    """Their mean, always summed in the same order on the CPU; zero of none."""
+    return torch.tensor(values, dtype=torch.float64).mean().item() if values else 0.0
 
 
 def _clip(model: nn.Module, longest: float) -> None:

@@ -19,7 +19,6 @@ options ``model``, ``seed``, ``buffers_once``, ``same_dropout``, ``parallel`` an
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal, TypeAlias
@@ -44,24 +43,17 @@ from tiltsam.samplers import (
     Uniform,
 )
 from tiltsam.space.parameter_space import ParameterSpace
+from tiltsam.space.protocol import default_radius
 from tiltsam.space.step_record import FixedWeights, Weighting
 from tiltsam.space.validation import check_count, check_nonnegative
 from tiltsam.tilting import StreamingTilt
 
-__all__ = ["ASAM", "ERM", "METHODS", "PGN", "RSAM", "SAM", "TSAM", "LineSearchSAM", "default_radius"]
+__all__ = ["ASAM", "ERM", "METHODS", "PGN", "RSAM", "SAM", "TSAM", "LineSearchSAM"]
 
 SamplerName: TypeAlias = Literal["ascent", "uniform", "gaussian", "hmc"]
 
 _SAMPLERS: dict[str, type[Sampler]] = {"ascent": Ascent, "uniform": Uniform, "gaussian": Gaussian, "hmc": HMC}
 _ALL = Parallel()
-
-
-def default_radius(dim: int) -> float:
-    """Return 0.003 √d, the radius of TSAM's random start in d dimensions: 10 for a ResNet-18.
-
-    The paper's 20 there is 0.006 √d, which did no better, and worse when fine-tuning a transformer (docs/evidence.md).
-    """
-    return 0.003 * math.sqrt(dim)
 
 
 class TSAM(SharpnessAware):

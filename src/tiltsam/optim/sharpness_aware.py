@@ -309,7 +309,11 @@ class SharpnessAware(Optimizer):
         """Draw the samples of a step and average their gradients, weighted. This is the loop over samples."""
         record = space.step_record(self._weighting(space, num_samples), num_samples)
         mine = space.ranks.my_samples(num_samples, independent=sampler.independent)
-        shared = sampler.begin(space) if mine else skip_samples(space)
+        shared = None
+        if mine:
+            shared = sampler.begin(space)
+        else:
+            skip_samples(space)
         for j in mine:
             space.begin_sample(j)
             draw = sampler.sample(space, j, shared)
@@ -424,7 +428,9 @@ class SharpnessAware(Optimizer):
     def _check_parts(self, number: int, sampler: Sampler, num_samples: int, *, whole_ascent: bool) -> None:
         """Raise ValueError unless each sample can have its own closure."""
         if number != num_samples or not sampler.independent:
-            takes = f"one closure, or one for each of its {num_samples} samples" if sampler.independent else "one closure"
+            takes = (
+                f"one closure, or one for each of its {num_samples} samples" if sampler.independent else "one closure"
+            )
             raise ValueError(f"{type(self).__name__} takes {takes}; got {number}")
         if getattr(sampler, "shared", False) and not whole_ascent:
             raise ValueError("a shared ascent needs ascent_closure if each sample has its own closure")

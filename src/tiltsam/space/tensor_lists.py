@@ -87,8 +87,8 @@ def dealias(tensors: Iterable[Tensor | None]) -> list[Tensor | None]:
     found = list(tensors)
     end = 0
     for start, size, i in sorted((a.data_ptr(), a.nbytes, i) for i, a in enumerate(found) if a is not None):
-        if start < end or is_expanded(shared := found[i]):  # type: ignore[arg-type]
-            found[i] = found[i].clone()  # type: ignore[union-attr]
+        if (a := found[i]) is not None and (start < end or is_expanded(a)):
+            found[i] = a.clone()
         else:
             end = start + size
     return found

@@ -1,33 +1,15 @@
-"""Toy problems with exact answers: the paper's figures and theorems as a laboratory.
+"""Losses of one variable with exact objectives, and samplers on functions with known densities.
 
-- :mod:`~tiltsam.toys.objectives`: losses of one variable, and ERM, SAM and TSAM objectives on them by quadrature.
-- :mod:`~tiltsam.toys.descent`: descent, flow, stationary points, global minimisers and where they jump.
-- :mod:`~tiltsam.toys.statements`: the paper's statements as functions that return numbers.
-- :mod:`~tiltsam.toys.theory`: what was found beside what the paper states.
-- :mod:`~tiltsam.toys.estimators`: the optimizer's gradient estimators against the exact gradient.
-- :mod:`~tiltsam.toys.figures`: all of it drawn.
+- :mod:`~tiltsam.toys.problems`: the losses.
+- :mod:`~tiltsam.toys.objectives`: the ERM, SAM and TSAM objectives of a loss, by quadrature.
+- :mod:`~tiltsam.toys.descent`: gradient descent, gradient flow, stationary points and global minimisers.
+- :mod:`~tiltsam.toys.quadrature`: the adaptive quadrature rule.
+- :mod:`~tiltsam.toys.chain_space`: many chains of a sampler on a known function.
 """
 
 from tiltsam.toys.descent import Minimum, Path, descend, flow, jumps, minimise, stationary_points
-from tiltsam.toys.objectives import (
-    COUNTEREXAMPLE,
-    HMC_TEST,
-    TOY1,
-    TOY2,
-    WAVE,
-    Ball,
-    Noise,
-    Normal,
-    Point,
-    Problem,
-    Tilted,
-    erm,
-    lemma_derivatives,
-    linear,
-    quadratic,
-    sam,
-    tsam,
-)
+from tiltsam.toys.objectives import Ball, Noise, Normal, Point, Tilted, erm, lemma_derivatives, sam, tsam
+from tiltsam.toys.problems import COUNTEREXAMPLE, HMC_TEST, TOY1, TOY2, WAVE, Problem, linear, quadratic
 
 __all__ = [
     "COUNTEREXAMPLE",

@@ -1,6 +1,6 @@
-"""Descent and minimisation on a line: paths, stationary points, global minimisers and where they jump.
+"""Gradient descent and minimisation on a line.
 
-Everything takes plain functions of one variable, elementwise on float64 tensors, and calls them on many places at once.
+Everything here takes functions of one variable, elementwise on float64 tensors, and calls them on many points at once.
 """
 
 from __future__ import annotations
@@ -17,41 +17,41 @@ __all__ = ["Function", "Minimum", "Path", "descend", "flow", "jumps", "minimise"
 Function: TypeAlias = Callable[[Tensor], Tensor]
 """A function of one variable, elementwise on a float64 tensor of any shape."""
 
-_FAN = 33  # places looked at at once in a bracket; each round leaves 1/32 of it (2/32 around a minimum)
+_FAN = 33  # points per round in a bracket; each round keeps 1/32 of it, or 2/32 around a minimum
 
 
 class Path(NamedTuple):
-    """Where an optimizer went: the places in order, the last one, and whether it settled there."""
+    """The points an optimizer visited."""
 
     theta: Tensor
     end: float
-    settled: bool  # False: it left the interval, or never came to rest
+    converged: bool  # False if it left the interval or was still moving
 
 
 def descend(
     grad: Function, start: float, lr: float, num_steps: int, lo: float = -math.inf, hi: float = math.inf
 ) -> Path:
-    """Gradient descent with a fixed learning rate, until ``num_steps`` are done or ``[lo, hi]`` is left."""
+    """Run gradient descent with a fixed learning rate for ``num_steps``, or until it leaves ``[lo, hi]``."""
     theta = torch.tensor(start, dtype=torch.float64)
-    places = [theta]
+    visited = [theta]
     for _ in range(num_steps):
         theta = theta - lr * grad(theta)
-        places.append(theta)
+        visited.append(theta)
         if not lo <= float(theta) <= hi:
             break
-    moved = float((places[-1] - places[-2]).abs()) if num_steps else 0.0
-    settled = lo <= float(theta) <= hi and moved < 1e-9
-    return Path(torch.stack(places), float(theta), settled)
+    last_step = float((visited[-1] - visited[-2]).abs()) if num_steps else 0.0
+    converged = lo <= float(theta) <= hi and last_step < 1e-9
+    return Path(torch.stack(visited), float(theta), converged)
 
 
-def flow(grad: Function, start: float, lo: float, hi: float, num: int = 401) -> Path:
-    """Gradient flow ``dtheta/dtau = -grad(theta)`` from ``start``: the limit of gradient descent for small steps.
+def flow(grad: Function, start: float, lo: float, hi: float, num_points: int = 401) -> Path:
+    """Follow the gradient flow ``dtheta/dtau = -grad(theta)`` from ``start``, the limit of descent for small steps.
 
-    On a line the flow is monotone and rests at the first stationary point downhill, so no integration is needed: the
-    gradient is scanned on ``num`` places in that direction and its first change of sign is located.
+    On a line the flow is monotone and ends at the first stationary point downhill, so no integration is needed:
+    find the first sign change of the gradient on ``num_points`` in that direction.
 
     Raises:
-        ValueError: If ``start`` is not within ``[lo, hi]``.
+        ValueError: If ``start`` is not in ``[lo, hi]``.
     """
     if not lo <= start <= hi:
         raise ValueError(f"start must be in [{lo}, {hi}], got {start}")
@@ -59,33 +59,33 @@ def flow(grad: Function, start: float, lo: float, hi: float, num: int = 401) -> 
     down = -float(grad(begin).sign())
     if down == 0:
         return Path(begin[None], start, True)
-    places = torch.linspace(start, hi if down > 0 else lo, num, dtype=torch.float64)
-    turned = (grad(places) * down >= 0).nonzero()
-    if turned.numel() == 0:
-        return Path(places, float(places[-1]), False)
-    first = int(turned[0])
-    end = _zeros(grad, places[first - 1 : first], places[first : first + 1])
-    return Path(torch.cat([places[:first], end]), float(end), True)
+    grid = torch.linspace(start, hi if down > 0 else lo, num_points, dtype=torch.float64)
+    uphill = (grad(grid) * down >= 0).nonzero()
+    if uphill.numel() == 0:
+        return Path(grid, float(grid[-1]), False)
+    first = int(uphill[0])
+    end = _zeros(grad, grid[first - 1 : first], grid[first : first + 1])
+    return Path(torch.cat([grid[:first], end]), float(end), True)
 
 
-def stationary_points(grad: Function, lo: float, hi: float, num: int = 401) -> Tensor:
-    """The zeros of ``grad`` in ``[lo, hi]`` at which it changes sign, ascending."""
-    places = torch.linspace(lo, hi, num, dtype=torch.float64)
-    signs = grad(places).sign()
+def stationary_points(grad: Function, lo: float, hi: float, num_points: int = 401) -> Tensor:
+    """Return the zeros of ``grad`` in ``[lo, hi]`` at which it changes sign, ascending."""
+    grid = torch.linspace(lo, hi, num_points, dtype=torch.float64)
+    signs = grad(grid).sign()
     change = (signs[:-1] * signs[1:] <= 0) & (signs[:-1] != 0)
-    return _zeros(grad, places[:-1][change], places[1:][change])
+    return _zeros(grad, grid[:-1][change], grid[1:][change])
 
 
 def _zeros(fn: Function, left: Tensor, right: Tensor, num_rounds: int = 10) -> Tensor:
-    """Zeros of ``fn`` in brackets, all at once; 32**-10 of a bracket is below rounding."""
+    """Return the zeros of ``fn`` in all brackets; after ten rounds a bracket of 32**-10 is below rounding."""
     if left.numel() == 0:
         return left
     sign = fn(left).sign()[:, None]
     for _ in range(num_rounds):
         fan = _fan(left, right)
-        # The first place beyond the change of sign; the right end counts as beyond, whatever its value.
-        beyond = (fn(fan).sign() != sign).index_fill(1, torch.tensor([_FAN - 1]), True).int().argmax(1, True)
-        left, right = fan.gather(1, (beyond - 1).clamp_min(0))[:, 0], fan.gather(1, beyond)[:, 0]
+        # The first point after the sign change. The right end always counts as after it.
+        after = (fn(fan).sign() != sign).index_fill(1, torch.tensor([_FAN - 1]), True).int().argmax(1, True)
+        left, right = fan.gather(1, (after - 1).clamp_min(0))[:, 0], fan.gather(1, after)[:, 0]
     return (left + right) / 2
 
 
@@ -100,68 +100,68 @@ class Minimum(NamedTuple):
     value: float
 
 
-def minimise(objective: Function, lo: float, hi: float, num: int = 201, num_rounds: int = 5) -> Minimum:
-    """The global minimum on ``[lo, hi]``: every local minimum of a grid of ``num``, zoomed into.
+def minimise(objective: Function, lo: float, hi: float, num_points: int = 201, num_rounds: int = 5) -> Minimum:
+    """Return the global minimum on ``[lo, hi]``.
 
-    Only values are used, so kinks do no harm; theta is good to about 1e-8, the square root of the precision. Each of
-    the ``num_rounds`` of zooming looks at 33 places and leaves a sixteenth of a bracket.
+    Start from every local minimum of a grid of ``num_points`` and zoom in ``num_rounds`` times by a factor of 16. Only
+    values are used, so kinks are fine; theta is accurate to about 1e-8, the square root of the precision.
     """
-    places = torch.linspace(lo, hi, num, dtype=torch.float64)
-    values = torch.nn.functional.pad(objective(places)[None], (1, 1), value=math.inf)[0]
+    grid = torch.linspace(lo, hi, num_points, dtype=torch.float64)
+    values = torch.nn.functional.pad(objective(grid)[None], (1, 1), value=math.inf)[0]
     dips = ((values[1:-1] <= values[:-2]) & (values[1:-1] <= values[2:])).nonzero()[:, 0]
-    left, right = places[(dips - 1).clamp_min(0)], places[(dips + 1).clamp_max(num - 1)]
+    left, right = grid[(dips - 1).clamp_min(0)], grid[(dips + 1).clamp_max(num_points - 1)]
     best = math.inf
     for _ in range(num_rounds):
         fan = _fan(left, right)
         heights = objective(fan)
-        low, place = heights.min(1, keepdim=True)
-        before, after = (place - 1).clamp_min(0), (place + 1).clamp_max(_FAN - 1)
+        low, lowest = heights.min(1, keepdim=True)
+        before, after = (lowest - 1).clamp_min(0), (lowest + 1).clamp_max(_FAN - 1)
         best = min(best, float(low.min()))
-        # A convex dip goes no deeper than its steeper side continued; one that cannot win is dropped.
+        # A convex dip lies above the extension of its steeper side; drop those that cannot be the global minimum.
         floor = 2 * low - torch.maximum(heights.gather(1, before), heights.gather(1, after))
         keep = (floor <= best)[:, 0]
         left, right = fan.gather(1, before)[keep, 0], fan.gather(1, after)[keep, 0]
-    # A minimum on a grid place, such as an end of the interval, is met exactly there and only nearly by zooming.
-    found = torch.cat([(left + right) / 2, places[dips]])
-    heights = objective(found)
+    # A minimum exactly on a grid point, such as an end of the interval, is only approximated by zooming.
+    candidates = torch.cat([(left + right) / 2, grid[dips]])
+    heights = objective(candidates)
     winner = int(heights.argmin())
-    return Minimum(float(found[winner]), float(heights[winner]))
+    return Minimum(float(candidates[winner]), float(heights[winner]))
 
 
 def jumps(
     minimiser: Callable[[float], float],
     lo: float,
     hi: float,
-    num: int = 20,
+    num_points: int = 20,
     gap: float = 0.1,
     tol: float = 1e-6,
 ) -> list[tuple[float, float, float]]:
-    """Where a global minimiser jumps as a parameter (``t`` or ``rho``) grows from ``lo`` to ``hi``.
+    """Return where a global minimiser jumps as a parameter (``t`` or ``rho``) grows from ``lo`` to ``hi``.
 
     Args:
-        minimiser: From the parameter to the global minimiser.
+        minimiser: Function from the parameter to the global minimiser.
         lo: Smallest parameter.
         hi: Largest parameter.
-        num: How many values to scan first; two jumps closer than that are seen as one.
-        gap: A move larger than this between neighbours is a jump.
-        tol: To what precision in the parameter a jump is located.
+        num_points: Number of values to scan first; two jumps between neighbours are seen as one.
+        gap: A change larger than this between neighbours is a jump.
+        tol: Precision of the parameter at a jump.
 
     Returns:
         For each jump: the parameter, the minimiser before, the minimiser after.
     """
-    grid = [lo + (hi - lo) * k / (num - 1) for k in range(num)]
-    places = [minimiser(x) for x in grid]
+    grid = [lo + (hi - lo) * k / (num_points - 1) for k in range(num_points)]
+    minimisers = [minimiser(x) for x in grid]
     found = []
-    for k in range(num - 1):
-        (a, before), (b, after) = (grid[k], places[k]), (grid[k + 1], places[k + 1])
+    for k in range(num_points - 1):
+        (a, before), (b, after) = (grid[k], minimisers[k]), (grid[k + 1], minimisers[k + 1])
         if abs(after - before) <= gap:
             continue
         while b - a > tol:
             middle = (a + b) / 2
-            place = minimiser(middle)
-            if abs(place - before) <= abs(place - after):
-                a, before = middle, place
+            theta = minimiser(middle)
+            if abs(theta - before) <= abs(theta - after):
+                a, before = middle, theta
             else:
-                b, after = middle, place
+                b, after = middle, theta
         found.append(((a + b) / 2, before, after))
     return found

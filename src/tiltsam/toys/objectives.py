@@ -1,172 +1,27 @@
-"""Toy problems in one dimension, with objectives that are exact: the paper's figures 1, 4 and 5 as a laboratory.
-
-A :class:`Problem` is a loss of one variable with its minima known. Its objectives are computed by quadrature in
-float64, to about 1e-12, so that they can judge everything else:
+"""The ERM, SAM and TSAM objectives of a one-dimensional problem, each with its first and second derivative.
 
     erm    L(theta)                                                 (Eq. 1)
     sam    max of L(theta + eps) over |eps| <= rho                  (Eq. 2), the true maximum, no ascent step
     tsam   (1/t) log E exp(t L(theta + eps)), eps ~ mu              (Eq. 3), mu uniform on a ball or Gaussian
 
-each with its derivative and second derivative. What follows from them, trajectories and minimisers, is in
-:mod:`tiltsam.toys.descent`.
+They are computed by quadrature in float64, to about 1e-12.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from tiltsam.toys.descent import Function
+from tiltsam.toys.problems import Problem
 from tiltsam.toys.quadrature import Nodes, adaptive_nodes
 
-__all__ = [
-    "COUNTEREXAMPLE",
-    "HMC_TEST",
-    "TOY1",
-    "TOY2",
-    "WAVE",
-    "Ball",
-    "Noise",
-    "Normal",
-    "Point",
-    "Problem",
-    "Tilted",
-    "erm",
-    "lemma_derivatives",
-    "linear",
-    "quadratic",
-    "sam",
-    "tsam",
-]
+__all__ = ["Ball", "Noise", "Normal", "Point", "Tilted", "erm", "lemma_derivatives", "sam", "tsam"]
 
-_TINY = 1e-300  # stands in for t = 0 in quotients that are not used then
-_MOST_SIGMAS = 1000  # how far from the centre Gaussian noise is followed
-
-
-class Derivatives(NamedTuple):
-    """A loss with its first two derivatives, elementwise."""
-
-    loss: Tensor
-    grad: Tensor
-    hess: Tensor
-
-
-@dataclass(frozen=True)
-class Problem:
-    """A loss of one variable.
-
-    Args:
-        name: For tables and figures.
-        loss: The loss, elementwise on float64 tensors.
-        lo: Left end of the interval of interest.
-        hi: Right end.
-        minima: Its local minimisers in the interval, as far as they are known.
-        peaks: Its local maxima ``(theta, value)`` in reach: what the worst case may hit inside the ball. At a jump the
-            supremum counts, attained or not.
-        breaks: Where the loss has a kink or a jump; quadrature panels end there.
-    """
-
-    name: str
-    loss: Function = field(repr=False)
-    lo: float
-    hi: float
-    minima: tuple[float, ...] = ()
-    peaks: tuple[tuple[float, float], ...] = ()
-    breaks: tuple[float, ...] = ()
-
-    def derivatives(self, theta: Tensor) -> Derivatives:
-        """Loss, first and second derivative, by differentiating twice; one-sided at breaks."""
-        with torch.enable_grad():
-            x = theta.detach().requires_grad_()
-            loss = self.loss(x)
-            (grad,) = torch.autograd.grad(loss.sum(), x, create_graph=True)
-            hess = torch.zeros_like(x)
-            if grad.requires_grad:  # not so for a linear loss
-                (hess,) = torch.autograd.grad(grad.sum(), x)
-        return Derivatives(loss.detach(), grad.detach(), hess)
-
-    def grad(self, theta: Tensor) -> Tensor:
-        """The derivative of the loss, elementwise."""
-        return self.derivatives(theta).grad
-
-
-def quadratic(curvature: float) -> Problem:
-    """``L = curvature/2 * theta^2``: under Gaussian noise its TSAM objective has a closed form."""
-    return Problem("quadratic", lambda x: 0.5 * curvature * x * x, -2.0, 2.0, (0.0,) if curvature > 0 else ())
-
-
-def linear(slope: float) -> Problem:
-    """``L = slope * theta``: under uniform noise its TSAM objective has a closed form, and no minimum."""
-    return Problem("linear", lambda x: slope * x, -2.0, 2.0)
-
-
-def _toy1(x: Tensor) -> Tensor:
-    # sin(z)/x with z = 4 pi x is smooth through 0, where wide noise reaches, but its second derivative is lost to
-    # cancellation there; within |z| < .3 the Taylor series to z^10 is exact.
-    z = 4 * math.pi * x
-    near = z.abs() < 0.3
-    square = torch.where(near, z, 0.0).square()
-    series = torch.zeros_like(x)
-    for k in range(5, -1, -1):
-        series = series * square + (-1) ** k / math.factorial(2 * k + 1)
-    far = torch.where(near, 1.0, x)
-    return torch.where(near, 4 * math.pi * series, z.sin() / far) + 0.005 * (x - 1).square()
-
-
-def _toy2(x: Tensor) -> Tensor:
-    return torch.where(x <= 2, (x - 1).abs() - 0.01, (x - 3).square())
-
-
-def _softplus60(x: Tensor) -> Tensor:
-    # log(1 + exp(60 x))/60; exp(600) is still finite, and beyond it the function is linear to the last bit.
-    return torch.nn.functional.softplus(x, beta=60, threshold=600)
-
-
-TOY1 = Problem(
-    "toy 1",
-    _toy1,
-    0.2,
-    2.5,
-    minima=(0.357589066304, 0.867729729789, 1.370351969902, 1.871515180949, 2.372125422351),
-    peaks=(
-        (-0.000015118135, 12.571370689950),
-        (0.614740885387, 1.613944310855),
-        (1.119360628012, 0.891196042736),
-        (1.621160627482, 0.618053430774),
-        (2.122168085889, 0.477214166141),
-        (2.622855782714, 0.394293721743),
-    ),
-)
-"""Figure 1: ``sin(4 pi theta)/theta + .005 (theta - 1)^2``, minima flatter and higher from left to right."""
-
-TOY2 = Problem("toy 2", _toy2, 0.0, 4.0, minima=(1.0, 3.0), peaks=((2.0, 1.0),), breaks=(1.0, 2.0))
-"""Figures 4 and 5: a sharp minimum at 1 (loss -.01) and a flat one at 3 (loss 0), with a jump at 2."""
-
-HMC_TEST = Problem(
-    "hmc test",
-    lambda x: (2 * x).cos() + 0.8 * x,
-    -1.0,
-    1.0,
-    peaks=((math.asin(0.4) / 2, math.sqrt(1 - 0.16) + 0.4 * math.asin(0.4)),),
-)
-"""``cos(2 eps) + .8 eps`` on [-1, 1]: the density ``exp(delta L)`` that HMC samplers are tested on."""
-
-WAVE = Problem(
-    "wave",
-    lambda x: 0.5 + 0.4 * (3 * x).sin(),
-    -1.0,
-    1.0,
-    minima=(-math.pi / 6,),
-    peaks=((math.pi / 6, 0.9), (-math.pi / 2, 0.9)),
-)
-"""``.5 + .4 sin(3 x)``, within [0, 1]: the loss of the generalisation bound's example."""
-
-COUNTEREXAMPLE = Problem("counterexample", lambda x: 0.9 * _softplus60(-x - 5) + 12 * _softplus60(x - 0.8), -12.0, 2.0)
-"""A convex loss of the theorem's class for which sharper at a single ``t`` does not suffice (Theorem 3.6)."""
+_MAX_SIGMAS = 1000  # how far from the center the mass of Gaussian noise may lie
 
 
 @dataclass(frozen=True)
@@ -192,7 +47,7 @@ class Normal:
 
 
 Noise: TypeAlias = Ball | Normal
-"""The measure ``mu`` of the perturbation."""
+"""The distribution ``mu`` of the perturbation."""
 
 
 class Point(NamedTuple):
@@ -219,17 +74,17 @@ class Tilted(NamedTuple):
 
 
 def erm(problem: Problem, theta: Tensor | float) -> Point:
-    """The loss itself (Eq. 1)."""
+    """Return the loss itself (Eq. 1)."""
     return Point(*problem.derivatives(_as_tensor(theta)))
 
 
 def sam(problem: Problem, theta: Tensor | float, rho: float) -> Point:
-    """The worst case over ``|eps| <= rho`` (Eq. 2), exactly: the larger end of the ball, or a peak inside it.
+    """Return the exact worst case over ``|eps| <= rho`` (Eq. 2): the higher end of the ball, or a peak inside it.
 
-    Where the maximum changes place the objective has a kink; ``grad`` is then one of its subgradients.
+    Where the maximiser jumps the objective has a kink; ``grad`` is then one of its subgradients.
 
     Raises:
-        ValueError: If ``rho`` is not a finite number >= 0, or a maximum inside the ball is not among the ``peaks``.
+        ValueError: If ``rho`` is not a finite number >= 0, or if a maximum inside the ball is not in ``problem.peaks``.
     """
     if not (math.isfinite(rho) and rho >= 0):
         raise ValueError(f"rho must be a finite number >= 0, got {rho}")
@@ -237,38 +92,39 @@ def sam(problem: Problem, theta: Tensor | float, rho: float) -> Point:
     best = Point(*problem.derivatives(theta - rho))
     right = Point(*problem.derivatives(theta + rho))
     best = Point(*(torch.where(right.value > best.value, r, b) for r, b in zip(right, best, strict=True)))
-    for place, height in problem.peaks:
-        inside = (theta - rho <= place) & (place < theta + rho) & (best.value < height)
+    for peak, height in problem.peaks:
+        inside = (theta - rho <= peak) & (peak < theta + rho) & (best.value < height)
         best = Point(best.value.masked_fill(inside, height), *(b.masked_fill(inside, 0.0) for b in best[1:]))
-    places = theta[..., None] + rho * torch.linspace(-1, 1, 65, dtype=torch.float64)
-    missed = problem.loss(places) > (best.value + 1e-9 * (1 + best.value.abs()))[..., None]
+    grid = theta[..., None] + rho * torch.linspace(-1, 1, 65, dtype=torch.float64)
+    missed = problem.loss(grid) > (best.value + 1e-9 * (1 + best.value.abs()))[..., None]
     if missed.any():
-        raise ValueError(f"{problem.name} has a maximum near {float(places[missed][0]):.4g} that its peaks do not name")
+        raise ValueError(f"peaks of {problem.name!r} must include the maximum near {float(grid[missed][0]):.4g}")
     return best
 
 
 def tsam(problem: Problem, theta: Tensor | float, t: float, noise: Noise) -> Tilted:
-    """The TSAM objective ``(1/t) log E exp(t L(theta + eps))`` (Eq. 3), its derivatives and tilted statistics.
+    """Return the TSAM objective ``(1/t) log E exp(t L(theta + eps))`` (Eq. 3) with derivatives and tilted statistics.
 
-    Exact to about 1e-12 for any ``t >= 0``; at 0 the plain mean. Where the mean of ``exp(t L)`` is infinite (a
-    quadratic under too much Gaussian noise) the value is ``inf`` and the rest NaN.
+    Accurate to about 1e-12 for any ``t >= 0``; ``t = 0`` is the plain mean. Where the mean of ``exp(t L)`` is infinite
+    (a quadratic under too much Gaussian noise) the value is ``inf`` and the rest NaN.
 
     Args:
         problem: The loss.
         theta: A number or a tensor of any shape; the results have its shape.
         t: The tilt.
-        noise: The measure ``mu``: :class:`Ball` or :class:`Normal`.
+        noise: The distribution ``mu``: :class:`Ball` or :class:`Normal`.
 
     Raises:
-        ArithmeticError: If the tilt puts the mass of Gaussian noise more than 1000 sigma from the centre.
+        ArithmeticError: If the tilt moves the mass of Gaussian noise more than 1000 sigma from the center.
 
     Example:
+        >>> from tiltsam.toys import linear
         >>> tsam(linear(2.0), 0.0, t=1.0, noise=Ball(0.5)).value  # log(sinh(1)/1)
         tensor(0.1614, dtype=torch.float64)
     """
     theta = _as_tensor(theta)
     center = theta.reshape(-1)
-    nodes, finite = _resolve(problem, center, t, noise, with_slopes=False)
+    nodes, finite = _tilted_nodes(problem, center, t, noise, with_slopes=False)
     result = _moments(problem, center, t, noise, nodes)
     result = Tilted(*(x.masked_fill(~finite, math.nan) for x in result))
     result = result._replace(value=result.value.masked_fill(~finite, math.inf))
@@ -276,44 +132,44 @@ def tsam(problem: Problem, theta: Tensor | float, t: float, noise: Noise) -> Til
 
 
 def lemma_derivatives(problem: Problem, theta: Tensor | float, t: float, noise: Noise) -> tuple[Tensor, Tensor]:
-    """Gradient and Hessian of ``L^t`` by the paper's Lemma 3.2: ``E_w[L']`` and ``t Var_w(L') + E_w[L'']``.
+    """Return gradient and Hessian of ``L^t`` by the paper's Lemma 3.2: ``E_w[L']`` and ``t Var_w(L') + E_w[L'']``.
 
-    It needs a smooth loss, and then agrees with :func:`tsam`, which differentiates the density of the noise instead.
-    Where ``L^t`` is infinite both are NaN.
+    For a smooth loss they agree with :func:`tsam`, which differentiates the density of the noise instead. Where ``L^t``
+    is infinite both are NaN.
     """
     theta = _as_tensor(theta)
     center = theta.reshape(-1)
-    nodes, finite = _resolve(problem, center, t, noise, with_slopes=True)
+    nodes, finite = _tilted_nodes(problem, center, t, noise, with_slopes=True)
     slope, curvature = nodes.factors[2], nodes.factors[3]
-    w = _tilted_weights(nodes, center.numel())[0]
+    w, _ = _tilted_weights(nodes, center.numel())
     grad = _row_sum(nodes.row, w * slope, center.numel())
     hess = _row_sum(nodes.row, w * (t * (slope - grad[nodes.row]).square() + curvature), center.numel())
     grad, hess = (x.masked_fill(~finite, math.nan) for x in (grad, hess))
     return grad.reshape(theta.shape), hess.reshape(theta.shape)
 
 
-def _resolve(problem: Problem, center: Tensor, t: float, noise: Noise, with_slopes: bool) -> tuple[Nodes, Tensor]:
-    """Nodes for means over the tilted density at every center, and where these means are finite.
+def _tilted_nodes(problem: Problem, center: Tensor, t: float, noise: Noise, with_slopes: bool) -> tuple[Nodes, Tensor]:
+    """Return nodes for means over the tilted density at every center, and a mask of the centers with a finite mean.
 
-    The factors are 1 and the loss; then, if asked for, its first and second derivative.
+    The factors are 1 and the loss, and with ``with_slopes`` also the first and second derivative of the loss.
     """
     if not (math.isfinite(t) and t >= 0):
-        raise ValueError(f"the tilt t must be a finite number >= 0, got {t}")
+        raise ValueError(f"t must be a finite number >= 0, got {t}")
     if not isinstance(noise, Ball | Normal):
         raise TypeError(f"noise must be Ball(rho) or Normal(sigma), got {noise!r}")
-    width, finite = _reach(problem, center, t, noise)
+    width, finite = _support(problem, center, t, noise)
 
     def integrand(row: Tensor, eps: Tensor) -> tuple[Tensor, Tensor]:
-        place = center[row] + eps
-        values = problem.derivatives(place) if with_slopes else (problem.loss(place),)
+        theta = center[row] + eps
+        values = problem.derivatives(theta) if with_slopes else (problem.loss(theta),)
         return t * values[0] + _log_prior(noise, eps), torch.stack([torch.ones_like(eps), *values])
 
-    # Panels of two sigma, or of half the radius, to begin with; none of them is accepted before it was halved.
+    # Initial panels are two sigma or half the radius wide. Each is halved at least once before it is accepted.
     num_panels = 4 if isinstance(noise, Ball) else math.ceil(width / noise.sigma)
     edges = torch.linspace(-width, width, num_panels + 1, dtype=torch.float64).expand(center.numel(), -1)
-    kinks = (torch.tensor(problem.breaks, dtype=torch.float64) - center[:, None]).clamp(-width, width)
-    edges = torch.cat([edges, kinks], 1).sort(1).values
-    # The second derivative is carried, not judged: where the loss is linear it is nothing but rounding.
+    breaks = (torch.tensor(problem.breaks, dtype=torch.float64) - center[:, None]).clamp(-width, width)
+    edges = torch.cat([edges, breaks], 1).sort(1).values
+    # The second derivative does not decide on acceptance: where the loss is linear it is rounding error only.
     return adaptive_nodes(integrand, edges, num_judged=3 if with_slopes else 2), finite
 
 
@@ -323,21 +179,23 @@ def _log_prior(noise: Noise, eps: Tensor) -> Tensor:
     return -0.5 * (eps / noise.sigma).square() - math.log(noise.sigma * math.sqrt(2 * math.pi))
 
 
-def _reach(problem: Problem, center: Tensor, t: float, noise: Noise) -> tuple[float, Tensor]:
-    """Half the width of the interval that holds all the mass, and for which centers there is one."""
+def _support(problem: Problem, center: Tensor, t: float, noise: Noise) -> tuple[float, Tensor]:
+    """Return half the width of an interval that holds the tilted mass, and a mask of the centers with a finite mass."""
     if isinstance(noise, Ball):
         return noise.rho, torch.ones_like(center, dtype=torch.bool)
-    # Out to 12 sigma, where the density falls to exp(-72) of its peak, and farther: the tilt may put the mass anywhere.
-    scale = torch.linspace(-12, 12, 257, dtype=torch.float64)
-    eps = noise.sigma * torch.cat([scale * 2**k for k in range(24, -1, -1)])  # the two ends come first and 257th
-    height = t * problem.loss(center[:, None] + eps) - 0.5 * (eps / noise.sigma).square()
-    light = height < height.amax(1, keepdim=True) - 70
-    finite = light[:, 0] & light[:, len(scale) - 1]
-    far = float(eps.abs().masked_fill(light | ~finite[:, None], 0.0).amax())
-    if far > _MOST_SIGMAS * noise.sigma:
-        raise ArithmeticError(f"the mass lies {far / noise.sigma:.0f} sigma from the centre, more than {_MOST_SIGMAS}")
+    # At 12 sigma the untilted density is exp(-72) of its peak, but a tilt can move the mass much farther: search grids
+    # of 12, 24, ..., 12 * 2^24 sigma, the widest first, so that its two ends are columns 0 and 256.
+    grid = torch.linspace(-12, 12, 257, dtype=torch.float64)
+    eps = noise.sigma * torch.cat([grid * 2**k for k in range(24, -1, -1)])
+    log_density = t * problem.loss(center[:, None] + eps) - 0.5 * (eps / noise.sigma).square()
+    negligible = log_density < log_density.amax(1, keepdim=True) - 70
+    finite = negligible[:, 0] & negligible[:, len(grid) - 1]
+    farthest = float(eps.abs().masked_fill(negligible | ~finite[:, None], 0.0).amax())
+    if farthest > _MAX_SIGMAS * noise.sigma:
+        found = farthest / noise.sigma
+        raise ArithmeticError(f"tilted mass must lie within {_MAX_SIGMAS} sigma of the center, got {found:.0f} sigma")
     width = 12 * noise.sigma
-    while width <= far:
+    while width <= farthest:
         width *= 2
     return width, finite
 
@@ -347,7 +205,7 @@ def _row_sum(row: Tensor, x: Tensor, num_rows: int) -> Tensor:
 
 
 def _tilted_weights(nodes: Nodes, num_rows: int) -> tuple[Tensor, Tensor]:
-    """The weight of each node under the tilted density, of sum 1 in a row, and the logarithm of each row's mass."""
+    """Return the weight of each node under the tilted density, with sum 1 per row, and the log of each row's mass."""
     peak = nodes.x.new_full((num_rows,), -math.inf).scatter_reduce(0, nodes.row, nodes.log_weight, "amax")
     share = nodes.weight * (nodes.log_weight - peak[nodes.row]).exp()
     mass = _row_sum(nodes.row, share, num_rows)
@@ -355,44 +213,57 @@ def _tilted_weights(nodes: Nodes, num_rows: int) -> tuple[Tensor, Tensor]:
 
 
 def _moments(problem: Problem, center: Tensor, t: float, noise: Noise, nodes: Nodes) -> Tilted:
-    """All the fields of a Tilted from nodes that resolve them."""
-    row, eps, loss = nodes.row, nodes.x, nodes.factors[1]
+    row, loss = nodes.row, nodes.factors[1]
 
     def total(x: Tensor) -> Tensor:
         return _row_sum(row, x, center.numel())
 
-    prior = nodes.weight * _log_prior(noise, eps).exp()
+    prior = nodes.weight * _log_prior(noise, nodes.x).exp()
     w, log_mass = _tilted_weights(nodes, center.numel())
     value = base = total(prior * loss)
     if t > 0:
-        # Where all losses are within 1/t, the logarithm of nearly 1 is taken by log1p about the mean loss.
+        # Where all losses are within 1/t of the mean, log1p around the mean avoids taking the log of nearly 1.
         gap = t * (loss - base[row])
         near = torch.zeros_like(center).scatter_reduce(0, row, gap.abs(), "amax") < 1
         small = total(prior * torch.where(near[row], gap, 0.0).expm1())
         value = torch.where(near, base + small.log1p() / t, log_mass / t)
-    mean = total(w * loss)
-    away = loss - mean[row]
-
-    def lift(x: Tensor, value: Tensor) -> Tensor:
-        """``(exp(t (x - value)) - 1)/t``, and ``x - value`` at ``t = 0``: the tilt's effect on the density."""
-        return (t * (x - value)).expm1() / t if t > 0 else x - value
-
     if isinstance(noise, Ball):
-        # d/dtheta of an integral over a moving window is the difference of the integrand at its ends.
-        ends = [problem.derivatives(center + sign * noise.rho) for sign in (1.0, -1.0)]
-        plus, minus = (lift(end.loss, value) for end in ends)
-        grad = (plus - minus) / (2 * noise.rho)
-        tilt_plus, tilt_minus = t * plus + 1, t * minus + 1
-        hess = (tilt_plus * (ends[0].grad - grad) - tilt_minus * (ends[1].grad - grad)) / (2 * noise.rho)
+        grad, hess = _ball_derivatives(problem, center, t, noise, value)
     else:
-        # Stein: the derivative falls on the Gaussian. w - prior is formed without cancellation where the tilt is small.
-        gentle = t * (loss - value[row]).abs() < 1
-        calm = torch.where(gentle, loss, value[row])
-        change = torch.where(gentle, prior * lift(calm, value[row]), (w - prior) / max(t, _TINY))
-        score = eps / noise.sigma**2
-        grad = total(change * score)
-        hess = total(change * (score.square() - noise.sigma**-2)) - t * grad.square()
-    return Tilted(value, grad, hess, mean, total(w * away**2), total(w * away**3))
+        grad, hess = _normal_derivatives(nodes, t, noise, value, prior, w)
+    mean = total(w * loss)
+    deviation = loss - mean[row]
+    return Tilted(value, grad, hess, mean, total(w * deviation**2), total(w * deviation**3))
+
+
+def _ball_derivatives(problem: Problem, center: Tensor, t: float, ball: Ball, value: Tensor) -> tuple[Tensor, Tensor]:
+    # The derivative of an integral over a moving window is the difference of the integrand at its two ends.
+    right, left = (problem.derivatives(center + sign * ball.rho) for sign in (1.0, -1.0))
+    plus, minus = (_tilt_change(end.loss, value, t) for end in (right, left))
+    grad = (plus - minus) / (2 * ball.rho)
+    hess = ((t * plus + 1) * (right.grad - grad) - (t * minus + 1) * (left.grad - grad)) / (2 * ball.rho)
+    return grad, hess
+
+
+def _normal_derivatives(
+    nodes: Nodes, t: float, normal: Normal, value: Tensor, prior: Tensor, w: Tensor
+) -> tuple[Tensor, Tensor]:
+    # Stein's identity: differentiate the Gaussian density. change = (w - prior)/t, computed without cancellation where
+    # the tilt is small; at t = 0 it is so everywhere.
+    row, loss, here = nodes.row, nodes.factors[1], value[nodes.row]
+    small = t * (loss - here).abs() < 1
+    change = torch.where(
+        small, prior * _tilt_change(torch.where(small, loss, here), here, t), (w - prior) / (t if t > 0 else 1.0)
+    )
+    score = nodes.x / normal.sigma**2
+    grad = _row_sum(row, change * score, value.numel())
+    hess = _row_sum(row, change * (score.square() - normal.sigma**-2), value.numel()) - t * grad.square()
+    return grad, hess
+
+
+def _tilt_change(loss: Tensor, value: Tensor, t: float) -> Tensor:
+    """Return ``(exp(t (loss - value)) - 1)/t``, or ``loss - value`` at ``t = 0``."""
+    return (t * (loss - value)).expm1() / t if t > 0 else loss - value
 
 
 def _as_tensor(theta: Tensor | float) -> Tensor:

@@ -90,7 +90,7 @@ def _list(plans: Sequence[Plan]) -> None:
         "short timing of each model, evaluation not counted. Recipes share runs: one that is done is not run again."
     )
     if any(row[-1] == "?" for row in rows):
-        print("?: the model needs transformers to be timed: pip install tiltsam[text]")
+        print("?: the model needs transformers to be timed: pip install '.[text]'")
 
 
 def _cost(plan: Plan) -> list[str]:
@@ -120,9 +120,8 @@ def _tell(line: str) -> None:
 
 
 def _run(plan: Plan, args: argparse.Namespace) -> None:
-    from tiltsam.flatness.progress import Bars
     from tiltsam.lab.recipes.reproduce import reproduce
-    from tiltsam.lab.screen import Screen
+    from tiltsam.lab.screen import Bars, Screen
 
     _announce(plan)
     with Screen(plan.names()) as screen, Bars() as bars:

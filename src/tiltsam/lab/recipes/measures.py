@@ -11,11 +11,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tiltsam.flatness.comparison import PAPER_STDS, Flatness, Plan
 from tiltsam.flatness.objectives import ErmLoss, Objective, SamLoss, TsamLoss
 from tiltsam.lab import download as downloads
 from tiltsam.lab.files import write_json
 from tiltsam.lab.flat import cross_runs, measure_runs, save_flatness
+from tiltsam.lab.flatness import PAPER_STDS, Flatness, FlatnessPlan
 from tiltsam.lab.loading import load_data
 from tiltsam.lab.recipes.settings import column_config
 from tiltsam.lab.record import Record, RecordError
@@ -142,11 +142,11 @@ def _objectives() -> dict[str, Objective]:
     }
 
 
-def _plan(kind: str, much: Thoroughness) -> Plan:
+def _plan(kind: str, much: Thoroughness) -> FlatnessPlan:
     nothing: dict[str, Any] = {"num_ascent_steps": 0, "num_trace_samples": 0, "num_density_probes": 0, "num_points": 0}
     if kind == "neighborhood":
-        return Plan(num_samples=much.draws, num_eigenvalues=0, **nothing)
-    return Plan(std=PAPER_STDS[:1], num_samples=2, num_eigenvalues=5, **nothing)
+        return FlatnessPlan(num_samples=much.draws, num_eigenvalues=0, **nothing)
+    return FlatnessPlan(std=PAPER_STDS[:1], num_samples=2, num_eigenvalues=5, **nothing)
 
 
 def _numbers(kind: str, flat: Flatness) -> Numbers:

@@ -1,4 +1,4 @@
-"""The figures of a report for a paper: PNG and PDF, by matplotlib (``pip install 'tiltsam[plots]'``)."""
+"""The figures of a report for a paper: PNG and PDF, by matplotlib (``pip install '.[plots]'``)."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+from tiltsam.lab.palette import method_color
 from tiltsam.lab.report.figures import Figure, Series
 from tiltsam.lab.report.page import DASHES
-from tiltsam.palette import method_color
 
 __all__ = ["draw"]
 

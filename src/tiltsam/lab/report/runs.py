@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tiltsam.lab.record import folders_of_runs, is_number, read_metrics, tests_of_sweep
+from tiltsam.lab.files import parse_json
+from tiltsam.lab.record import check_result, folders_of_runs, is_number, read_metrics, tests_of_sweep
 
 __all__ = ["Problem", "Reading", "Run", "read_runs"]
 
@@ -115,8 +116,8 @@ def read_runs(folders: Sequence[Path]) -> Reading:
         task = str(config.get("task", "?"))
         own: list[Problem] = []
         rows, metric = _read_metrics(place / "metrics.jsonl", own)
-        result = _read_object(place / "result.json", own) if (place / "result.json").exists() else None
-        if result is not None and isinstance(result.get("metric"), str):
+        result = _read_result(place / "result.json", own) if (place / "result.json").exists() else None
+        if result is not None:
             metric = result["metric"]
         environment = place / "environment.json"
         flatness = place / "flatness.json"
@@ -148,16 +149,26 @@ def _not_here(sweep: Path) -> list[Problem]:
 def _read_object(path: Path, problems: list[Problem]) -> dict[str, Any] | None:
     """A JSON object, or None and a problem."""
     try:
-        content = json.loads(path.read_bytes())
+        content = parse_json(path.read_bytes())
     except OSError as error:
         problems.append(Problem(str(path), f"cannot be read ({error.strerror})"))
-    except (ValueError, RecursionError) as error:  # no JSON, no UTF-8
+    except ValueError as error:  # no JSON, no UTF-8
         problems.append(Problem(str(path), f"damaged: {error}"))
     else:
         if isinstance(content, dict):
             return content
         problems.append(Problem(str(path), "damaged: not a JSON object"))
     return None
+
+
+def _read_result(path: Path, problems: list[Problem]) -> dict[str, Any] | None:
+    """The final numbers, or None and a problem."""
+    found = _read_object(path, problems)
+    try:
+        return None if found is None else check_result(found)
+    except ValueError as error:
+        problems.append(Problem(str(path), f"damaged: {error}"))
+        return None
 
 
 def _read_metrics(path: Path, problems: list[Problem]) -> tuple[list[Row], str]:
@@ -197,5 +208,4 @@ def _without_twins(runs: list[Run], problems: list[Problem]) -> Reading:
 
 
 def _numbers(row: dict[str, Any]) -> Row:
-    # A float needs no look: half a million numbers pass here for some hundred runs.
-    return {k: v if type(v) is float else float(v) for k, v in row.items() if type(v) is float or is_number(v)}
+    return {k: float(v) for k, v in row.items() if is_number(v)}

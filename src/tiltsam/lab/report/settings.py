@@ -11,8 +11,8 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from tiltsam.lab.config import METHOD_SETTINGS, TrainConfig
+from tiltsam.lab.palette import method_color
 from tiltsam.lab.report.runs import Problem, Reading, Row, Run
-from tiltsam.palette import method_color
 
 __all__ = ["Mean", "Setting", "Task", "arrange", "best_of", "mean_of"]
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from tiltsam.lab.record import is_number
 from tiltsam.lab.report.runs import Problem, Run
 from tiltsam.lab.report.settings import Mean, Setting, Task, best_of, mean_of
 
@@ -158,8 +159,8 @@ def measured(run: Run, *path: str) -> list[float]:
     found: Any = run.flatness
     for key in path:
         found = found.get(key) if isinstance(found, dict) else None
-    entries = found if isinstance(found, list) else [found]
-    return [float(x) if isinstance(x, (int, float)) and not isinstance(x, bool) else math.nan for x in entries]
+    entries = found if isinstance(found, list) and found else [found]
+    return [float(x) if is_number(x) else math.nan for x in entries]
 
 
 def flatness_table(settings: Sequence[Setting], task: Task, std: float = 0.01) -> Table:

@@ -56,7 +56,7 @@ def write_report(folders: Sequence[Path], out: Path, *, figures: bool = True, no
     homeless = [problem for problem in reading.problems if not problem.task]
     reason = "" if figures else "not asked for"
     if figures and find_spec("matplotlib") is None:
-        reason = "matplotlib is not there: pip install 'tiltsam[plots]'"
+        reason = "matplotlib is not there: pip install '.[plots]'"
     tables = {} if overview is None else {overview.name: overview}
     drawings: dict[str, Figure] = {}
     for chapter, stem in zip(chapters, _stems(tasks), strict=True):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from html import escape
 
+from tiltsam.lab.palette import METHOD_COLORS
 from tiltsam.lab.report.tables import Cell, Table
-from tiltsam.palette import METHOD_COLORS
 
 __all__ = ["html_table", "latex_table", "markdown_table", "method_class"]
 

@@ -25,6 +25,7 @@ def add_sweep(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         description=DESCRIPTION,
         epilog="example: tiltsam sweep digits --methods erm sam tsam --grid paper --trials 8 --epochs 20 --workers 2",
         usage="tiltsam sweep [-h] TASK --grid GRID [options]",
+        allow_abbrev=False,
     )
     parser.add_argument("task", help="what to learn (see: tiltsam tasks)")
     parser.add_argument(
@@ -75,7 +76,7 @@ def _sweep(args: argparse.Namespace) -> None:
     except ModuleNotFoundError as error:
         if error.name not in ("optuna", "sqlalchemy"):
             raise
-        raise ImportError("tiltsam sweep needs Optuna: pip install tiltsam[sweep]") from None
+        raise ImportError("tiltsam sweep needs Optuna: pip install '.[sweep]'") from None
     from tiltsam.lab.record import tests_of_sweep
     from tiltsam.lab.report.command import report
     from tiltsam.lab.screen import print_table
@@ -107,6 +108,7 @@ def _sweep(args: argparse.Namespace) -> None:
             workers=args.workers,
             root=args.data_root,
             download=args.download,
+            loading=screen.loading,
             heartbeat=args.heartbeat,
             begin=begin,
             report=screen.report,

@@ -13,8 +13,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from tiltsam.lab import download as downloads
 from tiltsam.lab import own
 from tiltsam.lab.config import TrainConfig
+from tiltsam.lab.loading import data_loader
 from tiltsam.lab.record import Record, task_folder
 from tiltsam.lab.sweeping.board import Board, Job, Ticket
 from tiltsam.lab.sweeping.grids import Point, SweepError
@@ -96,6 +98,7 @@ class Desk:
         device: Where to train, if not where the configs say.
         pause: Called often; what it raises ends the work, and the job at hand waits for another worker.
         report: Called after every epoch and every job.
+        loading: Called with the progress of downloads and of decoding images.
     """
 
     def __init__(
@@ -105,10 +108,12 @@ class Desk:
         device: str | None = None,
         pause: Callable[[], None] = lambda: None,
         report: Callable[[], None] = lambda: None,
+        loading: downloads.Progress | None = None,
     ) -> None:
         self.plan, self._device, self._pause, self._report = plan, device, pause, report
         self.store = open_store(plan.storage)
         self._search = self._board(plan.name, plan.search_jobs())
+        self._data = data_loader(plan.root, download=plan.download, progress=loading)
         self._final: Board | None = None
         self._tests: dict[str, list[Job]] = {}
 
@@ -200,7 +205,7 @@ class Desk:
         if own.fingerprint(config.task) != self.plan.data:
             raise SweepError(f"the data of {config.task} have changed since this sweep began: use another --out")
         record = Record.of(self.plan.out, config)
-        return train(config, record, root=self.plan.root, download=self.plan.download, report=report, tick=tick)
+        return train(config, record, data=self._data, report=report, tick=tick)
 
 
 class _LostError(Exception):

@@ -47,6 +47,11 @@ class SweepScreen(LiveScreen):
                     )
         self._first = False
 
+    def _draw_loading(self, what: str, done: int, total: int | None, note: str) -> None:
+        from rich.text import Text
+
+        self._live.update(Text(f"{what}: {note}"))  # the next report replaces it
+
     def _tell(self, method: str, what: str, line: str) -> None:
         """Once; what was there when we came is in the final table."""
         if (method, what) not in self._told:

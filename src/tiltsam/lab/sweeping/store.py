@@ -94,7 +94,7 @@ def open_store(url: str) -> Store:
         import optuna
         import sqlalchemy
     except ImportError:
-        raise ImportError("tiltsam sweep needs Optuna: pip install tiltsam[sweep]") from None
+        raise ImportError("tiltsam sweep needs Optuna: pip install '.[sweep]'") from None
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     logging.getLogger("sqlalchemy").setLevel(logging.CRITICAL)  # a Ctrl-C inside it would be told with a traceback
     try:

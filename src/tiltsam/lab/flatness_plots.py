@@ -1,0 +1,236 @@
+"""Figures of flatness: neighbourhoods, spectra, slices. Needs matplotlib (``pip install '.[plots]'``).
+
+Each function draws on the given matplotlib axes or on new ones, and returns them. A model whose name starts with that
+of a method has the method's colour; line styles distinguish the models of one method, the first being solid. Other
+models have the colours of Okabe and Ito, which are safe for colour-blind readers, and line styles for print.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from tiltsam.curvature import Density, Eigenpairs
+from tiltsam.lab.flatness import Flatness
+from tiltsam.lab.palette import METHOD_COLORS, color_of
+from tiltsam.landscape import Slice1D, Slice2D
+from tiltsam.sharpness import Neighborhood
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["plot_density", "plot_neighborhood", "plot_plane", "plot_slices", "write_figures"]
+
+_DASHES: tuple[Any, ...] = ("-", (0, (6, 2)), (0, (2, 1)), (0, (6, 2, 1, 2)))
+
+
+def plot_neighborhood(
+    neighborhoods: Mapping[str, Neighborhood], statistic: str = "mean", ax: Axes | None = None
+) -> Axes:
+    """Plot a statistic of the neighbourhood against the noise level, with a band of two standard errors.
+
+    Its axis is logarithmic, unless a value is not positive (the mean of a loss can be negative).
+
+    Args:
+        neighborhoods: By model name.
+        statistic: ``mean``, ``variance``, ``tilted_mean`` or ``tilted_variance``.
+        ax: The axes; new ones by default.
+    """
+    labels = {
+        "mean": "mean loss",
+        "variance": "variance of the loss",
+        "tilted_mean": "t-weighted mean loss",
+        "tilted_variance": "t-weighted variance (t-sharpness)",
+    }
+    if statistic not in labels:
+        raise ValueError(f"statistic must be one of {', '.join(labels)}, got {statistic!r}")
+    ax = _axes(ax)
+    ax.set_xscale("log")
+    if all(bool((getattr(around, statistic) > 0).all()) for around in neighborhoods.values()):
+        ax.set_yscale("log")
+    styles = _styles(neighborhoods)
+    for name, around in neighborhoods.items():
+        order = around.std.argsort()
+        y = getattr(around, statistic)[order]
+        error = getattr(around, f"{statistic}_error")[order]
+        style = styles[name]
+        ax.plot(around.std[order].numpy(), y.numpy(), label=name, marker="o", markersize=3.5, **style)
+        _band(ax, around.std[order], y, error, style["color"])
+    tilts = {around.t for around in neighborhoods.values()}
+    suffix = f", t = {tilts.pop():g}" if "tilted" in statistic and len(tilts) == 1 else ""
+    ax.set_xlabel("standard deviation of the noise on the weights")
+    ax.set_ylabel(labels[statistic] + suffix)
+    ax.legend(frameon=False)
+    return ax
+
+
+def plot_density(
+    densities: Mapping[str, Density], eigenpairs: Mapping[str, Eigenpairs] | None = None, ax: Axes | None = None
+) -> Axes:
+    """Plot the spectral density of the Hessian on a logarithmic scale, with the top eigenvalues as ticks below.
+
+    Args:
+        densities: By model name; with bands of two standard errors if there are several probes.
+        eigenpairs: The largest eigenvalues, by the same names.
+        ax: The axes; new ones by default.
+    """
+    ax = _axes(ax)
+    # One grid and one width for all: differently smoothed curves cannot be compared.
+    low = min(float(density.grid[0]) for density in densities.values())
+    high = max(float(density.grid[-1]) for density in densities.values())
+    width = max(density.width for density in densities.values())
+    grid = torch.linspace(low - 5 * width, high + 5 * width, 1024, dtype=torch.float64, device="cpu")
+    curves = {name: density.smooth(grid, width) for name, density in densities.items()}
+    floor = 1e-6 * max(float(values.max()) for values, _ in curves.values())
+    ax.set_yscale("log")
+    styles = _styles(curves)
+    row = min(0.035, 0.3 / len(curves))  # height of the ticks of a model, as a fraction of the axis
+    for number, (name, (values, error)) in enumerate(curves.items()):
+        style = styles[name]
+        shown = values.masked_fill(values < floor, math.nan)  # a gap, not a line at the floor
+        ax.plot(grid.numpy(), shown.numpy(), label=name, **style)
+        _band(ax, grid, shown, error, style["color"])
+        if eigenpairs is not None and name in eigenpairs:
+            # One row of ticks per model, just above the axis.
+            for value in eigenpairs[name].values.tolist():
+                bottom = 0.012 + row * number
+                ax.axvline(value, bottom, bottom + 0.8 * row, color=style["color"], linewidth=1.5)
+    # Leave space for the ticks below the curves.
+    ax.set_ylim(bottom=floor * 0.1 ** min(0.3 * len(densities), 2.6))
+    ax.set_xlabel("eigenvalue of the Hessian")
+    ax.set_ylabel("density")
+    ax.legend(frameon=False)
+    return ax
+
+
+def plot_slices(slices: Mapping[str, Slice1D], ax: Axes | None = None, *, logarithmic: bool = False) -> Axes:
+    """Plot the loss along lines, one curve per name."""
+    ax = _axes(ax)
+    styles = _styles(slices)
+    for name, line in slices.items():
+        ax.plot(line.positions.numpy(), line.losses.numpy(), label=name, **styles[name])
+    if logarithmic:
+        ax.set_yscale("log")
+    kinds = {line.label for line in slices.values()}
+    ax.set_xlabel(f"position along the {kind}" if len(kinds) == 1 and (kind := kinds.pop()) else "position")
+    ax.set_ylabel("loss")
+    ax.legend(frameon=False)
+    return ax
+
+
+def plot_plane(plane: Slice2D, ax: Axes | None = None, *, num_levels: int = 14) -> Axes:
+    """Plot the loss in a plane as contours; a cross marks the model."""
+    ax = _axes(ax)
+    drawn = ax.contourf(plane.x.numpy(), plane.y.numpy(), plane.losses.numpy(), num_levels, cmap="cividis")
+    ax.contour(plane.x.numpy(), plane.y.numpy(), plane.losses.numpy(), num_levels, colors="white", linewidths=0.4)
+    ax.plot(0, 0, marker="+", color="white", markersize=9, markeredgewidth=1.5)
+    ax.figure.colorbar(drawn, ax=ax, label="loss")
+    ax.set_xlabel("first direction")
+    ax.set_ylabel("second direction")
+    ax.set_aspect("equal")
+    if plane.label:
+        ax.set_title(plane.label)
+    return ax
+
+
+def write_figures(flats: Sequence[Flatness], folder: str | Path, *, dpi: int = 150) -> list[Path]:
+    """Write a PNG of each kind of measurement into ``folder``, created if missing; return the paths.
+
+    ``neighborhood.png`` (mean and variance against the noise, plain and t-weighted), ``spectrum.png``,
+    ``slices.png``, ``plane-NAME.png``.
+    """
+    from matplotlib.figure import Figure
+
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    written: list[Path] = []
+
+    def save(figure: Any, name: str) -> None:
+        _one_legend(figure)
+        written.append(folder / name)
+        figure.savefig(written[-1], dpi=dpi)
+
+    figure = Figure(figsize=(9.5, 7), layout="constrained")
+    statistics = ["mean", "variance", "tilted_mean", "tilted_variance"]
+    for ax, statistic in zip(figure.subplots(2, 2).flat, statistics, strict=True):
+        plot_neighborhood({flat.name: flat.neighborhood for flat in flats}, statistic, _tidy(ax))
+    save(figure, "neighborhood.png")
+
+    if densities := {flat.name: flat.density for flat in flats if flat.density is not None}:
+        figure = Figure(figsize=(7, 4.2), layout="constrained")
+        pairs = {flat.name: flat.eigenpairs for flat in flats if flat.eigenpairs is not None}
+        plot_density(densities, pairs, _tidy(figure.subplots()))
+        save(figure, "spectrum.png")
+
+    kinds = list(dict.fromkeys(line.label for flat in flats for line in flat.slices))
+    if kinds:
+        figure = Figure(figsize=(4.75 * len(kinds), 3.8), layout="constrained")
+        for ax, kind in zip(figure.subplots(1, len(kinds), squeeze=False).flat, kinds, strict=True):
+            lines = {flat.name: line for flat in flats for line in flat.slices if line.label == kind}
+            plot_slices(lines, _tidy(ax))
+        save(figure, "slices.png")
+
+    for flat in flats:
+        if flat.plane is not None:
+            figure = Figure(figsize=(5, 4.2), layout="constrained")
+            plot_plane(flat.plane, figure.subplots()).set_title(flat.name)
+            safe = "".join(c if c.isalnum() or c in "-_." else "-" for c in flat.name)
+            save(figure, f"plane-{safe}.png")
+    return written
+
+
+def _one_legend(figure: Any) -> None:
+    """Replace the legends of all axes by one below them; the figure grows by its height."""
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    if not labels:  # a plane
+        return
+    for ax in figure.axes:
+        ax.get_legend().remove()
+    # At 8 points: 0.075 inch per letter, 0.6 for the line sample, 0.17 per row.
+    columns = max(1, int(figure.get_figwidth() / (0.6 + 0.075 * max(len(label) for label in labels))))
+    figure.set_figheight(figure.get_figheight() + 0.17 * math.ceil(len(labels) / columns))
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=8)
+
+
+def _band(ax: Axes, x: Tensor, y: Tensor, error: Tensor, color: str) -> None:
+    """Draw a band of two standard errors; on a logarithmic axis, of the logarithm: ``error / y``."""
+    if ax.get_yscale() == "log":
+        factor = torch.exp(2 * error / y)
+        low, high = y / factor, y * factor
+    else:
+        low, high = y - 2 * error, y + 2 * error
+    ax.fill_between(x.numpy(), low.numpy(), high.numpy(), color=color, alpha=0.2, linewidth=0)
+
+
+def _styles(names: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Return the style of each model; its dashes depend on its rank among the models of its method."""
+    found: dict[str, dict[str, Any]] = {}
+    drawn: Counter[str] = Counter()
+    for number, name in enumerate(names):
+        first = name.split()[0].lower() if name.split() else ""
+        kind = first if first in METHOD_COLORS else ""
+        dash = _DASHES[drawn[kind] % len(_DASHES)]
+        found[name] = {"color": color_of(name, number), "linestyle": dash, "linewidth": 1.6}
+        drawn[kind] += 1
+    return found
+
+
+def _axes(ax: Axes | None) -> Axes:
+    if ax is not None:
+        return ax
+    # Not pyplot: it has global state and may need a display.
+    from matplotlib.figure import Figure
+
+    made: Axes = _tidy(Figure(figsize=(5.5, 4), layout="constrained").subplots())
+    return made
+
+
+def _tidy(ax: Any) -> Any:
+    ax.spines[["top", "right"]].set_visible(False)
+    return ax

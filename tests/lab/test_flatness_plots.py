@@ -1,0 +1,92 @@
+"""Figures of flatness."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from helpers.measuring import convnet, cross_entropy, unequal_batches
+from tiltsam.lab.flatness import FlatnessPlan, compare
+from tiltsam.landscape import Slice1D
+from tiltsam.sharpness import neighborhood
+
+QUICK = FlatnessPlan(
+    std=(0.01, 0.1), num_samples=4, num_trace_samples=3, num_density_probes=2, num_points=5, plane=True
+)
+
+
+def test_write_figures_writes_all(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from tiltsam.lab.palette import OKABE_ITO
+
+    from tiltsam.lab.flatness_plots import plot_neighborhood, plot_slices, write_figures
+
+    flats = compare({"a": convnet(), "b/c": convnet()}, cross_entropy, unequal_batches(), QUICK)
+    written = write_figures(flats, tmp_path / "new", dpi=40)
+    names = {"neighborhood.png", "spectrum.png", "slices.png", "plane-a.png", "plane-b-c.png"}
+    assert {path.name for path in written} == names
+    assert all(path.stat().st_size > 1000 for path in written)
+    assert not {path.name for path in (tmp_path / "new").iterdir()} - names
+
+    around = {flat.name: flat.neighborhood for flat in flats}
+    ax = plot_neighborhood(around, "tilted_variance")
+    assert [line.get_color() for line in ax.get_lines()] == list(OKABE_ITO[:2])
+    assert [text.get_text() for text in ax.get_legend().get_texts()] == ["a", "b/c"]
+    assert "t = 1" in ax.get_ylabel()
+    with pytest.raises(ValueError, match="statistic"):
+        plot_neighborhood(around, "median")
+    ax = plot_slices({"x": Slice1D(torch.arange(3.0), torch.ones(3))}, logarithmic=True)
+    assert ax.get_yscale() == "log"
+
+
+def test_plot_neighborhood_of_negative_loss_is_linear() -> None:
+    """A logarithmic axis has no room for the mean of a log-likelihood of densities; one for the variance stays."""
+    pytest.importorskip("matplotlib")
+    from tiltsam.lab.flatness_plots import plot_neighborhood
+
+    around = neighborhood(convnet(), lambda m, b: cross_entropy(m, b) - 5, unequal_batches(), [0.05, 0.1], 4)
+    ax = plot_neighborhood({"a": around}, "mean")
+    low, high = ax.get_ylim()
+    assert ax.get_yscale() == "linear"
+    assert low < float(around.mean.min())
+    assert float(around.mean.max()) < high
+    (band,) = ax.collections
+    heights = band.get_paths()[0].vertices[:, 1]
+    assert heights.min() == pytest.approx(float((around.mean - 2 * around.mean_error).min()))
+    assert plot_neighborhood({"a": around}, "variance").get_yscale() == "log"
+
+
+def test_write_figures_of_many_models_keeps_axes_visible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    from matplotlib.figure import Figure
+
+    from tiltsam.lab.flatness_plots import write_figures
+
+    saved: dict[str, Figure] = {}
+    save = Figure.savefig
+
+    def keep(self: Figure, path: Path, **options: Any) -> None:
+        saved[path.stem] = self
+        save(self, path, **options)
+
+    monkeypatch.setattr(Figure, "savefig", keep)
+    (flat,) = compare({"": convnet()}, cross_entropy, unequal_batches(), QUICK)
+    names = [f"tsam epochs=6 lr=0.05 rho={rho} t=20 num_samples=1 seed 0" for rho in range(30)]
+    write_figures([dataclasses.replace(flat, name=name, plane=None) for name in names], tmp_path, dpi=40)
+    assert set(saved) == {"neighborhood", "spectrum", "slices"}
+    for figure in saved.values():
+        (legend,) = figure.legends
+        assert [text.get_text() for text in legend.get_texts()] == names
+        within = legend.get_window_extent()
+        assert 0 <= within.x0 < within.x1 <= figure.bbox.x1
+        for ax in figure.axes:
+            box = ax.get_window_extent()
+            assert ax.get_legend() is None
+            assert not box.overlaps(within)
+            assert box.height / figure.dpi > 2  # inches
+    ticks = [line.get_ydata()[1] for line in saved["spectrum"].axes[0].lines if len(line.get_xdata()) == 2]
+    assert 0 < max(ticks) < 0.35

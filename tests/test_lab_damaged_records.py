@@ -1,0 +1,181 @@
+"""Records that are valid JSON of the wrong shape: one line that names the file, never a traceback."""
+
+import hashlib
+import json
+import shutil
+import warnings
+from dataclasses import fields
+
+import numpy as np
+import pytest
+from tiltsam.flatness.comparison import Plan
+
+from tiltsam.cli import main
+from tiltsam.lab import flat as lab_flat
+from tiltsam.lab.compare import compare, format_rows
+from tiltsam.lab.config import TrainConfig
+from tiltsam.lab.errors import DataError
+from tiltsam.lab.flat import find_runs, measure_runs, save_flatness
+from tiltsam.lab.loading import load_data
+from tiltsam.lab.record import Record, RecordError
+from tiltsam.lab.report import write_report
+from tiltsam.lab.train import train
+
+QUICK = Plan(
+    std=(0.01,), num_samples=2, num_ascent_steps=1, num_eigenvalues=1, num_trace_samples=2, num_density_probes=0
+)
+WHOLE = ["[]", "5", "null", '"text"', "{}", "[" * 100_000, "", "\x00", '{"a": [1]}']
+VALUES = [None, [], "text", True, -1, 1e308, 10**400, {"a": 1}]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A config, its data, a finished run that was measured and one that paused."""
+    folder = tmp_path_factory.mktemp("made")
+    rng = np.random.default_rng(0)
+    np.savez(folder / "a.npz", x=rng.normal(size=(60, 3)), y=np.arange(60) % 2)
+    config = TrainConfig(f"npz:{folder / 'a.npz'}", method="sam", epochs=4, batch_size=32, optimizer="adamw")
+    data = load_data(config)
+    for name, until in (("finished", 1.0), ("paused", 0.5)):
+        train(config, Record.of(folder / name, config), data=lambda _: data, until=until, checkpoint_seconds=0)
+    for flat, about in measure_runs(runs := find_runs([folder / "finished"]), plan=QUICK, examples=40):
+        save_flatness(runs[flat.name], flat, about)
+    return config, data, folder
+
+
+def mutations(body):
+    """Texts in place of a JSON object: other things altogether, each entry removed, each entry replaced."""
+    yield from WHOLE
+    for path in _paths(body):
+        yield json.dumps(_changed(body, path))
+        for value in VALUES:
+            yield json.dumps(_changed(body, path, value))
+
+
+def _paths(body, depth=2):
+    for key, value in body.items():
+        yield (key,)
+        if isinstance(value, dict) and depth > 1:
+            yield from ((key, *rest) for rest in _paths(value, depth - 1))
+
+
+def _changed(body, path, *value):
+    body = dict(body)
+    if len(path) > 1:
+        body[path[0]] = _changed(body[path[0]], path[1:], *value)
+    elif value:
+        body[path[0]] = value[0]
+    else:
+        del body[path[0]]
+    return body
+
+
+def commands(made, out):
+    """What train, compare, report and sharpness do with a folder of one run."""
+    config, data, _ = made
+    return {
+        "train": lambda: train(config, Record.of(out, config), data=lambda _: data),
+        "compare": lambda: format_rows(compare([config], out)),
+        "report": lambda: write_report([out], out / "report", figures=False),
+        "sharpness": lambda: list(measure_runs(find_runs([out], left_out=str), left_out=str)),
+    }
+
+
+READ_BY = {
+    ("finished", "config.json"): ["report", "sharpness"],
+    ("finished", "environment.json"): ["train", "report"],
+    ("finished", "result.json"): ["train", "compare", "report"],
+    ("finished", "metrics.jsonl"): ["report"],
+    ("finished", "flatness.json"): ["report"],
+    ("paused", "environment.json"): ["train"],
+    ("paused", "metrics.jsonl"): ["train", "report"],
+    ("paused", "checkpoints/000002/manifest.json"): ["train", "sharpness"],
+    ("paused", "checkpoints/000002/state.json"): ["train", "sharpness"],
+}
+
+
+@pytest.mark.parametrize(("run", "name", "command"), [(*file, c) for file, users in READ_BY.items() for c in users])
+def test_damaged_json_is_named_or_passed_over(made, run, name, command, tmp_path, monkeypatch):
+    config, _, folder = made
+    monkeypatch.setattr(lab_flat, "measure", lambda *args, **options: None)
+    source = Record.of(folder / run, config).folder
+    lines = (source / name).read_text()
+    body = json.loads(lines.splitlines()[-1] if name == "metrics.jsonl" else lines)
+    for number, text in enumerate(mutations(body)):
+        out = tmp_path / str(number)
+        record = Record.of(out, config)
+        shutil.copytree(source, record.folder)
+        (record.folder / name).write_text(text)
+        if name.endswith("state.json"):  # as somebody would who edits it with care
+            manifest = record.folder / name.replace("state", "manifest")
+            digest = hashlib.sha256((record.folder / name).read_bytes()).hexdigest()
+            manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"state.json": digest}))
+        told = ""
+        try:
+            with warnings.catch_warnings(action="ignore"):
+                commands(made, out)[command]()
+        except RecordError as error:
+            told = str(error)
+        except DataError:
+            assert command == "sharpness"  # another task, which is not there
+        except Exception as error:
+            raise AssertionError(f"{command} with {name} = {text[:200]}") from error
+        named = str(record.folder / name.split("/")[0]) in told or f"{record.folder} have changed" in told
+        assert not told or (named and "\n" not in told), f"{text[:200]}: {told}"
+        shutil.rmtree(out)
+
+
+def test_huge_numbers_in_metrics_are_drawn_as_damage(made, tmp_path):
+    config, _, folder = made
+    shutil.copytree(folder / "finished", tmp_path / "runs")
+    path = Record.of(tmp_path / "runs", config).folder / "metrics.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows[1]["train_loss"] = rows[2]["test_accuracy"] = -1e308
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main(["report", str(tmp_path / "runs"), "--out", str(tmp_path / "report")]) == 0
+    assert f"{path}, line 3" in (tmp_path / "report" / "report.html").read_text()
+
+
+@pytest.mark.parametrize("command", ["train", "compare"])
+def test_damaged_result_ends_a_command_with_exit_2(made, command, tmp_path, capsys):
+    config, _, folder = made
+    shutil.copytree(folder / "finished", tmp_path / "runs")
+    record = Record.of(tmp_path / "runs", config)
+    path = record.folder / "result.json"
+    path.write_text(path.read_text().replace('"metric"', '"metrid"'))
+    arguments = [config.task, "--epochs", "4", "--batch-size", "32", "--optimizer", "adamw"]
+    arguments += [
+        "--out",
+        str(tmp_path / "runs"),
+        *(["--method", "sam"] if command == "train" else ["--methods", "sam"]),
+    ]
+    assert main([command, *arguments]) == 2
+    assert str(path) in capsys.readouterr().err
+
+
+def test_every_flipped_byte_of_a_result_is_noticed(made, tmp_path):
+    config, _, folder = made
+    record = Record(tmp_path)
+    raw = (Record.of(folder / "finished", config).folder / "result.json").read_bytes()
+    numbers = Record.of(folder / "finished", config).result()
+    for i in range(len(raw)):
+        (tmp_path / "result.json").write_bytes(raw[:i] + bytes([raw[i] ^ 1]) + raw[i + 1 :])
+        try:
+            assert record.result() == numbers, i  # a space that became another
+        except RecordError:
+            continue
+
+
+def test_result_without_digest_is_read(made, tmp_path):
+    config, _, folder = made
+    numbers = Record.of(folder / "finished", config).result()
+    assert "digest" not in numbers
+    (tmp_path / "result.json").write_text(json.dumps(numbers))
+    assert Record(tmp_path).result() == numbers
+
+
+def test_config_types_are_checked(tmp_path):
+    for field in fields(TrainConfig):
+        (tmp_path / "config.json").write_text(json.dumps({field.name: {}}))
+        with pytest.raises(RecordError, match=rf"config\.json.*{field.name}"):
+            Record(tmp_path).config()

@@ -116,7 +116,7 @@ class Ranks:
         both = [r for r in sharing if any(r in dist.get_process_group_ranks(group) for group in self._data)]
         if len(both) > 1:
             raise ValueError(
-                f"ranks {', '.join(map(str, both[:-1]))} and {both[-1]} share the samples of one batch and also average "
+                f"ranks {', '.join(map(str, both[:-1]))} and {both[-1]} share samples of one batch and also average "
                 "gradients as if they saw different ones: leave out DistributedDataParallel, fully_shard or "
                 "Parallel(data=...), or give it the other dimension of a mesh"
             )

@@ -225,7 +225,8 @@ class SharpnessAware(Optimizer):
             return torch.full((), torch.nan)
         closures = check_closures(closure, ascent_closure, name)
         if not isinstance(self.sampler, Center):
-            check_not_lightning(closures[0], name)
+            for one in closures:
+                check_not_lightning(one, name)
         return self._run(closures, ascent_closure, scaler, self._step_base).loss
 
     def _run(
@@ -441,32 +442,36 @@ class SharpnessAware(Optimizer):
         """Return the space over the parameters that are trainable now; rebuilt only when they change."""
         params = [p for group in self.param_groups for p in group["params"]]
         space = self._space
+        places: list[Any] = []
         if space is not None and space.sharding.mesh is None:
-            places = [(id(p), p.requires_grad, p.dtype, p.data_ptr()) for p in params]
+            places = [[(id(p), p.requires_grad, p.dtype, p.data_ptr()) for p in g["params"]] for g in self.param_groups]
             if places == self._places:
                 return space
-            self._places = places
         key = tuple(
             tuple((id(p), p.requires_grad, p.dtype, p.device, p.shape, p.stride()) for p in group["params"])
             for group in self.param_groups
         )
         if space is not None and key == self._space_key:
+            self._places = places
             return space
         if space is not None:
             space.roll_back()  # if an earlier restore failed, its backup must not be lost
-        self._space = parameter_space(
+        space = parameter_space(
             [group["params"] for group in self.param_groups],
             model_state=ModelState(self.model, devices=[p.device for p in params], **self._model_options),
             parallel=self.parallel,
             sampler_state=self._sampler_state,
         )
-        self._space_key, self._places, self._written = key, [], ()
         names = self._sampler_state.names
-        if names and self._space.ranks.local_ascent:
+        if names and space.ranks.local_ascent:
             raise ValueError(f"Parallel(ascent='local') would make each rank keep another {', '.join(names)}")
-        self._sampler_state.allocate(self._space.params)
-        warn_low_precision(self._space.params)
-        return self._space
+        self._sampler_state.allocate(space.params)
+        # In this order: if any line above raises, or an interrupt arrives between these, the next step builds it again.
+        self._places, self._written = [], ()
+        self._space = space
+        self._space_key = key
+        warn_low_precision(space.params)
+        return space
 
     def structure(self, step: Step, changeable: frozenset[str] = frozenset()) -> Hashable:
         """Return a key of a captured step: steps with equal keys may share a graph.

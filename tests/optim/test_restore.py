@@ -10,7 +10,7 @@ from torch import nn
 
 import tiltsam
 from helpers.cases import METHODS, Problem, assert_same, sgd
-from helpers.interrupting import CONTEXTS, interrupted_everywhere
+from helpers.interrupting import CONTEXTS, Interrupter, interrupted_everywhere
 from tiltsam.space.parameter_space import ParameterSpace
 
 every_method = pytest.mark.parametrize("method", METHODS, ids=repr)
@@ -367,3 +367,34 @@ def test_step_can_be_interrupted_at_every_bytecode():
         except BaseException as error:
             error.add_note(f"interrupted at {place}")
             raise
+
+
+@pytest.mark.parametrize("rebuild", [False, True], ids=["first-step", "later-step"])
+def test_step_after_an_interrupt_while_the_space_is_built(rebuild):
+    method = next(m for m in METHODS if m.name == "friendly")  # which has a state vector
+
+    def fresh():
+        problem = Problem(dropout=0.0)
+        optimizer = method(sgd(problem.model.parameters()), model=problem.model)
+        if rebuild:
+            optimizer.step(problem.closure)
+            problem.model.first.requires_grad_(False)
+        return problem, optimizer
+
+    def finished(problem, optimizer):
+        if optimizer.param_groups[0]["steps_taken"] == rebuild:
+            optimizer.step(problem.closure)
+        return problem.weights()
+
+    problem, optimizer = fresh()
+    files = tuple(name for name in MODULES if name.endswith(("sharpness_aware.py", "sampler_state.py")))
+    first = Interrupter(files)
+    first.run(lambda: optimizer.step(problem.closure))
+    expected = finished(problem, optimizer)
+    places = [place for place in first.seen if place[0].co_name in ("begin", "current_space", "allocate")]
+    assert len(places) > 100
+    for place in places:
+        problem, optimizer = fresh()
+        with contextlib.suppress(KeyboardInterrupt):
+            Interrupter(files, place).run(lambda: optimizer.step(problem.closure))  # noqa: B023
+        assert_same(finished(problem, optimizer), expected)

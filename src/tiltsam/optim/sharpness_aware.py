@@ -255,11 +255,18 @@ class SharpnessAware(Optimizer):
             self._stepping = False
         except BaseException:
             self._stepping = False
-            torch.set_grad_enabled(grad_enabled)
-            if self._space is not None:
-                uninterrupted(self._space.roll_back)
+            uninterrupted(lambda: self._undo(grad_enabled))
             raise
         return info
+
+    def _undo(self, grad_enabled: bool) -> None:
+        """Undo a step that raised, and set torch's grad mode; safe to repeat."""
+        try:
+            torch.set_grad_enabled(False)  # the weights are written in place
+            if self._space is not None:
+                self._space.roll_back()
+        finally:
+            torch.set_grad_enabled(grad_enabled)
 
     def begin(
         self,
@@ -455,7 +462,8 @@ class SharpnessAware(Optimizer):
             self._places = places
             return space
         if space is not None:
-            space.roll_back()  # if an earlier restore failed, its backup must not be lost
+            with torch.no_grad():
+                space.roll_back()  # if an earlier restore failed, its backup must not be lost
         space = parameter_space(
             [group["params"] for group in self.param_groups],
             model_state=ModelState(self.model, devices=[p.device for p in params], **self._model_options),

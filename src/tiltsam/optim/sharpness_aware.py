@@ -469,7 +469,7 @@ class SharpnessAware(Optimizer):
         return self._space
 
     def structure(self, step: Step, changeable: frozenset[str] = frozenset()) -> Hashable:
-        """Return a key of a captured step: steps with equal keys may share a graph.
+        """Return a key of a captured step: steps of one space with equal keys may share a graph.
 
         They differ at most in numbers that are read from the device: the method's own, and those of the base named in
         ``changeable``.
@@ -482,7 +482,7 @@ class SharpnessAware(Optimizer):
             if name not in skipped and (value is None or isinstance(value, bool | int | float | str | tuple))
         )
         modes = tuple(m.training for m in self.model.modules()) if self.model is not None else ()
-        return self._space_key, step.sampler, step.num_samples, step.space.scalars.structure(), modes, base
+        return step.sampler, step.num_samples, step.space.scalars.structure(), modes, base
 
     @property
     def info(self) -> StepInfo:

@@ -20,6 +20,7 @@ Noise is Philox in counter mode, indexed by (seed, sample, element): the same ea
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any, Self
 
@@ -73,7 +74,7 @@ class FusedSpace(ParameterSpace):
     def replica(self, point: list[Tensor]) -> Self:
         """See :class:`ParameterSpace`. The copy has its own scratch memory, so it may run concurrently."""
         other = super().replica(point)
-        other._launcher = _Launcher(self._like)
+        other._launcher = self._launcher.replica()
         return other
 
     # ---------------------------------------------------------------- stages
@@ -323,6 +324,14 @@ class _Launcher:
         self.infinity = torch.full((), torch.inf, dtype=torch.float32, device=self._device)
         self.has_filters = all(x.dim() < 2 or x.stride(0) * x.shape[0] == x.numel() for x in like)
         self._filters: dict[str, Tensor] = {}
+
+    def replica(self) -> _Launcher:
+        """Return a launcher over the same elements with its own memory for sums and norms."""
+        other = copy.copy(self)
+        other._partial, other._counter = torch.empty_like(self._partial), torch.zeros_like(self._counter)
+        if self._filters:
+            other._filters = {**self._filters, "norms": torch.empty_like(self._filters["norms"])}
+        return other
 
     def launch(self, kernel: Any, **arguments: Any) -> None:
         """Launch a kernel with one program per chunk."""

@@ -442,7 +442,7 @@ class SharpnessAware(Optimizer):
         params = [p for group in self.param_groups for p in group["params"]]
         space = self._space
         if space is not None and space.sharding.mesh is None:
-            places = [(id(p), p.requires_grad, p.dtype, p.data_ptr()) for p in params]
+            places = [(id(p), p.requires_grad, p.data_ptr()) for p in params]
             if places == self._places:
                 return space
             self._places = places

@@ -28,6 +28,7 @@ class GradientMean:
 
     def __init__(self, params: Sequence[Tensor], lists: TensorLists, ranks: Ranks) -> None:
         self._params, self._lists, self._ranks = params, lists, ranks
+        self._special = lists.sharding.mesh is not None or any(p.is_complex() for p in params)
         self._memory: Gradient = [None] * len(params)
         self._buffers: list[Tensor] = []  # flat buffers behind the memory
         self._single: Gradient | None = None  # the gradient of a step with one sample
@@ -128,9 +129,9 @@ class GradientMean:
     def assign(self) -> None:
         """Assign the mean to ``.grad`` of the parameters."""
         for i, (p, mean) in enumerate(zip(self._params, self.tensors, strict=True)):
-            if mean is not None and p.is_complex():
-                mean = torch.view_as_complex(mean)
-            p.grad = None if mean is None else self._lists.sharding.wrap(i, mean)
+            if mean is not None and self._special:
+                mean = self._lists.sharding.wrap(i, torch.view_as_complex(mean) if p.is_complex() else mean)
+            p.grad = mean
 
     def discard(self) -> None:
         """Discard a partial mean: zero any ``.grad`` that still aliases it."""

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import tiltsam
-from cases import METHODS, Net, Problem, sgd
+from helpers.cases import METHODS, Net, Problem, sgd
 from tiltsam.bases import arrange_state
 from tiltsam.capture import CapturedStep, _Seen, capture
 from tiltsam.lanes import Lanes

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import tiltsam
-from cases import METHODS, Net, sgd
+from helpers.cases import METHODS, Net, sgd
 
 BY_NAME = {m.name: m for m in METHODS}
 EXAMPLES = 12  # of a joined batch: two or three ranks have equal parts of it

@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
-
 from tiltsam.streams import stream_seed
+from torch import Tensor
 
 EPS = 1e-12
 Grad = Callable[[list[Tensor]], tuple[Tensor, list[Tensor]]]

@@ -87,7 +87,7 @@ def data_parallel(rank, method, base, steps, options):
     model = DistributedDataParallel(mlp())
     optimizer = BY_NAME[method](BASES[base](model.parameters()), model=model, **options)
     train(model, optimizer, range(steps), rank, dist.get_world_size())
-    return flat(model), optimizer.last.losses
+    return flat(model), optimizer.info.losses
 
 
 def data_parallel_with_everything(rank, method, steps):

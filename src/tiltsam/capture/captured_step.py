@@ -194,10 +194,10 @@ class CapturedStep:
         )
         concurrent = self._runs_concurrently(step)
         state = CapturedModelState(space.model_state, random, concurrent=concurrent)
+        space.gradient_mean.begin_step()
         replicas = self._replicas(step, state, step.num_samples if concurrent else 1, seen.passes)
         for replica in replicas:
             replica.evaluator.begin_step(closures, ascent_closure)
-        space.gradient_mean.begin_step()
         try:
             with (
                 self._device_rates(),
@@ -211,7 +211,7 @@ class CapturedStep:
             ):
                 state.begin_step()
                 if concurrent:
-                    record = average_samples_concurrently(optimizer, step, replicas, self._scratch)
+                    record = average_samples_concurrently(optimizer, step, replicas, self._scratch[: len(replicas)])
                 else:
                     with weights_at(space.params, self._scratch[0].point):
                         record = optimizer.average_samples(replicas[0], step.sampler, step.num_samples)
@@ -225,6 +225,7 @@ class CapturedStep:
             if isinstance(replica, FusedSpace) and isinstance(replica.tables, ReservedTables):
                 replica.tables.fill()
             replica.evaluator.end_step()
+            replica.release_vectors()  # the next graph may use their memory
         passes = {
             name: sum(getattr(replica.evaluator, name) for replica in replicas)
             for name in ("num_forwards", "num_backwards", "num_ascents")

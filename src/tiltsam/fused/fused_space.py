@@ -74,7 +74,7 @@ class FusedSpace(ParameterSpace):
     def replica(self, point: list[Tensor]) -> Self:
         """See :class:`ParameterSpace`. The copy has its own scratch memory, so it may run concurrently."""
         other = super().replica(point)
-        other._launcher = self._launcher.replica()
+        other._launcher = self._launcher.copy()
         return other
 
     # ---------------------------------------------------------------- stages
@@ -319,18 +319,21 @@ class _Launcher:
         self._num_chunks = len(owner)
         # Separate allocations: kernels are compiled for the alignment of their arguments, which rows would not share.
         self._chunks = {"owners": self._int32(owner), "starts": self._int32(start), "lengths": self._int32(length)}
-        self._partial = torch.empty(self._num_chunks, dtype=torch.float32, device=self._device)
-        self._counter = torch.zeros((), dtype=torch.int32, device=self._device)
         self.infinity = torch.full((), torch.inf, dtype=torch.float32, device=self._device)
         self.has_filters = all(x.dim() < 2 or x.stride(0) * x.shape[0] == x.numel() for x in like)
         self._filters: dict[str, Tensor] = {}
+        self._num_filters = 0
+        self._allocate_scratch()
 
-    def replica(self) -> _Launcher:
-        """Return a launcher over the same elements with its own memory for sums and norms."""
+    def _allocate_scratch(self) -> None:
+        self._partial = torch.empty(self._num_chunks, dtype=torch.float32, device=self._device)
+        self._counter = torch.zeros((), dtype=torch.int32, device=self._device)
+        self._filter_norms = torch.empty(self._num_filters, dtype=torch.float32, device=self._device)
+
+    def copy(self) -> Self:
+        """Return a launcher with its own scratch memory. Tables are shared: a capture could not upload them again."""
         other = copy.copy(self)
-        other._partial, other._counter = torch.empty_like(self._partial), torch.zeros_like(self._counter)
-        if self._filters:
-            other._filters = {**self._filters, "norms": torch.empty_like(self._filters["norms"])}
+        other._allocate_scratch()
         return other
 
     def launch(self, kernel: Any, **arguments: Any) -> None:
@@ -343,9 +346,11 @@ class _Launcher:
 
     def add_filter_noise(self, point: Tensor, center: Tensor, seed: Tensor, sample: int, gamma: Tensor) -> None:
         """``point <- center + γ ‖filter‖ z``."""
-        f = self._filters or self._make_filters()
-        kernels.filter_norms[(len(f["norms"]),)](
-            f["owners"], f["starts"], f["lengths"], center, f["norms"], BLOCK=FILTER_BLOCK, num_warps=WARPS
+        if not self._filters:
+            self._make_filters()
+        f, norms = self._filters, self._filter_norms
+        kernels.filter_norms[(self._num_filters,)](
+            f["owners"], f["starts"], f["lengths"], center, norms, BLOCK=FILTER_BLOCK, num_warps=WARPS
         )
         self.launch(
             kernels.filter_noise_move,
@@ -354,12 +359,12 @@ class _Launcher:
             seed=seed,
             sample=sample,
             gamma=gamma,
-            norms=f["norms"],
+            norms=norms,
             first_filters=f["first"],
             filter_sizes=f["sizes"],
         )
 
-    def _make_filters(self) -> dict[str, Tensor]:
+    def _make_filters(self) -> None:
         """Lay out the filters: slices along the first dimension, or a whole tensor of one dimension."""
         names = ("owners", "starts", "lengths", "first", "sizes")
         owner, start, length, first, size = lists = tuple[list[int], ...]([] for _ in names)
@@ -372,8 +377,8 @@ class _Launcher:
                 start.append(r * size[-1])
                 length.append(size[-1])
         self._filters = {name: self._int32(values) for name, values in zip(names, lists, strict=True)}
-        self._filters["norms"] = torch.empty(len(owner), dtype=torch.float32, device=self._device)
-        return self._filters
+        self._num_filters = len(owner)
+        self._allocate_scratch()
 
     def number(self) -> Tensor:
         """Return an uninitialised scalar."""

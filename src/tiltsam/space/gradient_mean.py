@@ -32,18 +32,18 @@ class GradientMean:
         self._memory: Gradient = [None] * len(params)
         self._buffers: list[Tensor] = []  # flat buffers behind the memory
         self._single: Gradient | None = None  # the gradient of a step with one sample
-        self._seen: list[bool] = []
+        self._seen: list[bool] = []  # changed in place, like the memory: replicas of a space share them
         self.begin_step()
 
     def begin_step(self) -> None:
         """Forget what was added: no parameter has a gradient yet."""
         self._single = None
-        self._seen = [False] * len(self._params)
+        self._seen[:] = [False] * len(self._params)
 
     def set(self, gradient: Gradient) -> None:
         """Use the gradient of the only sample of a step as it is."""
         self._single = list(gradient)
-        self._seen = [g is not None for g in gradient]
+        self._seen[:] = [g is not None for g in gradient]
 
     def add(self, gradient: Gradient, share: Tensor, valid: Tensor, like: Sequence[Tensor]) -> None:
         """Add a gradient; it is overwritten.
@@ -74,7 +74,7 @@ class GradientMean:
                 lerp_(_pick(self._memory, old), _pick(gradient, old), part)
             if missing:
                 torch._foreach_mul_(_pick(self._memory, missing), 1 - part)
-        self._seen = [seen or g is not None for seen, g in zip(self._seen, gradient, strict=True)]
+        self._seen[:] = [seen or g is not None for seen, g in zip(self._seen, gradient, strict=True)]
 
     @property
     def is_empty(self) -> bool:
@@ -121,7 +121,7 @@ class GradientMean:
         for mean, here in zip(self._memory, self._seen, strict=True):
             if mean is not None and not here:
                 mean.zero_()  # other ranks may have a gradient here
-        self._seen = seen
+        self._seen[:] = seen
         for buffer in self._buffers:
             buffer.mul_(weight.to(buffer.device))
             self._ranks.sum_over_samples(buffer)

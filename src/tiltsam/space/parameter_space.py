@@ -192,10 +192,15 @@ class ParameterSpace(TensorLists):
         """
         other = copy.copy(self)
         other.evaluator = copy.copy(self.evaluator)
-        other._point, other._center = point, self._local_tensors()
+        # Detached: the parameters themselves are made to use other memory.
+        other._point, other._center = point, [x.detach() for x in self._local_tensors()]
         other._saved, other._at_center, other._distance = True, False, None
-        other._scratch, other._gradient = {}, []
+        other.release_vectors()
         return other
+
+    def release_vectors(self) -> None:
+        """Release scratch vectors and the last gradient."""
+        self._scratch, self._gradient = {}, []
 
     # ---------------------------------------------------------------- numbers
 

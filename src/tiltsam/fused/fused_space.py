@@ -201,10 +201,11 @@ class FusedSpace(ParameterSpace):
 
     def step_record(self, weighting: Weighting | None, num_samples: int) -> StepRecord:
         """See :class:`ParameterSpace`."""
-        tilt = self.zero if weighting is None else getattr(weighting, "t", None)  # any tilt: one sample has all weight
-        if self.ranks.splits_samples or not isinstance(tilt, Tensor) or not isinstance(weighting, StreamingTilt | None):
-            return super().step_record(weighting, num_samples)
-        return _FusedRecord(tilt, num_samples)
+        if weighting is None and isinstance(self.tables, ReservedTables):
+            return _FusedRecord(self.zero, num_samples)  # any tilt: one sample has all the weight
+        if isinstance(weighting, StreamingTilt) and isinstance(weighting.t, Tensor) and not self.ranks.splits_samples:
+            return _FusedRecord(weighting.t, num_samples)
+        return super().step_record(weighting, num_samples)
 
     def _point_table(self) -> Tensor:
         return self.tables.named("point", self._point)

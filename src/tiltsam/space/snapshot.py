@@ -27,7 +27,7 @@ class BufferSnapshot:
         self._values: list[list[Tensor]] = []
 
     def save(self, modules: Iterable[nn.Module]) -> None:
-        """Copy the buffers of these modules, not of their children; memory is reused if they are the same as last time."""
+        """Copy the buffers of these modules, not of their children. Memory is reused if they are the same again."""
         entries = [(module, name, b) for module in modules for name, b in module._buffers.items()]
         if _same_entries(entries, self._entries):
             for values, tensors in zip(self._values, self._tensors, strict=True):

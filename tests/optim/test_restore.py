@@ -318,6 +318,7 @@ MODULES = tuple(  # those that move, save or restore something
 )
 
 
+@pytest.mark.slow
 def test_step_can_be_interrupted_at_every_bytecode():
     assert all(Path(name).exists() for name in MODULES)
     method = next(m for m in METHODS if m.name == "friendly")  # which keeps a vector

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import tiltsam
-from helpers.cases import BAD_ARGUMENTS, METHODS, Problem, quadratic_problem, sgd, train
+from helpers.cases import BAD_ARGUMENTS, METHODS, Problem, quadratic_problem, sgd
 
 every_method = pytest.mark.parametrize("method", METHODS, ids=repr)
 
@@ -144,7 +144,8 @@ def warnings_of(network, make, **options):
     optimizer = make(sgd(problem.model.parameters()), **options)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        train(problem, optimizer, 2)
+        for _ in range(2):
+            optimizer.step(problem.closure)
     return [(w.category, w.filename == __file__, "model=" in str(w.message)) for w in caught]
 
 

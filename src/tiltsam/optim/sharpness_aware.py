@@ -186,7 +186,7 @@ class SharpnessAware(Optimizer):
 
     def weighting(self, space: ParameterSpace) -> Weighting:
         """Return how the samples of a step are weighted, if there are several; by default equally."""
-        return FixedWeights(torch.ones(self.num_samples, dtype=space.dtype, device=space.device))
+        return FixedWeights(torch.ones(self.plan()[1], dtype=space.dtype, device=space.device))
 
     # ---------------------------------------------------------------- a step
 

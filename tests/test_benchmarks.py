@@ -7,7 +7,7 @@ import torch
 
 import bench_step
 import tiltsam
-from cases import Problem, sgd
+from helpers.cases import Problem, sgd
 
 
 @pytest.mark.parametrize("name", bench_step.our_methods((1, 3)))

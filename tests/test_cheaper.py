@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-import reference
 import tiltsam
-from cases import METHODS, Problem, assert_same, sgd
+from helpers import reference
+from helpers.cases import METHODS, Problem, assert_same, sgd
 from tiltsam.capture import capture
 
 every_method = pytest.mark.parametrize("method", METHODS, ids=repr)

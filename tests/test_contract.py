@@ -13,9 +13,9 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import friendly
 import tiltsam
-from cases import BAD_ARGUMENTS, METHODS, Problem, assert_same, quadratic_problem, sgd
+from helpers import friendly
+from helpers.cases import BAD_ARGUMENTS, METHODS, Problem, assert_same, quadratic_problem, sgd
 from tiltsam.fused import FusedLedger
 from tiltsam.info import row_of, with_numbers
 from tiltsam.integrations.gathering import gather

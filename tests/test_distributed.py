@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-import jobs
 import tiltsam
-from cases import METHODS
-from ranks import Ranks
+from helpers import jobs
+from helpers.cases import METHODS
+from helpers.ranks import Ranks
 
 pytestmark = [
     pytest.mark.xdist_group("ranks"),

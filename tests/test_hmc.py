@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 import tiltsam
-from cases import Problem, sgd
+from helpers.cases import Problem, sgd
 from tiltsam.parameters import ParameterSpace
 from tiltsam.samplers import HMC
 from tiltsam.samplers.hmc import bounce

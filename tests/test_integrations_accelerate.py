@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import tiltsam
-from trainers import (
+from helpers.trainers import (
     BATCH,
     CLIP,
     STEPS,

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from jobs import flat as gathered
-from ranks import Ranks
-from trainers import (
+from helpers.jobs import flat as gathered
+from helpers.ranks import Ranks
+from helpers.trainers import (
     BATCH,
     CLIP,
     STEPS,

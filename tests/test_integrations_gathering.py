@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import tiltsam
-from cases import METHODS, Problem, assert_same, sgd
+from helpers.cases import METHODS, Problem, assert_same, sgd
 from tiltsam.integrations.gathering import gather
 
 ROOT = Path(tiltsam.__file__).parent

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import tiltsam
-from trainers import (
+from helpers.trainers import (
     BATCH,
     CLIP,
     STEPS,

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from lab_processes import files_named, wait_for
-from ranks import Ranks
+from helpers.ranks import Ranks
 from tiltsam.cli import main
 from tiltsam.lab.config import ConfigError, TrainConfig
 from tiltsam.lab.loading import load_data

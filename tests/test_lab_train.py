@@ -17,7 +17,7 @@ import safetensors.torch
 import torch
 
 import tiltsam
-from friendly import FriendlySAM
+from helpers.friendly import FriendlySAM
 from lab_processes import files_named, start
 from tiltsam.cli import main
 from tiltsam.lab import train as training

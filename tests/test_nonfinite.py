@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import tiltsam
-from cases import METHODS, Problem, sgd
+from helpers.cases import METHODS, Problem, sgd
 
 every_method = pytest.mark.parametrize("method", METHODS, ids=repr)
 

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import tiltsam
-from cases import Problem, assert_same, sgd
-from friendly import FriendlySAM
+from helpers.cases import Problem, assert_same, sgd
+from helpers.friendly import FriendlySAM
 from tiltsam import samplers
 from tiltsam.checks import check_kept
 from tiltsam.toys.chain_space import ChainSpace, sample_chains

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import reference
 import tiltsam
-from cases import METHODS, Problem, assert_same, quadratic_problem, sgd
+from helpers import reference
+from helpers.cases import METHODS, Problem, assert_same, quadratic_problem, sgd
 from tiltsam import fused, vectors
 from tiltsam.parameters import ParameterSpace
 from tiltsam.samplers import Draw

@@ -9,7 +9,7 @@ from torch import nn
 from torch.autograd import backward as imported_backward
 
 import tiltsam
-from cases import METHODS, Problem, sgd
+from helpers.cases import METHODS, Problem, sgd
 
 every_method = pytest.mark.parametrize("method", METHODS, ids=repr)
 SAM = tiltsam.SAM

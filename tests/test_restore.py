@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import tiltsam
-from cases import METHODS, Problem, assert_same, sgd
+from helpers.cases import METHODS, Problem, assert_same, sgd
 from helpers.interrupting import CONTEXTS, interrupted_everywhere
 from tiltsam.parameters import ParameterSpace
 

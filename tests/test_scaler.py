@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import tiltsam
-from cases import METHODS, Problem, assert_same, sgd
+from helpers.cases import METHODS, Problem, assert_same, sgd
 
 every_method = pytest.mark.parametrize("method", METHODS, ids=repr)
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

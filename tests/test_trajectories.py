@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-import reference
 import tiltsam
-from cases import METHODS, Method, Problem, assert_same, sgd
+from helpers import reference
+from helpers.cases import METHODS, Method, Problem, assert_same, sgd
 from tiltsam import samplers
 from tiltsam.accumulator import Accumulator
 from tiltsam.parameters import ParameterSpace

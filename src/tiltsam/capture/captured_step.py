@@ -194,10 +194,10 @@ class CapturedStep:
         )
         concurrent = self._runs_concurrently(step)
         state = CapturedModelState(space.model_state, random, concurrent=concurrent)
+        space.gradient_mean.begin_step()
         replicas = self._replicas(step, state, step.num_samples if concurrent else 1, seen.passes)
         for replica in replicas:
             replica.evaluator.begin_step(closures, ascent_closure)
-        space.gradient_mean.begin_step()
         try:
             with (
                 self._device_rates(),
@@ -211,13 +211,12 @@ class CapturedStep:
             ):
                 state.begin_step()
                 if concurrent:
-                    record = average_samples_concurrently(optimizer, step, replicas, self._scratch)
+                    record = average_samples_concurrently(optimizer, step, replicas, self._scratch[: len(replicas)])
                 else:
                     with weights_at(space.params, self._scratch[0].point):
                         record = optimizer.average_samples(replicas[0], step.sampler, step.num_samples)
                 row, sampler = record.pack(), record.sampler_info()
-                mean = replicas[-1].gradient_mean
-                mean.assign()
+                space.gradient_mean.assign()
                 optimizer.base.step()
         finally:
             state.end_step()
@@ -226,13 +225,14 @@ class CapturedStep:
             if isinstance(replica, FusedSpace) and isinstance(replica.tables, ReservedTables):
                 replica.tables.fill()
             replica.evaluator.end_step()
+            replica.release_vectors()  # the next graph may use their memory
         passes = {
             name: sum(getattr(replica.evaluator, name) for replica in replicas)
             for name in ("num_forwards", "num_backwards", "num_ascents")
         }
         passes["num_parts"] = len(closures)
         gradient = [p.grad for p in space.params]
-        keep: list[object] = [space, *replicas, *self._scratch, state, record, mean]
+        keep: list[object] = [space, *replicas, *self._scratch, state, record, *space.gradient_mean.tensors]
         return _Graph(graph, row, sampler, passes, static, gradient, random, _state_addresses(optimizer.base), keep)
 
     def _replicas(self, step: Step, state: CapturedModelState, number: int, num_passes: int) -> list[ParameterSpace]:

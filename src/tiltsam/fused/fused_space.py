@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from tiltsam.distributed import is_sharded
-from tiltsam.space.gradient_mean import Gradient, GradientMean
+from tiltsam.space.gradient_mean import Gradient
 from tiltsam.space.parameter_space import ParameterSpace
 from tiltsam.space.protocol import Draw, Evaluation, Spread
 from tiltsam.space.step_record import HEADER, StepRecord, Weighting, unpack
@@ -68,16 +68,13 @@ class FusedSpace(ParameterSpace):
         super().__init__(groups, **options)
         self.tables = AddressTables(self.device)
         self._launcher = _Launcher(self._like)
-        self.gradient_mean = _FusedMean(self.params, self, self.ranks)
         self._strides = [x.stride() for x in self._like]
         self._gradient_table: Tensor | None = None  # addresses of the last gradient, if the kernels can take it
 
     def replica(self, point: list[Tensor]) -> Self:
         """See :class:`ParameterSpace`. The copy has its own scratch memory, so it may run concurrently."""
         other = super().replica(point)
-        other._launcher = _Launcher(self._like)
-        other.gradient_mean = copy.copy(self.gradient_mean)
-        other.gradient_mean._lists = other
+        other._launcher = self._launcher.copy()
         return other
 
     # ---------------------------------------------------------------- stages
@@ -184,12 +181,31 @@ class FusedSpace(ParameterSpace):
         else:
             self._launcher.launch(kernels.zero_unless, x=table, mask=mask)
 
+    def add_to_mean(self, draw: Draw, share: Tensor, *, single: bool) -> None:
+        """See :class:`ParameterSpace`."""
+        mean, table = self.gradient_mean, self._table_of(draw.gradient)
+        first = mean.is_empty
+        if single or table is None or not (first or mean.is_complete):
+            super().add_to_mean(draw, share, single=single)
+            return
+        memory = [m for m in mean.allocate(draw.gradient, self._like) if m is not None]
+        self._launcher.launch(
+            kernels.mix,
+            mean=self.tables.named("mean", memory),
+            gradient=table,
+            share=share,
+            valid=share if first else draw.valid,  # the first sample has all the weight or none
+            FIRST=first,
+        )
+        mean.mark_complete()
+
     def step_record(self, weighting: Weighting | None, num_samples: int) -> StepRecord:
         """See :class:`ParameterSpace`."""
-        tilt = self.zero if weighting is None else getattr(weighting, "t", None)  # any tilt: one sample has all weight
-        if self.ranks.splits_samples or not isinstance(tilt, Tensor) or not isinstance(weighting, StreamingTilt | None):
-            return super().step_record(weighting, num_samples)
-        return _FusedRecord(tilt, num_samples)
+        if weighting is None and isinstance(self.tables, ReservedTables):
+            return _FusedRecord(self.zero, num_samples)  # any tilt: one sample has all the weight
+        if isinstance(weighting, StreamingTilt) and isinstance(weighting.t, Tensor) and not self.ranks.splits_samples:
+            return _FusedRecord(weighting.t, num_samples)
+        return super().step_record(weighting, num_samples)
 
     def _point_table(self) -> Tensor:
         return self.tables.named("point", self._point)
@@ -249,26 +265,6 @@ class ReservedTables(AddressTables):
             row[: len(addresses)].copy_(torch.tensor(addresses, dtype=torch.int64))
 
 
-class _FusedMean(GradientMean):
-    """The mean of gradients, updated by one launch."""
-
-    def add(self, gradient: Gradient, share: Tensor, valid: Tensor, like: Sequence[Tensor]) -> None:
-        """See :class:`GradientMean`."""
-        space: Any = self._lists
-        first = not any(self._seen)
-        table = space._table_of(gradient)
-        if table is None or not (first or all(self._seen)):
-            super().add(gradient, share, valid, like)
-            return
-        self.allocate(gradient, like)
-        mean = space.tables.named("mean", [m for m in self._memory if m is not None])
-        # The first sample has all the weight or none, so its share is also its validity.
-        space._launcher.launch(
-            kernels.mix, mean=mean, gradient=table, share=share, valid=share if first else valid, FIRST=first
-        )
-        self._seen = [True] * len(self._params)
-
-
 class _FusedRecord(StepRecord):
     """A record of tilted samples: one launch a sample, none at the end.
 
@@ -324,11 +320,22 @@ class _Launcher:
         self._num_chunks = len(owner)
         # Separate allocations: kernels are compiled for the alignment of their arguments, which rows would not share.
         self._chunks = {"owners": self._int32(owner), "starts": self._int32(start), "lengths": self._int32(length)}
-        self._partial = torch.empty(self._num_chunks, dtype=torch.float32, device=self._device)
-        self._counter = torch.zeros((), dtype=torch.int32, device=self._device)
         self.infinity = torch.full((), torch.inf, dtype=torch.float32, device=self._device)
         self.has_filters = all(x.dim() < 2 or x.stride(0) * x.shape[0] == x.numel() for x in like)
         self._filters: dict[str, Tensor] = {}
+        self._num_filters = 0
+        self._allocate_scratch()
+
+    def _allocate_scratch(self) -> None:
+        self._partial = torch.empty(self._num_chunks, dtype=torch.float32, device=self._device)
+        self._counter = torch.zeros((), dtype=torch.int32, device=self._device)
+        self._filter_norms = torch.empty(self._num_filters, dtype=torch.float32, device=self._device)
+
+    def copy(self) -> Self:
+        """Return a launcher with its own scratch memory. Tables are shared: a capture could not upload them again."""
+        other = copy.copy(self)
+        other._allocate_scratch()
+        return other
 
     def launch(self, kernel: Any, **arguments: Any) -> None:
         """Launch a kernel with one program per chunk."""
@@ -340,9 +347,11 @@ class _Launcher:
 
     def add_filter_noise(self, point: Tensor, center: Tensor, seed: Tensor, sample: int, gamma: Tensor) -> None:
         """``point <- center + γ ‖filter‖ z``."""
-        f = self._filters or self._make_filters()
-        kernels.filter_norms[(len(f["norms"]),)](
-            f["owners"], f["starts"], f["lengths"], center, f["norms"], BLOCK=FILTER_BLOCK, num_warps=WARPS
+        if not self._filters:
+            self._make_filters()
+        f, norms = self._filters, self._filter_norms
+        kernels.filter_norms[(self._num_filters,)](
+            f["owners"], f["starts"], f["lengths"], center, norms, BLOCK=FILTER_BLOCK, num_warps=WARPS
         )
         self.launch(
             kernels.filter_noise_move,
@@ -351,12 +360,12 @@ class _Launcher:
             seed=seed,
             sample=sample,
             gamma=gamma,
-            norms=f["norms"],
+            norms=norms,
             first_filters=f["first"],
             filter_sizes=f["sizes"],
         )
 
-    def _make_filters(self) -> dict[str, Tensor]:
+    def _make_filters(self) -> None:
         """Lay out the filters: slices along the first dimension, or a whole tensor of one dimension."""
         names = ("owners", "starts", "lengths", "first", "sizes")
         owner, start, length, first, size = lists = tuple[list[int], ...]([] for _ in names)
@@ -369,8 +378,8 @@ class _Launcher:
                 start.append(r * size[-1])
                 length.append(size[-1])
         self._filters = {name: self._int32(values) for name, values in zip(names, lists, strict=True)}
-        self._filters["norms"] = torch.empty(len(owner), dtype=torch.float32, device=self._device)
-        return self._filters
+        self._num_filters = len(owner)
+        self._allocate_scratch()
 
     def number(self) -> Tensor:
         """Return an uninitialised scalar."""

@@ -72,9 +72,9 @@ class SharpnessAware(Optimizer):
 
     It shares ``param_groups`` and ``state`` with ``base``: schedulers, hooks, ``add_param_group`` and checkpoints work
     on either. The settings of a method are entries of the parameter groups, under the names of the constructor's
-    arguments; if the base already uses a name (Adadelta's ``rho``, RMSprop's ``alpha``) ours is ``tilt_<name>``. ``rho``
-    may differ between groups; schedules do not change groups that brought their own. All other settings have one value
-    for the whole step.
+    arguments; if the base already uses a name (Adadelta's ``rho``, RMSprop's ``alpha``) ours is ``tilt_<name>``.
+    ``rho`` may differ between groups; schedules do not change groups that brought their own. All other settings have
+    one value for the whole step.
 
     A step of the wrapper contains a step of the base: torch's global step hooks run for both.
 
@@ -86,8 +86,8 @@ class SharpnessAware(Optimizer):
         base: An *instance* of a torch optimizer.
         sampler: Where to evaluate.
         settings: Settings of the method and their initial values; a callable is a schedule, evaluated at each step.
-        model: Pass it for models with BatchNorm or dropout: buffers are then updated once a step, at its first pass, and
-            all passes of a step use the same dropout masks.
+        model: Pass it for models with BatchNorm or dropout: buffers are then updated once a step, at its first pass,
+            and all passes of a step use the same dropout masks.
         seed: Seed of the noise. All noise derives from (seed, step, sample): a resumed run draws what an uninterrupted
             one would have drawn, and the global random state is never used.
         buffers_once: Whether ``model``'s buffers keep the values of the first pass.
@@ -162,9 +162,9 @@ class SharpnessAware(Optimizer):
             check_minimizes(self.param_groups)
 
     def write_settings(self, space: ParameterSpace) -> None:
-        """Write settings to the device, where samplers read them by ``space.setting(name)``. Overrides call ``super()``.
+        """Write settings to the device, where samplers read them by ``space.setting(name)``.
 
-        All settings that are numbers are written; override it for numbers derived from them.
+        All settings that are numbers are written; override it for numbers derived from them, and call ``super()``.
         """
         for name in self._numbers:
             if not isinstance(value := self.setting(name), bool) and isinstance(value, int | float):
@@ -442,7 +442,7 @@ class SharpnessAware(Optimizer):
         params = [p for group in self.param_groups for p in group["params"]]
         space = self._space
         if space is not None and space.sharding.mesh is None:
-            places = [(id(p), p.requires_grad, p.dtype, p.data_ptr()) for p in params]
+            places = [(id(p), p.requires_grad, p.data_ptr()) for p in params]
             if places == self._places:
                 return space
             self._places = places
@@ -469,7 +469,7 @@ class SharpnessAware(Optimizer):
         return self._space
 
     def structure(self, step: Step, changeable: frozenset[str] = frozenset()) -> Hashable:
-        """Return a key of a captured step: steps with equal keys may share a graph.
+        """Return a key of a captured step: steps of one space with equal keys may share a graph.
 
         They differ at most in numbers that are read from the device: the method's own, and those of the base named in
         ``changeable``.
@@ -482,7 +482,7 @@ class SharpnessAware(Optimizer):
             if name not in skipped and (value is None or isinstance(value, bool | int | float | str | tuple))
         )
         modes = tuple(m.training for m in self.model.modules()) if self.model is not None else ()
-        return self._space_key, step.sampler, step.num_samples, step.space.scalars.structure(), modes, base
+        return step.sampler, step.num_samples, step.space.scalars.structure(), modes, base
 
     @property
     def info(self) -> StepInfo:

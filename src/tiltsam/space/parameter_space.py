@@ -192,10 +192,15 @@ class ParameterSpace(TensorLists):
         """
         other = copy.copy(self)
         other.evaluator = copy.copy(self.evaluator)
-        other._point, other._center = point, self._local_tensors()
+        # Detached: the parameters themselves are made to use other memory.
+        other._point, other._center = point, [x.detach() for x in self._local_tensors()]
         other._saved, other._at_center, other._distance = True, False, None
-        other._scratch, other._gradient = {}, []
+        other.release_vectors()
         return other
+
+    def release_vectors(self) -> None:
+        """Release scratch vectors and the last gradient."""
+        self._scratch, self._gradient = {}, []
 
     # ---------------------------------------------------------------- numbers
 
@@ -278,10 +283,11 @@ class ParameterSpace(TensorLists):
             single: Whether it is the only sample of the step.
         """
         if single and not self.ranks.splits_samples:
-            self.gradient_mean.set(draw.gradient, draw.valid)
+            self.zero_unless_(draw.gradient, draw.valid)
+            self.gradient_mean.set(draw.gradient)
             return
         gradient = draw.gradient
-        if draw.keep_gradient and any(self.gradient_mean.seen()):  # the first gradient is copied anyway
+        if draw.keep_gradient and not self.gradient_mean.is_empty:  # the first gradient is copied anyway
             gradient = [None if g is None else g.clone() for g in gradient]
         self.gradient_mean.add(gradient, share.to(self.dtype), draw.valid, self._point)
 

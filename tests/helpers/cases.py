@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-import friendly
 import tiltsam
+from helpers import friendly
 from tiltsam import samplers
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from tiltsam.streams import stream_seed
+from tiltsam.space.randomness import derive_seed
 
 EPS = 1e-12
 Grad = Callable[[list[Tensor]], tuple[Tensor, list[Tensor]]]
@@ -36,7 +36,7 @@ def weighted(weights: Tensor, grads: list[list[Tensor]]) -> list[Tensor]:
 class Noise:
     def __init__(self, theta: list[Tensor], seed: int, step: int, sample: int) -> None:
         self.theta = theta
-        self.generator = torch.Generator().manual_seed(stream_seed(seed, step, sample))
+        self.generator = torch.Generator().manual_seed(derive_seed(seed, step, sample, 0))
 
     def normal(self) -> list[Tensor]:
         return [torch.empty_like(w).normal_(generator=self.generator) for w in self.theta]

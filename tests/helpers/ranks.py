@@ -57,7 +57,7 @@ class Ranks:
 
 
 def _serve(rank, size, store, pipe):
-    import friendly  # noqa: F401 - the page's example takes a step, which is to be this process's own
+    import helpers.friendly  # noqa: F401 - the page's example takes a step, which is to be this process's own
 
     torch.set_num_threads(1)
     dist.init_process_group(

@@ -9,7 +9,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from cases import METHODS
+from helpers.cases import METHODS
 
 BY_NAME = {m.name: m for m in METHODS}
 BATCH, STEPS = 12, 20
@@ -110,7 +110,7 @@ def flat(model):
 
 def example(name):
     """Run an example, and give back what it defined."""
-    path = Path(__file__).parent.parent / "examples" / name
+    path = Path(__file__).parents[2] / "examples" / name
     assert len(path.read_text().splitlines()) <= 30
     return runpy.run_path(str(path))
 

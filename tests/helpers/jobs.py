@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import tiltsam
-from cases import METHODS, Net, sgd
+from helpers.cases import METHODS, Net, sgd
 
 BY_NAME = {m.name: m for m in METHODS}
 EXAMPLES = 12  # of a joined batch: two or three ranks have equal parts of it
@@ -87,7 +87,7 @@ def data_parallel(rank, method, base, steps, options):
     model = DistributedDataParallel(mlp())
     optimizer = BY_NAME[method](BASES[base](model.parameters()), model=model, **options)
     train(model, optimizer, range(steps), rank, dist.get_world_size())
-    return flat(model), optimizer.last.losses
+    return flat(model), optimizer.info.losses
 
 
 def data_parallel_with_everything(rank, method, steps):

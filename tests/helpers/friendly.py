@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-PAGE = Path(__file__).parent.parent / "docs" / "add-a-method.md"
+PAGE = Path(__file__).parents[2] / "docs" / "add-a-method.md"
 
 # In this module's names, so that pickles find the class.
 for _block in PAGE.read_text().split("```python\n")[1:3]:  # the imports, and the method

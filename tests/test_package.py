@@ -18,9 +18,7 @@ import tiltsam
 
 ROOT = Path(tiltsam.__file__).parent
 REPOSITORY = ROOT.parent.parent
-NEED_TRITON = (
-    {"tiltsam.fused.kernels"} if importlib.util.find_spec("triton") is None else set()
-)
+NEED_TRITON = {"tiltsam.fused.kernels"} if importlib.util.find_spec("triton") is None else set()
 MODULES = sorted(
     m.name
     for m in pkgutil.walk_packages([str(ROOT)], "tiltsam.")

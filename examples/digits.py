@@ -89,7 +89,7 @@ def train(method: str, data: Data, seed: int, epochs: int, progress: Progress) -
                 return loss
 
             optimizer.step(closure)
-            passes += optimizer.last.num_backwards
+            passes += optimizer.info.num_backwards
         progress.advance(task)
     seconds = time.perf_counter() - start
     progress.remove_task(task)

@@ -16,7 +16,7 @@ def test_bench_step_rows_cost_the_passes_they_state(name):
     problem = Problem(dropout=0.0)
     optimizer = tiltsam.METHODS[key](sgd(problem.model.parameters()), model=problem.model, **options)
     optimizer.step(problem.closure)
-    info = optimizer.last
+    info = optimizer.info
     forwards_alone = info.num_forwards - info.num_backwards
     assert info.num_backwards + forwards_alone / 3 == pytest.approx(passes)
     if samples := re.search(r"s=(\d)", name):

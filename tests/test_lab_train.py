@@ -577,8 +577,8 @@ def test_methods_with_settings_of_their_own(tmp_path, capsys):
     configs = [Record(path.parent).config() for path in files_named("config.json", tmp_path)]
     assert len(configs) == 6
     assert {(c.method, c.rho, c.average, c.num_samples, c.t) for c in configs} == {
-        ("sam", 0.2, False, 1, 20.0),
-        ("sam", 0.4, True, 1, 20.0),
+        ("sam", 0.2, False, 3, 20.0),
+        ("sam", 0.4, True, 3, 20.0),
         ("tsam", 0.2, False, 2, 5.0),
     }
 

@@ -15,13 +15,13 @@ from tiltsam.lab.train import train
 def watch(monkeypatch, method, name):
     """A list that gets a setting's value at every step."""
     seen = []
-    write = method.write_settings
+    aggregate = method.aggregate
 
-    def written(self, space):
+    def watched(self, step):
         seen.append(self.param_groups[0][name])
-        write(self, space)
+        return aggregate(self, step)
 
-    monkeypatch.setattr(method, "write_settings", written)
+    monkeypatch.setattr(method, "aggregate", watched)
     return seen
 
 

@@ -135,9 +135,9 @@ class TrainConfig:
     ascent_steps: int = 1
     """Ascents a sample of tsam, of rho/N each (the paper's N): s(N+1) passes a step."""
     ascent_fraction: float = 1.0
-    """Share of a batch that the passes see which only point the way up: its first rows."""
+    """Fraction of the batch used for the ascent gradient: its first rows."""
     split: bool = False
-    """Each sample of tsam sees a part of the batch of its own: s samples for two passes (with t 0, radius 0: m-SAM)."""
+    """Give each sample of tsam its own part of the batch: s samples for two passes (with t 0, radius 0: m-SAM)."""
     every: int = 1
     """Take a step of the method at each k-th step only, and plain steps (one pass) between."""
     eta: float = 0.01

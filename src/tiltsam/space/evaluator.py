@@ -118,7 +118,9 @@ class Evaluator:
     def _loss(self, value: Any) -> Tensor:
         if not isinstance(value, Tensor | float | int):
             raise TypeError(f"the closure must return the loss, a tensor with one element; got {type(value).__name__}")
-        loss = value.detach() if isinstance(value, Tensor) else torch.tensor(value, dtype=self._dtype)
+        loss = (
+            value.detach() if isinstance(value, Tensor) else torch.tensor(value, device=self._device, dtype=self._dtype)
+        )
         if loss.numel() != 1:
             raise ValueError(f"the closure must return one loss, got a tensor of shape {tuple(loss.shape)}")
         return loss.reshape(()).to(device=self._device, dtype=self._dtype)
@@ -130,8 +132,8 @@ class Evaluator:
         if grad.dtype != p.dtype:
             raise TypeError(f"a gradient must have the dtype of its parameter, {p.dtype}, got {grad.dtype}")
         if self._special:
-            grad = grad.resolve_conj().resolve_neg()
-        return as_real(grad)
+            grad = grad.resolve_conj()
+        return as_real(grad.resolve_neg())
 
 
 # -------------------------------------------------------------------- forward passes without backward

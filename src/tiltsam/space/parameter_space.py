@@ -130,9 +130,9 @@ class ParameterSpace(TensorLists):
         if self._saved and not self._at_center:
             try:
                 self.copy_(self._point, self._center)
-            except Exception:  # a foreach copy may need memory
+            except Exception:  # a foreach copy may need memory, and an interrupt may have left autograd on
                 for x, theta in zip(self._point, self._center, strict=True):
-                    x.copy_(theta)
+                    x.detach().copy_(theta)
             self._at_center = True
         self._saved = False
 

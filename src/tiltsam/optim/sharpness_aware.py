@@ -41,6 +41,7 @@ from tiltsam.optim.validation import (
     is_state_initialization,
     warn_missing_model,
     warn_missing_scaler,
+    warn_split_samples_without_model,
 )
 from tiltsam.samplers import Center, Sampler
 from tiltsam.space.evaluator import Closure, scale_of
@@ -365,6 +366,8 @@ class SharpnessAware(Optimizer):
             self._has_stepped = True
             if self.model is None and self._model_options["buffers_once"] and info.num_forwards > 1:
                 warn_missing_model(step.space.params)
+            if self.model is None and step.space.ranks.splits_samples:
+                warn_split_samples_without_model()
             if step.scaler is None:
                 warn_missing_scaler(info.loss, info.gradient_norms)
 

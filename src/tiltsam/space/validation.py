@@ -58,7 +58,7 @@ def warn_low_precision(params: Sequence[Tensor]) -> None:
 def warn(message: str, category: type[Warning] = RuntimeWarning) -> None:
     """Issue a warning attributed to the first caller outside this package and torch."""
     torch_folder = os.path.dirname(torch.__file__) + os.sep
-    level, frame = 2, sys._getframe(1)
+    level, frame = 2, sys._getframe(1)  # level 1 is this function
     while frame.f_back is not None and frame.f_code.co_filename.startswith((_PACKAGE, torch_folder)):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, category, stacklevel=level)

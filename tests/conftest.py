@@ -1,6 +1,8 @@
 import pytest
 import torch
 
+from helpers.ranks import Ranks
+
 
 @pytest.fixture(autouse=True)
 def _quiet_and_reproducible():
@@ -12,8 +14,24 @@ def _quiet_and_reproducible():
 
 @pytest.fixture
 def odd_defaults(request):
-    """Torch's defaults, set as a user may set them."""
+    """Set torch's defaults as a user may set them."""
     device, dtype = request.param
     yield device, dtype
     torch.set_default_device(None)
     torch.set_default_dtype(torch.float32)
+
+
+@pytest.fixture(scope="session", params=[2, 3], ids=["2ranks", "3ranks"])
+def ranks(request):
+    """Processes that take steps together."""
+    processes = Ranks(request.param)
+    yield processes
+    processes.close()
+
+
+@pytest.fixture(scope="session")
+def four_ranks():
+    """Four processes, for meshes of two dimensions."""
+    processes = Ranks(4)
+    yield processes
+    processes.close()

@@ -1,4 +1,4 @@
-"""What the ranks of the distributed tests run. Each job takes its rank first and returns what the tests compare."""
+"""Jobs that the ranks of the distributed tests run. The first argument is the rank; tests compare the results."""
 
 import os
 import time
@@ -23,7 +23,7 @@ import tiltsam
 from helpers.cases import METHODS, Net, sgd
 
 BY_NAME = {m.name: m for m in METHODS}
-EXAMPLES = 12  # of a joined batch: two or three ranks have equal parts of it
+EXAMPLES = 12  # of a whole batch: two or three ranks have equal parts of it
 
 
 def adamw(params):
@@ -34,7 +34,7 @@ BASES = {"sgd": sgd, "adamw": adamw}
 
 
 def mlp():
-    """Sizes that neither two nor three ranks can share evenly."""
+    """Return a model whose sizes neither two nor three ranks divide evenly."""
     torch.manual_seed(1)
     return nn.Sequential(nn.Linear(6, 11), nn.Tanh(), nn.Linear(11, 7), nn.Tanh(), nn.Linear(7, 3)).double()
 
@@ -47,7 +47,7 @@ def batch(step, part=0, parts=1):
 
 
 def train(model, optimizer, steps, part=0, parts=1, before_step=lambda step: None):
-    """The user's loop: closures on this rank's part of each batch."""
+    """Train on this rank's part of each batch."""
     for step in steps:
         x, y = batch(step, part, parts)
         before_step(step)
@@ -60,8 +60,8 @@ def train(model, optimizer, steps, part=0, parts=1, before_step=lambda step: Non
         optimizer.step(closure)
 
 
-def refusal(action):
-    """What a step says that cannot be."""
+def error_of(action):
+    """Return the message of the ValueError that an action raises, or None."""
     try:
         action()
     except ValueError as error:
@@ -70,13 +70,13 @@ def refusal(action):
 
 
 def flat(model):
-    """All parameters, gathered where they are sharded."""
+    """Return all parameters, gathered if they are sharded."""
     parts = [p.detach().full_tensor() if hasattr(p, "full_tensor") else p.detach() for p in model.parameters()]
     return torch.cat([p.flatten() for p in parts])
 
 
 def alone(method, base, steps, **options):
-    """One process on the joined batches."""
+    """Train in one process on whole batches."""
     model = mlp()
     optimizer = BY_NAME[method](BASES[base](model.parameters()), model=model, parallel=None, **options)
     train(model, optimizer, range(steps))
@@ -90,29 +90,29 @@ def data_parallel(rank, method, base, steps, options):
     return flat(model), optimizer.info.losses
 
 
-def data_parallel_with_everything(rank, method, steps):
-    """BatchNorm, dropout, tied, frozen, unused parameters."""
+def data_parallel_net(rank, method, steps):
+    """Train a model with BatchNorm, dropout, tied, frozen and unused parameters."""
     torch.manual_seed(1)
     net = Net().double()
     del net.empty  # DDP cannot take an empty parameter
     net.register_buffer("empty", torch.zeros(1, dtype=torch.float64))
     model = DistributedDataParallel(net, find_unused_parameters=True)
-    torch.manual_seed(rank)  # masks differ
+    torch.manual_seed(rank)  # dropout masks differ
     optimizer = BY_NAME[method](sgd(model.parameters()), model=model)
     train(model, optimizer, range(steps), rank, dist.get_world_size())
     return flat(net)
 
 
-def without_the_model(rank, method, steps):
-    """A user who did not say model=: all processes are taken for data ranks."""
+def data_parallel_without_model(rank, method, steps):
+    """Train without model=: all processes count as data ranks."""
     model = DistributedDataParallel(mlp())
     optimizer = BY_NAME[method](sgd(model.parameters()))
     train(model, optimizer, range(steps), rank, dist.get_world_size())
     return flat(model)
 
 
-def gradients_of_their_own(rank, kind, clip):
-    """The error of a first step in which nobody averages gradients, or a hook does, and whether it left a trace."""
+def gradients_not_averaged(rank, kind, clip):
+    """Return the error of a first step whose gradients DDP does not average, and whether nothing was changed."""
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)).double()
     wrapped = DistributedDataParallel(model) if kind == "inside" else model
@@ -123,13 +123,13 @@ def gradients_of_their_own(rank, kind, clip):
         base.register_step_pre_hook(lambda *_: clip_gradients(model))
     optimizer = tiltsam.SAM(base, model=wrapped, parallel=None if kind == "alone" else tiltsam.Parallel())
     before = {k: v.clone() for k, v in model.state_dict().items()}
-    error = refusal(lambda: train(model, optimizer, range(2), rank, dist.get_world_size()))
+    error = error_of(lambda: train(model, optimizer, range(2), rank, dist.get_world_size()))
     same = all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     return error, same and optimizer.param_groups[0]["steps_taken"] == 0
 
 
 def clip_gradients(model):
-    nn.utils.clip_grad_norm_(model.parameters(), 0.01)  # what it returns a hook must not
+    nn.utils.clip_grad_norm_(model.parameters(), 0.01)  # a hook must not return its result
 
 
 def average_gradients(model):
@@ -147,8 +147,8 @@ def local_ascent(rank, steps):
     return flat(model)
 
 
-def what_ddp_cannot(rank, options, joined, parallel):
-    """The error of a step under DDP with such options, or inside ``join``."""
+def unsupported_ddp(rank, options, joined, parallel):
+    """Return the error of a step with these options of DDP, or inside ``join``."""
     model = DistributedDataParallel(mlp(), **options)
     optimizer = tiltsam.SAM(sgd(model.parameters()), model=model, parallel=parallel)
 
@@ -156,11 +156,11 @@ def what_ddp_cannot(rank, options, joined, parallel):
         with model.join(enable=joined):
             train(model, optimizer, range(2), rank, dist.get_world_size())
 
-    return refusal(steps)
+    return error_of(steps)
 
 
 def local_ascent_by_hand(steps, parts):
-    """m-SAM: the mean of the gradients at each part's own ascent."""
+    """Train with m-SAM: the mean of the gradients, each after the ascent of its own part."""
     model = mlp()
     params = list(model.parameters())
     for step in range(steps):
@@ -200,7 +200,7 @@ def sharded(rank, method, base, steps, options):
 
 
 def split_samples(rank, method, steps, options):
-    """The same batch and the same dropout masks on every rank."""
+    """Train with the samples divided among ranks: the same batch and dropout masks on every rank."""
     torch.manual_seed(1)
     model = Net().double()
     torch.manual_seed(2)
@@ -211,7 +211,7 @@ def split_samples(rank, method, steps, options):
     return model.state_dict(), {"losses": info.losses, "weights": info.weights, "size": info.effective_sample_size}
 
 
-def samples_of_one(method, steps, options):
+def unsplit_samples(method, steps, options):
     torch.manual_seed(1)
     model = Net().double()
     torch.manual_seed(2)
@@ -221,8 +221,8 @@ def samples_of_one(method, steps, options):
     return model.state_dict(), {"losses": info.losses, "weights": info.weights, "size": info.effective_sample_size}
 
 
-def on_a_mesh(rank, kind, steps):
-    """Two by two ranks: data × samples with DDP or FSDP2, or hybrid sharding."""
+def train_on_mesh(rank, kind, steps):
+    """Train on two by two ranks: data × samples with DDP or FSDP2, or hybrid sharding."""
     names = ("data", "samples") if kind != "hybrid" else ("replicate", "shard")
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
     options = {} if kind == "hybrid" else {"parallel": tiltsam.Parallel(samples=mesh["samples"].get_group())}
@@ -240,7 +240,7 @@ def save_sharded(rank, method, folder, steps):
     model = sharded_model(init_device_mesh("cpu", (dist.get_world_size(),)))
     optimizer = BY_NAME[method](adamw(model.parameters()), model=model)
     train(model, optimizer, range(steps), rank, dist.get_world_size())
-    whole = optimizer.base if method == "tsam" else optimizer  # which has a vector of its own
+    whole = optimizer.base if method == "tsam" else optimizer  # the other has a state vector
     state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, whole)}
     dcp.save(state, checkpoint_id=folder)
 
@@ -260,8 +260,8 @@ def load(model, optimizer, folder):
     set_optimizer_state_dict(model, optimizer, state["optimizer"])
 
 
-def die_in_a_step(rank, kind):
-    """Rank 1 dies in a pass of the third step; the others say what became of theirs."""
+def exit_in_step(rank, kind):
+    """Let rank 1 exit in a pass of the third step; return what the others see."""
     model = mlp()
     options = {}
     if kind == "ddp":
@@ -290,8 +290,8 @@ def die_in_a_step(rank, kind):
     return None
 
 
-def raise_after_a_forward(rank):
-    """Out of memory between forward and backward, at perturbed weights that FSDP has just gathered."""
+def raise_after_forward(rank):
+    """Run out of memory between forward and backward, at perturbed weights that FSDP has just gathered."""
     model = fully_shard(mlp(), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     optimizer = tiltsam.SAM(sgd(model.parameters()), rho=5.0, model=model)
     x, y = batch(0)
@@ -314,14 +314,14 @@ def raise_after_a_forward(rank):
         return passes, loss().item()
 
 
-def averaged(rank, steps):
-    """Averaged weights of a model whose root FSDP leaves gathered after a forward pass alone: outputs, each step's."""
+def averaged_outputs(rank, steps):
+    """Return outputs with averaged weights, of a model whose root FSDP leaves gathered after a forward pass."""
     model = fully_shard(mlp(), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    return outputs_along(model, tiltsam.SAM(sgd(model.parameters()), model=model), steps)
+    return outputs_by_step(model, tiltsam.SAM(sgd(model.parameters()), model=model), steps)
 
 
-def outputs_along(model, optimizer, steps):
-    """At each step what a model says with its own weights, with averaged ones, and with its own again."""
+def outputs_by_step(model, optimizer, steps):
+    """Return the outputs at each step with the weights, the averaged weights, and the weights again."""
     x, _ = batch(0)
     with torch.no_grad():
         model(x)
@@ -339,8 +339,8 @@ def outputs_along(model, optimizer, steps):
     return torch.stack(found)
 
 
-def other_parameters_on_other_ranks(rank, steps):
-    """Samples that take different ways through a model, as in a mixture of experts."""
+def experts_by_rank(rank, steps):
+    """Train samples that use different parameters, as in a mixture of experts."""
     torch.manual_seed(1)
     experts = nn.ModuleList(nn.Linear(6, 3) for _ in range(2)).double()
     parallel = tiltsam.Parallel(samples=dist.group.WORLD)
@@ -358,8 +358,8 @@ def other_parameters_on_other_ranks(rank, steps):
     return flat(experts), (flat(experts) != start).all().item()
 
 
-def samples_without_the_model(rank):
-    """What is warned of, and where."""
+def split_samples_without_model(rank):
+    """Return the warnings, and whether each points at this file."""
     model = mlp()
     optimizer = tiltsam.TSAM(sgd(model.parameters()), parallel=tiltsam.Parallel(samples=dist.group.WORLD))
     with warnings.catch_warnings(record=True) as found:
@@ -367,28 +367,29 @@ def samples_without_the_model(rank):
     return [(str(warning.message), warning.filename == __file__) for warning in found]
 
 
-def samples_of_different_models(rank):
-    """Nobody has seeded the ranks alike, and no DDP hands out the weights of the first."""
+def split_samples_of_different_models(rank):
+    """Return the error of ranks whose weights differ."""
     model = mlp()
     with torch.no_grad():
         model[0].bias[-1] += rank
     optimizer = tiltsam.TSAM(
         sgd(model.parameters()), num_samples=2, model=model, parallel=tiltsam.Parallel(samples=dist.group.WORLD)
     )
-    return refusal(lambda: train(model, optimizer, range(1)))
+    return error_of(lambda: train(model, optimizer, range(1)))
 
 
-def samples_among_data_ranks(rank, kind):
-    """Ranks that share samples, which need the same batch, although their gradients are averaged over other batches."""
-    parallel = tiltsam.Parallel(samples=dist.group.WORLD, data=dist.group.WORLD if kind == "said" else None)
-    model = {"ddp": DistributedDataParallel, "fsdp": fully_shard, "said": lambda model: model}[kind](mlp())
+def split_samples_among_data_ranks(rank, kind):
+    """Return the error of ranks that share samples and also average gradients over different batches."""
+    parallel = tiltsam.Parallel(samples=dist.group.WORLD, data=dist.group.WORLD if kind == "data" else None)
+    model = {"ddp": DistributedDataParallel, "fsdp": fully_shard, "data": lambda model: model}[kind](mlp())
     optimizer = tiltsam.TSAM(sgd(model.parameters()), num_samples=4, model=model, parallel=parallel)
-    return refusal(lambda: train(model, optimizer, range(1)))
+    return error_of(lambda: train(model, optimizer, range(1)))
 
 
-def samples_without_a_word_about_the_data(rank):
+def split_samples_without_data_group(rank):
+    """Return the error of four ranks of which two share samples, without a group that sees other batches."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "samples"))
     model = mlp()
     parallel = tiltsam.Parallel(samples=mesh["samples"].get_group())
     optimizer = tiltsam.TSAM(sgd(model.parameters()), num_samples=3, model=model, parallel=parallel)
-    return refusal(lambda: train(model, optimizer, range(1)))
+    return error_of(lambda: train(model, optimizer, range(1)))

@@ -1,4 +1,4 @@
-"""Processes that take steps together: started once, they run one job after another."""
+"""Processes that run one job after another, connected by torch.distributed."""
 
 import os
 import tempfile
@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-PATIENCE = 300  # seconds that ranks wait for each other; slow machines share their cores
+TIMEOUT = 300  # seconds that ranks wait for each other
 
 
 class Ranks:
-    """A world of processes on this machine, connected by gloo.
+    """Processes on this machine, connected by gloo.
 
-    Calling it runs a function (of a module, so that it can be pickled) on every rank and returns what each returned.
+    Calling it runs a picklable function on every rank and returns the results.
     """
 
     def __init__(self, size):
@@ -37,9 +37,9 @@ class Ranks:
             pipe.send((function, args))
 
     def receive(self, rank):
-        """What that rank's job returned; an error in it is raised here."""
-        if not self.pipes[rank].poll(2 * PATIENCE):
-            raise TimeoutError(f"rank {rank} gave no answer in {2 * PATIENCE} s")
+        """Return the result of a rank's job, or raise its error."""
+        if not self.pipes[rank].poll(2 * TIMEOUT):
+            raise TimeoutError(f"rank {rank} did not answer in {2 * TIMEOUT} s")
         result, error = self.pipes[rank].recv()
         if error is not None:
             raise RuntimeError(error)
@@ -61,7 +61,7 @@ def _serve(rank, size, store, pipe):
 
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=PATIENCE)
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=TIMEOUT)
     )
     while True:
         try:

@@ -28,6 +28,7 @@ __all__ = [
     "is_state_initialization",
     "warn_missing_model",
     "warn_missing_scaler",
+    "warn_split_samples_without_model",
 ]
 
 _T = TypeVar("_T")
@@ -165,6 +166,14 @@ def warn_missing_model(params: Sequence[Tensor]) -> None:
             f"{type(layers[0]).__name__} updates its running statistics at every pass of a step, also at perturbed "
             "weights: pass model=, or buffers_once=False if that is intended"
         )
+
+
+def warn_split_samples_without_model() -> None:
+    """Warn that ranks which share samples cannot agree on buffers and random states without the model."""
+    warn(
+        "samples are divided among ranks without model=: BatchNorm statistics and the random state after a step may "
+        "differ between ranks; pass model="
+    )
 
 
 def warn_missing_scaler(loss: Tensor, gradient_norms: Tensor) -> None:

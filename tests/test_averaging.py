@@ -20,7 +20,7 @@ from tiltsam.lab.loading import load_data, load_model
 from tiltsam.lab.record import Record
 from tiltsam.lab.scoring import reestimate_batchnorm, score
 from tiltsam.lab.train import train
-from tiltsam.space import snapshot
+from tiltsam.space import model_state
 
 
 def walk(model, steps, seed=0):
@@ -334,7 +334,7 @@ def test_applied_can_be_interrupted_at_every_bytecode():
         with average.applied():
             model(torch.randn(8, 3))
 
-    for place in interrupted_everywhere(use, (averaging.__file__, snapshot.__file__, *CONTEXTS)):
+    for place in interrupted_everywhere(use, (averaging.__file__, model_state.__file__, *CONTEXTS)):
         if average._applied:  # the with statement was interrupted before it reached the generator
             gc.collect()
         assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items()), place

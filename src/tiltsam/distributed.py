@@ -217,11 +217,11 @@ class Ranks:
                 "number of batches (drop_last=True)"
             )
 
-    def annotate(self, error: BaseException, step: int) -> None:
+    def annotate(self, error: BaseException) -> None:
         """Add the rank to an error of a step; the cause may be a failure on another rank."""
-        if not self.alone and isinstance(error, RuntimeError):
+        if isinstance(error, RuntimeError):
             error.add_note(
-                f"tiltsam: step {step} failed on rank {dist.get_rank()} of {dist.get_world_size()}. If the error "
+                f"tiltsam: the step failed on rank {dist.get_rank()} of {dist.get_world_size()}. If the error "
                 "mentions connections, peers or a timeout, another rank failed or hangs: look at its output first. "
                 "Unless the base optimizer had begun its update, the weights on this rank are those from before the "
                 "step. Restart all ranks from the last checkpoint."

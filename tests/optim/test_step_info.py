@@ -5,7 +5,8 @@ import torch
 
 import tiltsam
 from helpers.cases import Problem, sgd, train
-from tiltsam.optim.step_info import NonfiniteCounter, StepInfo
+from tiltsam.optim.sharpness_aware import _MAX_PENDING
+from tiltsam.optim.step_info import StepInfo
 
 TABLE = torch.tensor([[1.0, 3.0], [0.25, 0.75], [0.5, 2.5], [0.1, 0.2], [4.0, 5.0], [1.0, 1.0]])
 
@@ -73,15 +74,19 @@ def test_info_before_the_first_step():
         _ = optimizer.info
 
 
-def test_nonfinite_counter_collapses():
-    """It holds a bounded number of tensors, however many steps pass before it is asked."""
-    counter = NonfiniteCounter()
-    for _ in range(300):
-        counter.add([torch.tensor(True), torch.tensor(False)])
-        assert len(counter._pending) < NonfiniteCounter._MAX_PENDING
+def test_nonfinite_samples_are_counted_without_keeping_them_all():
+    problem = Problem()
+    optimizer = tiltsam.SAM(sgd(problem.model.parameters()), model=problem.model)
+
+    def diverging():
+        return problem.closure() * torch.nan
+
+    for _ in range(_MAX_PENDING + 44):
+        optimizer.step(diverging)
+        assert len(optimizer._valid) <= _MAX_PENDING
     with pytest.warns(RuntimeWarning, match=r"^300 samples"):
-        counter.warn()
-    counter.warn()  # nothing new: a warning would be an error
-    counter.add([torch.tensor(0.0)])
+        optimizer.check_nonfinite()
+    optimizer.check_nonfinite()  # nothing new: a warning would be an error
+    optimizer.step(diverging)
     with pytest.warns(RuntimeWarning, match=r"^1 samples .*301"):
-        counter.warn()
+        optimizer.check_nonfinite()

@@ -29,17 +29,11 @@ def test_set_uses_the_gradient_itself():
     space = space_of()
     gradient = [torch.ones(2, dtype=torch.float64), None, torch.ones(2, dtype=torch.float64)]
     addresses = [None if g is None else g.data_ptr() for g in gradient]
-    space.gradient_mean.set(gradient, torch.tensor(True))
+    space.gradient_mean.set(gradient)
     space.gradient_mean.assign()
     assert [None if p.grad is None else p.grad.data_ptr() for p in space.params] == addresses
     assert space.gradient_mean.seen() == [True, False, True]
     assert not space.gradient_mean._buffers  # no memory for a mean
-
-
-def test_set_zeroes_an_invalid_gradient():
-    space = space_of(1)
-    space.gradient_mean.set([torch.full((2,), math.nan, dtype=torch.float64)], torch.tensor(False))
-    assert mean_of(space) == [0.0]
 
 
 def test_add_is_a_running_weighted_mean():
@@ -114,7 +108,7 @@ def test_scale_multiplies_the_mean():
 def test_complex_parameters_get_complex_gradients():
     p = nn.Parameter(torch.tensor([1.0 + 2.0j]))
     space = ParameterSpace([[p]])
-    space.gradient_mean.set([torch.tensor([[3.0, 4.0]])], torch.tensor(True))
+    space.gradient_mean.set([torch.tensor([[3.0, 4.0]])])
     space.gradient_mean.assign()
     assert p.grad.tolist() == [3.0 + 4.0j]
 

@@ -261,8 +261,8 @@ class SharpnessAware(Optimizer):
         except BaseException as error:
             self._stepping = False
             uninterrupted(lambda: self._undo(grad_enabled))
-            if self._space is not None:
-                self._space.ranks.annotate(error, self.setting("steps_taken"))
+            if self._space is not None and not self._space.ranks.alone:
+                self._space.ranks.annotate(error)
             raise
         return info
 

@@ -48,6 +48,7 @@ docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 bench: $(READY)
+	$(BIN)/python benchmarks/bench_overhead.py
 	$(BIN)/python benchmarks/bench_sam.py
 	$(BIN)/python benchmarks/bench_step.py
 	$(BIN)/python benchmarks/bench_report.py

@@ -19,11 +19,15 @@ from tiltsam.lab.provenance import code_digest
 
 
 def best_of(
-    candidates: Mapping[str, Callable[[], object]], repeats: int, device: torch.device, inner: int = 1
+    candidates: Mapping[str, Callable[[], object]],
+    repeats: int,
+    device: torch.device,
+    inner: int = 1,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, float]:
-    """Milliseconds of a step in the fastest of ``repeats`` turns of ``inner`` steps.
+    """Return the milliseconds of a step in the fastest of ``repeats`` turns of ``inner`` steps.
 
-    The candidates take turns, so that drift of the machine hits all alike.
+    The candidates take turns, so drift of the machine affects all alike.
     """
     best = dict.fromkeys(candidates, float("inf"))
     for candidate in candidates.values():
@@ -31,19 +35,21 @@ def best_of(
             candidate()
     for _ in range(repeats):
         for name, candidate in candidates.items():
-            best[name] = min(best[name], _milliseconds(candidate, device, inner))
+            best[name] = min(best[name], _milliseconds(candidate, device, inner, clock))
     return best
 
 
-def _milliseconds(candidate: Callable[[], object], device: torch.device, inner: int) -> float:
+def _milliseconds(
+    candidate: Callable[[], object], device: torch.device, inner: int, clock: Callable[[], float]
+) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    start = time.perf_counter()
+    start = clock()
     for _ in range(inner):
         candidate()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return 1e3 * (time.perf_counter() - start) / inner
+    return 1e3 * (clock() - start) / inner
 
 
 def peak_memory(device: torch.device) -> float:

@@ -26,4 +26,4 @@ for epoch in range(2):
     for x, y in loader:
         with accelerator.accumulate(model):
             step(accelerator, optimizer, loss_fn, x, y, max_grad_norm=1.0)
-    accelerator.print(f"epoch {epoch}: loss {tsam.last.loss:.3f}")
+    accelerator.print(f"epoch {epoch}: loss {tsam.info.loss:.3f}")

@@ -1,9 +1,9 @@
-"""Does looking for flat minima help when a fifth of the labels is wrong? ERM, SAM and TSAM on handwritten digits.
+"""Compare ERM, SAM and TSAM on handwritten digits with 20% wrong labels.
 
     python examples/digits.py
 
-Trains the same small network with each method on scikit-learn's bundled digits, 20% of whose training labels were
-replaced by other ones, and prints test accuracy (on clean labels), seconds and passes. About a minute on two cores.
+Trains the same small network with each method on scikit-learn's digits, with 20% of the training labels replaced by
+wrong ones, and prints test accuracy (on correct labels), seconds and passes. Takes about a minute on two cores.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ NOISE = 0.2  # share of the training labels that are wrong
 EPOCHS = 60  # long enough for plain training to memorise the wrong labels
 BATCH = 64  # the paper's
 LEARNING_RATE = 0.05  # constant, as in the paper; momentum and weight decay are the paper's too
-RHO = 0.5  # under label noise a larger rho pays than the 0.05 of clean data
-METHODS: dict[str, dict[str, Any]] = {  # what is compared; one line each, as in a user's code
+RHO = 0.5  # label noise needs a larger rho than the 0.05 of clean data
+METHODS: dict[str, dict[str, Any]] = {  # what is compared
     "erm": {},
     "sam": {"rho": RHO},
     "tsam": {"rho": RHO, "t": 20.0, "num_samples": 3},
@@ -55,7 +55,7 @@ class Result:
 
 
 def load(seed: int) -> Data:
-    """The digits, a third of them held out, with wrong labels among the rest."""
+    """Load the digits, hold out a third of them, and replace some labels of the rest by wrong ones."""
     digits = load_digits()
     x = torch.tensor(digits.data, dtype=torch.float32) / 16
     y = torch.tensor(digits.target)
@@ -70,7 +70,7 @@ def load(seed: int) -> Data:
 
 
 def train(method: str, data: Data, seed: int, epochs: int, progress: Progress) -> Result:
-    """One run of one method."""
+    """Train one method with one seed."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(64, 256), nn.BatchNorm1d(256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU())
     model.append(nn.Linear(256, 10))
@@ -89,7 +89,7 @@ def train(method: str, data: Data, seed: int, epochs: int, progress: Progress) -
                 return loss
 
             optimizer.step(closure)
-            passes += optimizer.last.num_backwards
+            passes += optimizer.info.num_backwards
         progress.advance(task)
     seconds = time.perf_counter() - start
     progress.remove_task(task)
@@ -108,7 +108,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.epochs < 1 or args.seeds < 1:
         parser.error("--epochs and --seeds must be at least 1")
-    torch.set_num_threads(1)  # the network is so small that threads cost more than they bring
+    torch.set_num_threads(1)  # the network is so small that threads slow it down
     console = Console()
     results: dict[str, list[Result]] = {method: [] for method in METHODS}
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())

@@ -1,4 +1,4 @@
-"""Averaged weights: the average is the one that is promised, and training does not notice it."""
+"""WeightAverage: its weights, that training is not affected, and the lab's use of it."""
 
 import gc
 import math
@@ -13,13 +13,14 @@ from torch.overrides import TorchFunctionMode
 
 import tiltsam
 from helpers.interrupting import CONTEXTS, interrupted_everywhere
-from tiltsam import averaging, buffers
+from tiltsam import averaging
 from tiltsam.lab.batches import Batches
 from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.loading import load_data, load_model
 from tiltsam.lab.record import Record
 from tiltsam.lab.scoring import reestimate_batchnorm, score
 from tiltsam.lab.train import train
+from tiltsam.space import snapshot
 
 
 def walk(model, steps, seed=0):
@@ -33,7 +34,7 @@ def walk(model, steps, seed=0):
 
 
 @pytest.mark.parametrize("power", [0, 1, 8, 2.5])
-def test_updates_count_as_their_number_to_the_power(power):
+def test_weight_of_an_update_is_its_number_to_the_power(power):
     model = nn.Linear(3, 2, dtype=torch.float64)
     average = tiltsam.WeightAverage(model, power)
     seen = []
@@ -48,7 +49,7 @@ def test_updates_count_as_their_number_to_the_power(power):
             torch.testing.assert_close(p.detach(), wanted)
 
 
-def test_eight_is_about_the_last_tenth():
+def test_power_8_averages_the_last_tenth():
     model = nn.Linear(1, 1, bias=False, dtype=torch.float64)
     average = tiltsam.WeightAverage(model)
     for step in range(1, 1001):
@@ -58,30 +59,29 @@ def test_eight_is_about_the_last_tenth():
         assert model.weight.item() == pytest.approx(900, rel=1e-2)
 
 
-def test_an_update_with_the_averaged_weights_in_the_model_is_refused():
-    """A loop that was indented once too often: its steps would be undone, and the average be one of itself."""
+def test_update_inside_applied_is_refused():
     model = nn.Linear(3, 2)
     average = tiltsam.WeightAverage(model)
     for _ in walk(model, 2):
         average.update()
-    with pytest.raises(RuntimeError, match="after a step, outside of applied"), average.applied(), average.applied():
+    with pytest.raises(RuntimeError, match=r"applied\(\)"), average.applied(), average.applied():
         average.update()
     assert average.count == 2
     average.update()
     assert average.count == 3
 
 
-def test_parameters_are_no_model():
-    with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, got generator"):
+def test_model_must_be_a_module():
+    with pytest.raises(TypeError, match=r"model .*generator"):
         tiltsam.WeightAverage(nn.Linear(3, 2).parameters())
 
 
-def test_a_model_without_parameters_is_told_so_at_once():
-    with pytest.raises(ValueError, match="BatchNorm1d has no parameters to average"):
+def test_model_without_parameters_is_refused():
+    with pytest.raises(ValueError, match="BatchNorm1d"):
         tiltsam.WeightAverage(nn.BatchNorm1d(3, affine=False))
 
 
-def test_weights_and_buffers_come_back_whatever_is_raised():
+def test_applied_restores_weights_and_buffers_after_an_error():
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
     average = tiltsam.WeightAverage(model)
     for _ in walk(model, 3):
@@ -102,7 +102,7 @@ def test_weights_and_buffers_come_back_whatever_is_raised():
 
 
 @pytest.mark.parametrize("name", ["0.bias", "1.running_var"])
-def test_a_second_ctrl_c_is_held_until_weights_and_buffers_are_back(name):
+def test_interrupt_while_applied_restores_waits(name):
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
     average = tiltsam.WeightAverage(model)
     for _ in walk(model, 3):
@@ -111,7 +111,7 @@ def test_a_second_ctrl_c_is_held_until_weights_and_buffers_are_back(name):
     place, pressed = model.state_dict()[name].data_ptr(), []
 
     class CtrlC(TorchFunctionMode):
-        """Pressed before anything is copied to that place."""
+        """Interrupts before anything is copied to that place."""
 
         def __torch_function__(self, func, types, args=(), kwargs=None):
             written = args[0] if func is torch._foreach_copy_ else args[:1]
@@ -129,21 +129,21 @@ def test_a_second_ctrl_c_is_held_until_weights_and_buffers_are_back(name):
         use()
     assert pressed
     assert all(torch.equal(x, before[key]) for key, x in model.state_dict().items())
-    average.update()  # training may go on
+    average.update()
 
 
-def test_a_model_that_was_tested_in_inference_mode_can_be_trained():
+def test_applied_in_inference_mode_leaves_a_trainable_model():
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
     average = tiltsam.WeightAverage(model)
     for _ in walk(model, 2):
         average.update()
-    with torch.inference_mode(), average.applied():  # as trainers do
+    with torch.inference_mode(), average.applied():
         torch.optim.swa_utils.update_bn([torch.randn(8, 3)], model)
     model(torch.randn(8, 3)).square().sum().backward()
     assert not any(x.is_inference() for x in (*model.parameters(), *model.buffers()))
 
 
-def test_half_precision_goes_on_moving():
+def test_half_precision_weights_are_averaged_in_float32():
     model = nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
     average = tiltsam.WeightAverage(model, power=0)
     for step in range(4000):
@@ -164,7 +164,7 @@ def test_tied_weights_stay_tied():
         assert torch.equal(model["one"].weight, model["two"].weight)
 
 
-def test_a_checkpoint_goes_on():
+def test_state_dict_resumes():
     one, two = nn.Linear(3, 2), nn.Linear(3, 2)
     unbroken, broken = tiltsam.WeightAverage(one), tiltsam.WeightAverage(one)
     for k, _ in enumerate(walk(one, 6)):
@@ -179,16 +179,15 @@ def test_a_checkpoint_goes_on():
         broken.update()
     with unbroken.applied(), broken.applied():
         assert torch.equal(one.weight, two.weight)
-    with pytest.raises(ValueError, match="another model"):
+    with pytest.raises(ValueError, match="shapes"):
         tiltsam.WeightAverage(nn.Linear(3, 3)).load_state_dict(broken.state_dict())
 
 
-def test_a_checkpoint_of_another_power_is_refused():
-    """Its updates were weighed by another law than those to come."""
+def test_state_dict_of_another_power_is_refused():
     model = nn.Linear(3, 2)
     state = tiltsam.WeightAverage(model, power=8).state_dict()
     average = tiltsam.WeightAverage(model, power=0)
-    with pytest.raises(ValueError, match=r"power 8\.0, not 0\.0"):
+    with pytest.raises(ValueError, match=r"power .*0\.0.*8\.0"):
         average.load_state_dict(state)
     assert average.count == 0
 
@@ -206,26 +205,26 @@ def grown(model):
 
 
 @pytest.mark.parametrize("change", [assigned, parametrized, grown])
-def test_a_model_that_has_got_other_parameters_is_not_tested_without_them(change):
+def test_applied_refuses_replaced_parameters(change):
     model = nn.Sequential(nn.Linear(2, 2))
     average = tiltsam.WeightAverage(model)
     change(model)
     average.update()
-    with pytest.raises(RuntimeError, match="other parameters"), average.applied():
+    with pytest.raises(RuntimeError, match="parameters have been replaced"), average.applied():
         pass
 
 
-def test_before_any_update_the_weights_are_the_models_own():
+def test_applied_before_any_update():
     model = nn.Linear(1, 1)
     average = tiltsam.WeightAverage(model)
-    nn.init.constant_(model.weight, 5.0)  # pretrained ones, say
+    nn.init.constant_(model.weight, 5.0)
     with average.applied():
         assert model.weight.item() == 5.0
 
 
-def test_the_first_update_leaves_nothing_of_what_was_there_before():
+def test_first_update_forgets_the_initial_weights():
     model = nn.utils.skip_init(nn.Linear, 1, 1)
-    nn.init.constant_(model.weight, math.nan)  # as memory that nobody has written may hold
+    nn.init.constant_(model.weight, math.nan)
     average = tiltsam.WeightAverage(model)
     for value in (5.0, 5.0):
         nn.init.constant_(model.weight, value)
@@ -234,10 +233,10 @@ def test_the_first_update_leaves_nothing_of_what_was_there_before():
         assert model.weight.item() == 5.0
 
 
-def test_wrong_powers_are_refused():
-    for power in (-1, math.inf, "8"):
-        with pytest.raises(ValueError, match="power must be a finite number >= 0"):
-            tiltsam.WeightAverage(nn.Linear(1, 1), power)
+@pytest.mark.parametrize("power", [-1, math.inf, "8"])
+def test_bad_power_is_refused(power):
+    with pytest.raises(ValueError, match=f"power .*{power}"):
+        tiltsam.WeightAverage(nn.Linear(1, 1), power)
 
 
 # ---------------------------------------------------------------- in the lab
@@ -245,7 +244,7 @@ def test_wrong_powers_are_refused():
 CONFIG = TrainConfig("digits", "sam", epochs=4, batch_size=128, average=True)
 
 
-def test_the_average_is_what_is_tested_and_kept_and_training_does_not_notice(tmp_path):
+def test_lab_tests_and_saves_the_average(tmp_path):
     plain, averaged = Record(tmp_path / "plain"), Record(tmp_path / "averaged")
     train(replace(CONFIG, average=False), plain)
     result = train(CONFIG, averaged)
@@ -259,7 +258,7 @@ def test_the_average_is_what_is_tested_and_kept_and_training_does_not_notice(tmp
     assert found["accuracy"] == pytest.approx(result["score"])
 
 
-def test_a_run_that_pauses_has_the_average_of_one_that_does_not(tmp_path):
+def test_lab_resumes_the_average(tmp_path):
     unbroken, broken = Record(tmp_path / "unbroken"), Record(tmp_path / "broken")
     train(CONFIG, unbroken)
     train(CONFIG, broken, until=0.5)
@@ -268,7 +267,7 @@ def test_a_run_that_pauses_has_the_average_of_one_that_does_not(tmp_path):
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 
-def test_runs_without_an_average_keep_the_names_they_had_before_there_was_one():
+def test_lab_key_without_average():
     assert replace(CONFIG, average=False).key() == "sam-9e023f3afe" != CONFIG.key()
 
 
@@ -280,7 +279,7 @@ def with_batchnorm(folder):
     )
 
 
-def test_the_model_of_a_run_that_pauses_is_the_one_that_was_tested(tmp_path):
+def test_lab_saves_the_tested_model_of_a_paused_run(tmp_path):
     config, record = with_batchnorm(tmp_path), Record(tmp_path / "run")
     row = train(config, record, until=0.5)
     data = load_data(config)
@@ -290,7 +289,7 @@ def test_the_model_of_a_run_that_pauses_is_the_one_that_was_tested(tmp_path):
     train(config, record)
 
 
-def test_statistics_are_those_of_the_averaged_weights(tmp_path):
+def test_lab_batchnorm_statistics_are_those_of_the_average(tmp_path):
     config, record = with_batchnorm(tmp_path), Record(tmp_path / "run")
     train(config, record)
     data = load_data(config)
@@ -305,7 +304,7 @@ def test_statistics_are_those_of_the_averaged_weights(tmp_path):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_steps_of_a_graph_are_averaged_like_others():
+def test_average_of_captured_steps():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3)).cuda()
     x, y = torch.randn(32, 8, device="cuda"), torch.randint(3, (32,), device="cuda")
@@ -320,7 +319,7 @@ def test_steps_of_a_graph_are_averaged_like_others():
     with average.applied():
         torch.testing.assert_close(model[0].weight.detach(), torch.stack(seen).mean(0))
     assert torch.equal(model[0].weight, seen[-1])
-    step(x, y)  # the graph goes on from the weights themselves
+    step(x, y)
     average.update()
 
 
@@ -335,7 +334,7 @@ def test_applied_can_be_interrupted_at_every_bytecode():
         with average.applied():
             model(torch.randn(8, 3))
 
-    for place in interrupted_everywhere(use, (averaging.__file__, buffers.__file__, *CONTEXTS)):
+    for place in interrupted_everywhere(use, (averaging.__file__, snapshot.__file__, *CONTEXTS)):
         if average._applied:  # the with statement was interrupted before it reached the generator
             gc.collect()
         assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items()), place

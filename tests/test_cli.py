@@ -10,6 +10,7 @@ import torch
 
 import tiltsam
 from tiltsam.cli import main
+from tiltsam.lab.config import NOTHING_TO_WEIGH
 from tiltsam.lab.provenance import code_digest
 
 
@@ -180,20 +181,16 @@ def test_a_setting_that_the_method_does_not_have_is_told(tmp_path, capsys):
     assert not capsys.readouterr().err
 
 
-def test_a_tilt_of_one_sample_is_told(tmp_path, capsys):
+def test_tilt_of_one_sample_is_reported(tmp_path, capsys):
     small = ["digits", "--epochs", "0.1", "--out", str(tmp_path)]
-    tsam = ["train", *small, "--method", "tsam"]
-    told = "tsam has one sample and nothing to weigh, so that t does nothing: --num-samples 3, say\n"
-    assert main([*tsam, "--t", "5"]) == 0
-    assert capsys.readouterr().err == f"tiltsam train: {told}"
-    for fine in ([], ["--t", "0"], ["--t", "5", "--num-samples", "2"], ["--t", "5", "--sampler", "hmc"]):
+    tsam, one = ["train", *small, "--method", "tsam"], ["--num-samples", "1"]
+    assert main([*tsam, *one, "--t", "5"]) == 0
+    assert capsys.readouterr().err == f"tiltsam train: tsam has {NOTHING_TO_WEIGH}\n"
+    for fine in (one, [*one, "--t", "0"], ["--t", "5"], [*one, "--t", "5", "--sampler", "hmc"]):
         assert main([*tsam, *fine]) == 0
         assert not capsys.readouterr().err
-    assert main(["compare", *small, "--methods", "erm", "tsam", "--seeds", "1", "--t", "5"]) == 0
-    assert f"tiltsam compare: {told}" in capsys.readouterr().err
-    entries = ["tsam:num_samples=2", "tsam:average=true"]
+    entries = ["erm", "tsam:num_samples=1", "tsam:average=true"]
     assert main(["compare", *small, "--methods", *entries, "--seeds", "1", "--t", "5"]) == 0
-    told = told.replace("tsam", entries[1])
     assert [line for line in capsys.readouterr().err.splitlines() if "weigh" in line] == [
-        f"tiltsam compare: {told}".strip()
+        f"tiltsam compare: tsam:num_samples=1 has {NOTHING_TO_WEIGH}"
     ]

@@ -1,7 +1,8 @@
 """The rule by which the studies of evidence choose and compare."""
 
+import dataclasses
+import gzip
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
@@ -9,8 +10,6 @@ from unittest.mock import Mock
 import pytest
 import torch
 from safetensors.torch import load_file
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 from evidence.__main__ import cross, flat, measure_rates, show, weights, work
 from evidence.archive import collect, restore
@@ -26,10 +25,11 @@ from evidence.tables import (
     variant_table,
 )
 from evidence.trials import around
-from tiltsam.lab.config import TrainConfig
+from tiltsam.lab.config import _SAYS_NOTHING, TrainConfig, methods
 from tiltsam.lab.record import Record
 from tiltsam.lab.train import TrainError, train
 
+RECORDS = Path(__file__).parents[1] / "benchmarks" / "records"
 RATES = {"erm": 1.0, "sam": 2.0}
 STUDY = Study(
     name="small",
@@ -424,6 +424,35 @@ def test_variants_change_one_setting_at_a_time(tmp_path):
     assert float(table[4][3]) < 2.9
     draw_variants(study, tmp_path, tmp_path / "variants.png")
     assert (tmp_path / "variants.png").stat().st_size > 10_000
+
+
+def test_committed_records_keep_their_names():
+    """Defaults may change: a run is named by all its settings, and its config holds them all."""
+    fields = {field.name for field in dataclasses.fields(TrainConfig)} - _SAYS_NOTHING.keys()
+    seen = 0
+    for path in sorted(RECORDS.rglob("*.jsonl.gz")):
+        with gzip.open(path, "rt") as lines:
+            for run in map(json.loads, lines):
+                if run["config"]["method"] not in methods():  # of the script beside it
+                    continue
+                assert fields <= run["config"].keys()
+                config = TrainConfig(**run["config"])
+                assert config.num_samples == run["config"]["num_samples"]
+                if len(place := Path(run["place"]).parts) == 3 and path.parent.name != "2026-11-15_noisy_first":
+                    assert place[1] == config.key()  # its networks started from other weights
+                    seen += 1
+    assert seen > 2000
+
+
+def test_committed_records_print_their_tables(tmp_path):
+    record, study = RECORDS / "2026-11-15_digits", STUDIES["digits-cheaper"]
+    restore(record / "runs.jsonl.gz", tmp_path)
+    rates = json.loads((record / "rates.json").read_text())["digits"]["a_step"]
+    assert study.left(tmp_path, rates) == []
+    lines = (record / "tables.md").read_text().splitlines()
+    printed = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+    for row in (*trial_table(study, tmp_path, rates), *final_table(study, tmp_path, rates)):
+        assert [cell.strip() for cell in row] in printed
 
 
 @pytest.mark.parametrize("study", [s for s in STUDIES.values() if isinstance(s, Study)], ids=lambda s: s.name)

@@ -8,7 +8,6 @@ from dataclasses import fields
 
 import numpy as np
 import pytest
-from tiltsam.flatness.comparison import Plan
 
 from tiltsam.cli import main
 from tiltsam.lab import flat as lab_flat
@@ -16,12 +15,13 @@ from tiltsam.lab.compare import compare, format_rows
 from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.errors import DataError
 from tiltsam.lab.flat import find_runs, measure_runs, save_flatness
+from tiltsam.lab.flatness import FlatnessPlan
 from tiltsam.lab.loading import load_data
 from tiltsam.lab.record import Record, RecordError
 from tiltsam.lab.report import write_report
 from tiltsam.lab.train import train
 
-QUICK = Plan(
+QUICK = FlatnessPlan(
     std=(0.01,), num_samples=2, num_ascent_steps=1, num_eigenvalues=1, num_trace_samples=2, num_density_probes=0
 )
 WHOLE = ["[]", "5", "null", '"text"', "{}", "[" * 100_000, "", "\x00", '{"a": [1]}']

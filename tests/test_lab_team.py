@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lab_processes import files_named, wait_for
 from helpers.ranks import Ranks
+from lab_processes import files_named, wait_for
 from tiltsam.cli import main
 from tiltsam.lab.config import ConfigError, TrainConfig
 from tiltsam.lab.loading import load_data

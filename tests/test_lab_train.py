@@ -577,8 +577,8 @@ def test_methods_with_settings_of_their_own(tmp_path, capsys):
     configs = [Record(path.parent).config() for path in files_named("config.json", tmp_path)]
     assert len(configs) == 6
     assert {(c.method, c.rho, c.average, c.num_samples, c.t) for c in configs} == {
-        ("sam", 0.2, False, 1, 20.0),
-        ("sam", 0.4, True, 1, 20.0),
+        ("sam", 0.2, False, 3, 20.0),
+        ("sam", 0.4, True, 3, 20.0),
         ("tsam", 0.2, False, 2, 5.0),
     }
 
@@ -876,6 +876,67 @@ def test_a_method_of_ones_own_is_one_of_those_that_can_be_compared(tmp_path, mon
     for entry in ("friendly", "friendly:average=true"):
         assert main(["sweep", "digits", "--methods", "sam", entry, *grid])
         assert "--workers 2 starts new processes, which do not know friendly:" in capsys.readouterr().err
+
+
+class BareSAM(tiltsam.SharpnessAware):
+    """Takes neither a model nor a seed nor processes."""
+
+    def __init__(self, base, *, rho=0.05):
+        super().__init__(base, tiltsam.samplers.Ascent(), {"rho": rho})
+
+
+def test_wrap_passes_only_options_of_the_constructor(monkeypatch):
+    monkeypatch.setitem(tiltsam.METHODS, "bare", BareSAM)
+    config = TrainConfig(method="bare", rho=0.3)
+    model = torch.nn.Linear(2, 1)
+    base = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = config.wrap(base, model=model, seed=7, parallel=None)
+    assert optimizer.model is None
+    assert optimizer.setting("rho") == 0.3
+    with pytest.raises(ConfigError, match="bare has no option parallel"):
+        config.wrap(base, model=model, seed=7, parallel=tiltsam.Parallel())
+
+
+@pytest.mark.parametrize("method", ["pgn", "tsam", "slow"])
+def test_every_takes_plain_steps_between(method, monkeypatch):
+    monkeypatch.setitem(tiltsam.METHODS, "slow", partial(FriendlySAM, lam=0.99))
+    model = torch.nn.Linear(2, 1)
+    config = replace(SMALL, method=method, every=3)
+    optimizer = config.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
+
+    def closure():
+        loss = model(torch.ones(4, 2)).square().mean()
+        loss.backward()
+        return loss
+
+    passes = []
+    for _ in range(7):
+        optimizer.step(closure)
+        passes.append(optimizer.info.num_backwards)
+    full = 4 if method == "tsam" else 2
+    assert passes == [full, 1, 1, full, 1, 1, full]
+
+
+def test_every_needs_a_class(monkeypatch):
+    monkeypatch.setitem(tiltsam.METHODS, "made", lambda base, **options: tiltsam.SAM(base, **options))
+    base = torch.optim.SGD(torch.nn.Linear(2, 1).parameters(), lr=0.1)
+    assert isinstance(TrainConfig(method="made").wrap(base, seed=1), tiltsam.SAM)
+    with pytest.raises(ConfigError, match="every"):
+        TrainConfig(method="made", every=2).wrap(base, seed=1)
+
+
+def test_nonfinite_samples_are_reported_after_the_epoch(tmp_path, monkeypatch):
+    calls, loss = [], Run._loss
+
+    def sometimes_infinite(self, *batch):
+        calls.append(batch)
+        return loss(self, *batch) * (torch.inf if len(calls) == 4 else 1.0)  # the second sample of the first step
+
+    monkeypatch.setattr(Run, "_loss", sometimes_infinite)
+    config = replace(SMALL, method="tsam", epochs=1)
+    with pytest.warns(RuntimeWarning, match=r"^1 samples") as caught:
+        train(config, Record(tmp_path))
+    assert len(caught) == 1
 
 
 def test_keys_ignore_other_methods_settings():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tiltsam
-from tiltsam.lab.config import ConfigError, TrainConfig
+from tiltsam.lab.config import _SAYS_NOTHING, ConfigError, TrainConfig
 from tiltsam.lab.flags import parse_method
 from tiltsam.lab.record import Record
 from tiltsam.lab.train import train
@@ -15,13 +15,13 @@ from tiltsam.lab.train import train
 def watch(monkeypatch, method, name):
     """A list that gets a setting's value at every step."""
     seen = []
-    write = method.write_settings
+    aggregate = method.aggregate
 
-    def written(self, space):
+    def watched(self, step):
         seen.append(self.param_groups[0][name])
-        write(self, space)
+        return aggregate(self, step)
 
-    monkeypatch.setattr(method, "write_settings", written)
+    monkeypatch.setattr(method, "aggregate", watched)
     return seen
 
 
@@ -72,7 +72,13 @@ def test_another_default_radius_makes_another_run():
     assert dataclasses.replace(config, radius=2.0).key() == "tsam-707545efcd"
 
 
-def test_the_lab_has_the_defaults_of_the_library():
+def test_fields_missing_in_old_configs_have_the_default_they_had():
+    """A config.json holds all fields of its version; the fields added later are read as their defaults."""
+    defaults = {field.name: field.default for field in dataclasses.fields(TrainConfig)}
+    assert {name: defaults[name] for name in _SAYS_NOTHING} == _SAYS_NOTHING
+
+
+def test_lab_has_the_defaults_of_the_library():
     weight = torch.nn.Parameter(torch.ones(2))
     (group,) = tiltsam.TSAM(torch.optim.SGD([weight], lr=0.1)).param_groups
     own = ("t", "radius", "num_samples", "delta")

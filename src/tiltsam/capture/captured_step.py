@@ -216,8 +216,7 @@ class CapturedStep:
                     with weights_at(space.params, self._scratch[0].point):
                         record = optimizer.average_samples(replicas[0], step.sampler, step.num_samples)
                 row, sampler = record.pack(), record.sampler_info()
-                mean = replicas[-1].gradient_mean
-                mean.assign()
+                space.gradient_mean.assign()
                 optimizer.base.step()
         finally:
             state.end_step()
@@ -233,7 +232,7 @@ class CapturedStep:
         }
         passes["num_parts"] = len(closures)
         gradient = [p.grad for p in space.params]
-        keep: list[object] = [space, *replicas, *self._scratch, state, record, mean]
+        keep: list[object] = [space, *replicas, *self._scratch, state, record, *space.gradient_mean.tensors]
         return _Graph(graph, row, sampler, passes, static, gradient, random, _state_addresses(optimizer.base), keep)
 
     def _replicas(self, step: Step, state: CapturedModelState, number: int, num_passes: int) -> list[ParameterSpace]:

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from tiltsam.distributed import is_sharded
-from tiltsam.space.gradient_mean import Gradient, GradientMean
+from tiltsam.space.gradient_mean import Gradient
 from tiltsam.space.parameter_space import ParameterSpace
 from tiltsam.space.protocol import Draw, Evaluation, Spread
 from tiltsam.space.step_record import HEADER, StepRecord, Weighting, unpack
@@ -68,7 +68,6 @@ class FusedSpace(ParameterSpace):
         super().__init__(groups, **options)
         self.tables = AddressTables(self.device)
         self._launcher = _Launcher(self._like)
-        self.gradient_mean = _FusedMean(self.params, self, self.ranks)
         self._strides = [x.stride() for x in self._like]
         self._gradient_table: Tensor | None = None  # addresses of the last gradient, if the kernels can take it
 
@@ -76,8 +75,6 @@ class FusedSpace(ParameterSpace):
         """See :class:`ParameterSpace`. The copy has its own scratch memory, so it may run concurrently."""
         other = super().replica(point)
         other._launcher = self._launcher.copy()
-        other.gradient_mean = copy.copy(self.gradient_mean)
-        other.gradient_mean._lists = other
         return other
 
     # ---------------------------------------------------------------- stages
@@ -184,12 +181,31 @@ class FusedSpace(ParameterSpace):
         else:
             self._launcher.launch(kernels.zero_unless, x=table, mask=mask)
 
+    def add_to_mean(self, draw: Draw, share: Tensor, *, single: bool) -> None:
+        """See :class:`ParameterSpace`."""
+        mean, table = self.gradient_mean, self._table_of(draw.gradient)
+        first = mean.is_empty
+        if single or table is None or not (first or mean.is_complete):
+            super().add_to_mean(draw, share, single=single)
+            return
+        memory = [m for m in mean.allocate(draw.gradient, self._like) if m is not None]
+        self._launcher.launch(
+            kernels.mix,
+            mean=self.tables.named("mean", memory),
+            gradient=table,
+            share=share,
+            valid=share if first else draw.valid,  # the first sample has all the weight or none
+            FIRST=first,
+        )
+        mean.mark_complete()
+
     def step_record(self, weighting: Weighting | None, num_samples: int) -> StepRecord:
         """See :class:`ParameterSpace`."""
-        tilt = self.zero if weighting is None else getattr(weighting, "t", None)  # any tilt: one sample has all weight
-        if self.ranks.splits_samples or not isinstance(tilt, Tensor) or not isinstance(weighting, StreamingTilt | None):
-            return super().step_record(weighting, num_samples)
-        return _FusedRecord(tilt, num_samples)
+        if weighting is None and isinstance(self.tables, ReservedTables):
+            return _FusedRecord(self.zero, num_samples)  # any tilt: one sample has all the weight
+        if isinstance(weighting, StreamingTilt) and isinstance(weighting.t, Tensor) and not self.ranks.splits_samples:
+            return _FusedRecord(weighting.t, num_samples)
+        return super().step_record(weighting, num_samples)
 
     def _point_table(self) -> Tensor:
         return self.tables.named("point", self._point)
@@ -247,26 +263,6 @@ class ReservedTables(AddressTables):
         """Write the addresses, which are the same at every replay."""
         for row, addresses in zip(self.memory, self._rows, strict=False):
             row[: len(addresses)].copy_(torch.tensor(addresses, dtype=torch.int64))
-
-
-class _FusedMean(GradientMean):
-    """The mean of gradients, updated by one launch."""
-
-    def add(self, gradient: Gradient, share: Tensor, valid: Tensor, like: Sequence[Tensor]) -> None:
-        """See :class:`GradientMean`."""
-        space: Any = self._lists
-        first = not any(self._seen)
-        table = space._table_of(gradient)
-        if table is None or not (first or all(self._seen)):
-            super().add(gradient, share, valid, like)
-            return
-        self.allocate(gradient, like)
-        mean = space.tables.named("mean", [m for m in self._memory if m is not None])
-        # The first sample has all the weight or none, so its share is also its validity.
-        space._launcher.launch(
-            kernels.mix, mean=mean, gradient=table, share=share, valid=share if first else valid, FIRST=first
-        )
-        self._seen[:] = [True] * len(self._params)
 
 
 class _FusedRecord(StepRecord):

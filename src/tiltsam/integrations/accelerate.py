@@ -1,8 +1,8 @@
 """Accelerate: one step on a batch, with any configuration.
 
-``accelerator.prepare`` accepts a method of tiltsam like any optimizer, but what it returns does not know that a step runs
-the model several times: it passes a closure to the scaler, and steps on the last of several accumulated batches only.
-:func:`step` handles both.
+``accelerator.prepare`` accepts a method of tiltsam like any optimizer, but what it returns does not know that a step
+runs the model several times: it passes a closure to the scaler, and steps on the last of several accumulated batches
+only. :func:`step` handles both.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def step(
         The aggregate loss, detached; ``None`` while gradients accumulate.
 
     Raises:
-        TypeError: If the optimizer is not one of tiltsam, or wraps a base that was prepared by itself; if ``loss_fn`` is
-            not callable, or does not return a loss.
+        TypeError: If the optimizer is not one of tiltsam, or wraps a base that was prepared by itself; if ``loss_fn``
+            is not callable, or does not return a loss.
         ValueError: If the accelerator shards or steps in a way that does not allow several passes.
 
     Example:

@@ -28,7 +28,9 @@ _BYPASSED = (
 
 
 class SharpnessAwareMixin:
-    """Mixin for a LightningModule whose ``configure_optimizers`` returns a tiltsam optimizer::
+    """Mixin for a LightningModule whose ``configure_optimizers`` returns a tiltsam optimizer.
+
+    ::
 
         class Model(SharpnessAwareMixin, LightningModule):
             def configure_optimizers(self):

@@ -6,10 +6,23 @@ import math
 
 from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.team import Team
+from tiltsam.optim import StepInfo
 
-__all__ = ["Budget"]
+__all__ = ["Budget", "passes_of"]
 
 ROUNDING = 1e-9  # of a budget: thirds of passes add up to a whole number but for less than this
+
+
+def passes_of(info: StepInfo, ascent_fraction: float = 1.0) -> float:
+    """Return the forward+backward passes of a step over the mini-batch; a forward pass alone counts a third.
+
+    Args:
+        info: The step.
+        ascent_fraction: The fraction of the batch that gradients of an ascent were computed on.
+    """
+    forwards_alone = info.num_forwards - info.num_backwards
+    passes = info.num_backwards - (1 - ascent_fraction) * info.num_ascents + forwards_alone / 3
+    return passes / info.num_parts
 
 
 class Budget:

@@ -9,18 +9,20 @@ import json
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from textwrap import shorten
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from torch.optim import Optimizer
 
 import tiltsam
+from tiltsam.samplers import Center, Sampler
 
 __all__ = ["ConfigError", "TrainConfig", "check_types", "methods", "settings_of", "settings_of_others", "tilts_nothing"]
 
-NOTHING_TO_WEIGH = "one sample and nothing to weigh, so that t does nothing: --num-samples 3, say"
+NOTHING_TO_WEIGH = "one sample and nothing to weigh, so t has no effect: pass --num-samples 3"
 
-# The settings of each method, in the order its constructor takes them; ``esam1`` is SAM with TSAM's budget.
+# The settings of each method; ``esam1`` is SAM with TSAM's budget.
 METHOD_SETTINGS: dict[str, tuple[str, ...]] = {
     "erm": (),
     "sam": ("rho", "rho_schedule", "ascent_fraction"),
@@ -117,13 +119,13 @@ class TrainConfig:
     rho_schedule: Literal["constant", "up", "down"] = "constant"
     """Whether rho stays, rises from zero over the budget, or falls to zero."""
     t: float = 20.0
-    """Tilt of tsam; with a single sample there is nothing to weigh."""
+    """Tilt of tsam; has no effect with one sample."""
     t_schedule: Literal["constant", "up", "down"] = "constant"
     """Whether the tilt stays, rises from zero to t over the budget, or falls from t to zero."""
     radius: float | None = None
     """Radius of tsam's random start; by default 0.003 √d."""
-    num_samples: int = 1
-    """Samples s of tsam, and of the budget of esam1."""
+    num_samples: int = 3
+    """Samples s of tsam, and of the budget of esam1; one makes tsam SAM from a random start, at SAM's cost."""
     delta: float | None = None
     """The sampler's part of the tilt; by default t/2."""
     sampler: Literal["ascent", "uniform", "gaussian", "hmc"] = "ascent"
@@ -133,11 +135,11 @@ class TrainConfig:
     ascent_steps: int = 1
     """Ascents a sample of tsam, of rho/N each (the paper's N): s(N+1) passes a step."""
     ascent_fraction: float = 1.0
-    """Share of a batch that the passes see which only point the way up: its first rows."""
+    """Fraction of the batch used for the ascent gradient: its first rows."""
     split: bool = False
-    """Each sample of tsam sees a part of the batch of its own: s samples for two passes (with t 0, radius 0: m-SAM)."""
+    """Give each sample of tsam its own part of the batch: s samples for two passes (with t 0, radius 0: m-SAM)."""
     every: int = 1
-    """Look around at every k-th step only."""
+    """Take a step of the method at each k-th step only, and plain steps (one pass) between."""
     eta: float = 0.01
     """Of asam."""
     alpha: float = 0.5
@@ -207,7 +209,7 @@ class TrainConfig:
             raise ConfigError("ascent_steps above 1 is for the sampler ascent, without share_ascent")
 
     def method_options(self) -> dict[str, Any]:
-        """What the method's constructor gets, beside the base and the model."""
+        """Return the settings that the method's constructor receives."""
         own = {name: getattr(self, name) for name in settings_of(self.method)}
         if self.rho is None:
             own.pop("rho", None)
@@ -215,7 +217,7 @@ class TrainConfig:
             own.pop(name, None)
         if own.pop("ascent_steps", 1) > 1:
             own["sampler"] = tiltsam.samplers.Ascent(num_steps=self.ascent_steps)
-        return own | {"every": self.every}
+        return own
 
     def smallest_share(self) -> float:
         """The smallest share of a batch that a pass sees."""
@@ -227,22 +229,26 @@ class TrainConfig:
         """Whether the samples of a step share the batch out among them."""
         return self.split and "split" in settings_of(self.method)
 
-    def constructor(self) -> Callable[..., tiltsam.SharpnessAware]:
-        """The method's class; ``esam1`` is SAM, longer."""
-        return tiltsam.METHODS["sam" if self.method == "esam1" else self.method]
-
-    def wrap(self, base: Optimizer, **more: Any) -> tiltsam.SharpnessAware:
-        """The method around a base optimizer.
+    def wrap(self, base: Optimizer, **options: Any) -> tiltsam.SharpnessAware:
+        """Return the method around a base optimizer; ``esam1`` is SAM, longer.
 
         Args:
             base: The optimizer.
-            **more: For the method's constructor, beside its settings.
+            **options: ``model``, ``seed`` and ``parallel``; those that the constructor does not have are left out.
 
         Raises:
-            ConfigError: A setting that the method does not take.
+            ConfigError: If a setting is out of bounds, or processes train together and the method has no ``parallel``.
         """
+        method = tiltsam.METHODS["sam" if self.method == "esam1" else self.method]
+        parameters = inspect.signature(method).parameters
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+            if options.get("parallel") and "parallel" not in parameters:
+                raise ConfigError(f"{self.method} has no option parallel: train it in one process")
+            options = {name: value for name, value in options.items() if name in parameters}
+        if self.every > 1:
+            method = _with_plain_steps(method, self.every)
         try:
-            return self.constructor()(base, **self.method_options(), **more)
+            return method(base, **self.method_options(), **options)
         except ValueError as error:
             raise ConfigError(str(error)) from None
 
@@ -261,6 +267,22 @@ class TrainConfig:
             body["falls"] = "after warmup"
         digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()[:10]
         return f"{self.method}-{digest}"
+
+
+def _with_plain_steps(
+    method: Callable[..., tiltsam.SharpnessAware], every: int
+) -> Callable[..., tiltsam.SharpnessAware]:
+    """Return a method that takes plain steps, except at each ``every``-th one."""
+    if isinstance(method, partial):
+        return partial(_with_plain_steps(method.func, every), *method.args, **method.keywords)
+    if not isinstance(method, type) or not issubclass(method, tiltsam.SharpnessAware):
+        raise ConfigError(f"every above 1 needs a method that is a class or a functools.partial of one, got {method!r}")
+    cls: type[tiltsam.SharpnessAware] = method
+
+    def plan(self: tiltsam.SharpnessAware) -> tuple[Sampler, int]:
+        return (Center(), 1) if self.setting("steps_taken") % every else cls.plan(self)
+
+    return type(cls.__name__, (cls,), {"plan": plan})
 
 
 def check_types(settings: Mapping[str, Any]) -> None:

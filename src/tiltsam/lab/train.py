@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import tiltsam
 from tiltsam.lab import download as downloads
 from tiltsam.lab import own
 from tiltsam.lab.batches import Batches
-from tiltsam.lab.budget import Budget
+from tiltsam.lab.budget import Budget, passes_of
 from tiltsam.lab.checkpoints import seconds_between
 from tiltsam.lab.config import ConfigError, TrainConfig, settings_of
 from tiltsam.lab.data import Data, Split
@@ -178,10 +179,9 @@ class Run:
         self.batches.check(self.model, math.ceil(config.smallest_share() * part))
         self.step: Callable[..., Tensor] = tiltsam.capture(
             self.optimizer,
-            self._loss,
+            [partial(self._part_loss, i) for i in range(config.num_samples)] if config.splits() else self._loss,
             (self.data.train.targets,),
-            ascent_fraction=config.ascent_fraction,
-            split=config.splits(),
+            ascent_loss_fn=self._ascent_loss if config.ascent_fraction < 1 else None,
             concurrent=config.concurrent and config.method == "tsam",
         )
 
@@ -240,6 +240,7 @@ class Run:
                 continue
             if looked:
                 self.record.log(**self.progress.row)
+            self.optimizer.check_nonfinite()
             report(self.progress)
             stopped = stop.number is not None and not pause
             if self.progress.done < 1 and (pause or stopped or time.perf_counter() - saved >= checkpoint_seconds):
@@ -286,9 +287,9 @@ class Run:
             set_rates(self.optimizer.param_groups, config, progress.done, self._rho)
             # kept, not added up: a sum would be one more kernel at every step
             losses.append(self.take_step(self.team.part(batch)))
-            last = self.optimizer.last
-            sizes.append(last.effective_sample_size)
-            progress.passes += last.cost(config.ascent_fraction)
+            info = self.optimizer.info
+            sizes.append(info.effective_sample_size)
+            progress.passes += passes_of(info, config.ascent_fraction)
             leash.pull()
         self._cut_off = [], []
         mean = _mean(losses_before + _floats(losses))  # waits for the device, so that the clock below tells the truth
@@ -338,6 +339,17 @@ class Run:
         if self.data.num_classes == 1:
             return nn.functional.mse_loss(outputs.squeeze(1), targets)
         return nn.functional.cross_entropy(outputs, targets, label_smoothing=self.config.label_smoothing)
+
+    def _part_loss(self, sample: int, *batch: Tensor) -> Tensor:
+        """Return the loss on the part of the batch that belongs to a sample."""
+        length, parts = len(batch[-1]), self.config.num_samples
+        rows = slice(length * sample // parts, length * (sample + 1) // parts)
+        return self._loss(*(x[rows] for x in batch))
+
+    def _ascent_loss(self, *batch: Tensor) -> Tensor:
+        """Return the loss on the first rows of the batch, whose gradient only gives the direction of an ascent."""
+        rows = math.ceil(self.config.ascent_fraction * len(batch[-1]))
+        return self._loss(*(x[:rows] for x in batch))
 
     # ---------------------------------------------------------------- evaluation
 

@@ -73,9 +73,9 @@ class SharpnessAware(Optimizer):
 
     It shares ``param_groups`` and ``state`` with ``base``: schedulers, hooks, ``add_param_group`` and checkpoints work
     on either. The settings of a method are entries of the parameter groups, under the names of the constructor's
-    arguments; if the base already uses a name (Adadelta's ``rho``, RMSprop's ``alpha``) ours is ``tilt_<name>``. ``rho``
-    may differ between groups; schedules do not change groups that brought their own. All other settings have one value
-    for the whole step.
+    arguments; if the base already uses a name (Adadelta's ``rho``, RMSprop's ``alpha``) ours is ``tilt_<name>``.
+    ``rho`` may differ between groups; schedules do not change groups that brought their own. All other settings have
+    one value for the whole step.
 
     A step of the wrapper contains a step of the base: torch's global step hooks run for both.
 
@@ -87,8 +87,8 @@ class SharpnessAware(Optimizer):
         base: An *instance* of a torch optimizer.
         sampler: Where to evaluate.
         settings: Settings of the method and their initial values; a callable is a schedule, evaluated at each step.
-        model: Pass it for models with BatchNorm or dropout: buffers are then updated once a step, at its first pass, and
-            all passes of a step use the same dropout masks.
+        model: Pass it for models with BatchNorm or dropout: buffers are then updated once a step, at its first pass,
+            and all passes of a step use the same dropout masks.
         seed: Seed of the noise. All noise derives from (seed, step, sample): a resumed run draws what an uninterrupted
             one would have drawn, and the global random state is never used.
         buffers_once: Whether ``model``'s buffers keep the values of the first pass.
@@ -163,9 +163,9 @@ class SharpnessAware(Optimizer):
             check_minimizes(self.param_groups)
 
     def write_settings(self, space: ParameterSpace) -> None:
-        """Write settings to the device, where samplers read them by ``space.setting(name)``. Overrides call ``super()``.
+        """Write settings to the device, where samplers read them by ``space.setting(name)``.
 
-        All settings that are numbers are written; override it for numbers derived from them.
+        All settings that are numbers are written; override it for numbers derived from them, and call ``super()``.
         """
         for name in self._numbers:
             if not isinstance(value := self.setting(name), bool) and isinstance(value, int | float):
@@ -187,7 +187,7 @@ class SharpnessAware(Optimizer):
 
     def weighting(self, space: ParameterSpace) -> Weighting:
         """Return how the samples of a step are weighted, if there are several; by default equally."""
-        return FixedWeights(torch.ones(self.num_samples, dtype=space.dtype, device=space.device))
+        return FixedWeights(torch.ones(self.plan()[1], dtype=space.dtype, device=space.device))
 
     # ---------------------------------------------------------------- a step
 
@@ -226,7 +226,8 @@ class SharpnessAware(Optimizer):
             return torch.full((), torch.nan)
         closures = check_closures(closure, ascent_closure, name)
         if not isinstance(self.sampler, Center):
-            check_not_lightning(closures[0], name)
+            for one in closures:
+                check_not_lightning(one, name)
         return self._run(closures, ascent_closure, scaler, self._step_base).loss
 
     def _run(
@@ -255,11 +256,18 @@ class SharpnessAware(Optimizer):
             self._stepping = False
         except BaseException:
             self._stepping = False
-            torch.set_grad_enabled(grad_enabled)
-            if self._space is not None:
-                uninterrupted(self._space.roll_back)
+            uninterrupted(lambda: self._undo(grad_enabled))
             raise
         return info
+
+    def _undo(self, grad_enabled: bool) -> None:
+        """Undo a step that raised, and set torch's grad mode; safe to repeat."""
+        try:
+            torch.set_grad_enabled(False)  # the weights are written in place
+            if self._space is not None:
+                self._space.roll_back()
+        finally:
+            torch.set_grad_enabled(grad_enabled)
 
     def begin(
         self,
@@ -444,35 +452,40 @@ class SharpnessAware(Optimizer):
         """Return the space over the parameters that are trainable now; rebuilt only when they change."""
         params = [p for group in self.param_groups for p in group["params"]]
         space = self._space
+        places: list[Any] = []
         if space is not None and space.sharding.mesh is None:
-            places = [(id(p), p.requires_grad, p.dtype, p.data_ptr()) for p in params]
+            places = [[(id(p), p.requires_grad, p.data_ptr()) for p in g["params"]] for g in self.param_groups]
             if places == self._places:
                 return space
-            self._places = places
         key = tuple(
             tuple((id(p), p.requires_grad, p.dtype, p.device, p.shape, p.stride()) for p in group["params"])
             for group in self.param_groups
         )
         if space is not None and key == self._space_key:
+            self._places = places
             return space
         if space is not None:
-            space.roll_back()  # if an earlier restore failed, its backup must not be lost
-        self._space = parameter_space(
+            with torch.no_grad():
+                space.roll_back()  # if an earlier restore failed, its backup must not be lost
+        space = parameter_space(
             [group["params"] for group in self.param_groups],
             model_state=ModelState(self.model, devices=[p.device for p in params], **self._model_options),
             parallel=self.parallel,
             sampler_state=self._sampler_state,
         )
-        self._space_key, self._places, self._written = key, [], ()
         names = self._sampler_state.names
-        if names and self._space.ranks.local_ascent:
+        if names and space.ranks.local_ascent:
             raise ValueError(f"Parallel(ascent='local') would make each rank keep another {', '.join(names)}")
-        self._sampler_state.allocate(self._space.params)
-        warn_low_precision(self._space.params)
-        return self._space
+        self._sampler_state.allocate(space.params)
+        # In this order: if any line above raises, or an interrupt arrives between these, the next step builds it again.
+        self._places, self._written = [], ()
+        self._space = space
+        self._space_key = key
+        warn_low_precision(space.params)
+        return space
 
     def structure(self, step: Step, changeable: frozenset[str] = frozenset()) -> Hashable:
-        """Return a key of a captured step: steps with equal keys may share a graph.
+        """Return a key of a captured step: steps of one space with equal keys may share a graph.
 
         They differ at most in numbers that are read from the device: the method's own, and those of the base named in
         ``changeable``.
@@ -485,7 +498,7 @@ class SharpnessAware(Optimizer):
             if name not in skipped and (value is None or isinstance(value, bool | int | float | str | tuple))
         )
         modes = tuple(m.training for m in self.model.modules()) if self.model is not None else ()
-        return self._space_key, step.sampler, step.num_samples, step.space.scalars.structure(), modes, base
+        return step.sampler, step.num_samples, step.space.scalars.structure(), modes, base
 
     @property
     def info(self) -> StepInfo:

@@ -1,9 +1,9 @@
 """Samplers choose perturbations ε of the weights and evaluate the gradient there.
 
 A sampler is a small frozen object with two methods. ``begin(space)`` runs once a step, ``sample(space, j, shared)``
-once for each of the s samples; it moves ``space.point`` to θ+ε_j, evaluates there and returns a :class:`Draw`. A sampler
-uses the :class:`~tiltsam.space.Space` protocol and nothing else, and draws random numbers only from the generator of
-its sample. ``docs/add-a-method.md`` writes one.
+once for each of the s samples; it moves ``space.point`` to θ+ε_j, evaluates there and returns a :class:`Draw`. A
+sampler uses the :class:`~tiltsam.space.Space` protocol and nothing else, and draws random numbers only from the
+generator of its sample. ``docs/add-a-method.md`` writes one.
 
 ==================  =====================  ==================================================================
 sampler             passes for s samples   draws

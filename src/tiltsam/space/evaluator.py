@@ -78,9 +78,7 @@ class Evaluator:
         self.num_forwards += 1
         self.num_backwards += 1
         self.num_ascents += ascent
-        gradient = dealias([None if p.grad is None else self._gradient_of(p) for p in params])
-        for p in params:
-            p.grad = None
+        gradient = self._take_gradient()
         if all(g is None for g in gradient):
             raise RuntimeError(
                 "the closure left no gradient on any trainable parameter: it must call loss.backward() on a loss of "
@@ -125,15 +123,26 @@ class Evaluator:
             raise ValueError(f"the closure must return one loss, got a tensor of shape {tuple(loss.shape)}")
         return loss.reshape(()).to(device=self._device, dtype=self._dtype)
 
-    def _gradient_of(self, p: Tensor) -> Tensor:
-        grad: Tensor = local_gradient(p) if self._special else p.grad  # type: ignore[assignment]
-        if grad.layout != torch.strided:
-            raise TypeError(f"gradients must be dense, got {grad.layout}: build the embedding with sparse=False")
-        if grad.dtype != p.dtype:
-            raise TypeError(f"a gradient must have the dtype of its parameter, {p.dtype}, got {grad.dtype}")
-        if self._special:
-            grad = grad.resolve_conj()
-        return as_real(grad.resolve_neg())
+    def _take_gradient(self) -> list[Tensor | None]:
+        """Take the gradient off the parameters: real, local to this process, without overlaps in memory."""
+        gradient: list[Tensor | None] = []
+        for p in self.params:
+            grad = p.grad
+            if grad is not None:
+                if self._special:
+                    grad = as_real(local_gradient(p).resolve_conj().resolve_neg())
+                elif grad.requires_grad:
+                    grad = grad.detach()
+                if grad.layout != torch.strided:
+                    raise TypeError(
+                        f"gradients must be dense, got {grad.layout}: build the embedding with sparse=False"
+                    )
+                if not self._special and grad.dtype != p.dtype:
+                    raise TypeError(f"a gradient must have the dtype of its parameter, {p.dtype}, got {grad.dtype}")
+                p.grad = None
+                grad = grad.resolve_neg()
+            gradient.append(grad)
+        return dealias(gradient)
 
 
 # -------------------------------------------------------------------- forward passes without backward

@@ -28,6 +28,7 @@ class GradientMean:
 
     def __init__(self, params: Sequence[Tensor], lists: TensorLists, ranks: Ranks) -> None:
         self._params, self._lists, self._ranks = params, lists, ranks
+        self._special = lists.sharding.mesh is not None or any(p.is_complex() for p in params)
         self._memory: Gradient = [None] * len(params)
         self._buffers: list[Tensor] = []  # flat buffers behind the memory
         self._single: Gradient | None = None  # the gradient of a step with one sample
@@ -39,9 +40,8 @@ class GradientMean:
         self._single = None
         self._seen[:] = [False] * len(self._params)
 
-    def set(self, gradient: Gradient, valid: Tensor) -> None:
-        """Use the gradient of the only sample of a step; one that is not valid becomes zero."""
-        self._lists.zero_unless_(gradient, valid)
+    def set(self, gradient: Gradient) -> None:
+        """Use the gradient of the only sample of a step as it is."""
         self._single = list(gradient)
         self._seen[:] = [g is not None for g in gradient]
 
@@ -57,7 +57,7 @@ class GradientMean:
             valid: Whether it counts.
             like: Tensors of the mean's shapes.
         """
-        first = not any(self._seen)
+        first = self.is_empty
         self.allocate(gradient, like)
         for block in self._lists.blocks:
             part = share.to(block.device)
@@ -76,8 +76,18 @@ class GradientMean:
                 torch._foreach_mul_(_pick(self._memory, missing), 1 - part)
         self._seen[:] = [seen or g is not None for seen, g in zip(self._seen, gradient, strict=True)]
 
-    def allocate(self, gradient: Gradient, like: Sequence[Tensor]) -> None:
-        """Allocate memory for parameters that have a gradient for the first time."""
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing has been added in this step."""
+        return not any(self._seen)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every parameter has had a gradient in this step."""
+        return all(self._seen)
+
+    def allocate(self, gradient: Gradient, like: Sequence[Tensor]) -> Gradient:
+        """Allocate memory for parameters that have a gradient for the first time; return the memory of all."""
         everywhere = self._ranks.splits_samples  # ranks need one layout, whichever parameters have a gradient on each
         missing = [i for i, g in enumerate(gradient) if (everywhere or g is not None) and self._memory[i] is None]
         if missing:
@@ -85,6 +95,11 @@ class GradientMean:
             self._buffers += buffers
             for i, mean in zip(missing, new, strict=True):
                 self._memory[i] = mean
+        return self._memory
+
+    def mark_complete(self) -> None:
+        """Note that a kernel has added a gradient of every parameter."""
+        self._seen = [True] * len(self._params)
 
     @property
     def tensors(self) -> Gradient:
@@ -114,9 +129,9 @@ class GradientMean:
     def assign(self) -> None:
         """Assign the mean to ``.grad`` of the parameters."""
         for i, (p, mean) in enumerate(zip(self._params, self.tensors, strict=True)):
-            if mean is not None and p.is_complex():
-                mean = torch.view_as_complex(mean)
-            p.grad = None if mean is None else self._lists.sharding.wrap(i, mean)
+            if mean is not None and self._special:
+                mean = self._lists.sharding.wrap(i, torch.view_as_complex(mean) if p.is_complex() else mean)
+            p.grad = mean
 
     def discard(self) -> None:
         """Discard a partial mean: zero any ``.grad`` that still aliases it."""

@@ -7,7 +7,7 @@ differ by the mask and not by the perturbation alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -70,6 +70,9 @@ class ModelState:
         if self.same_dropout:
             self._set_random_state()
         if self.buffers_once and self.num_passes > 0:
+            if self.num_passes == 1:  # not after the first pass: there may be no second
+                self._tracking = _tracking_layers(self._modules())
+                self._keep_other_buffers()
             # Cheaper than restoring the statistics after each pass.
             self._paused = True
             for layer in self._tracking:
@@ -78,12 +81,7 @@ class ModelState:
 
     def end_pass(self) -> None:
         """Keep the buffers of the first pass."""
-        if not self.buffers_once:
-            return
-        if self.num_passes == 1:
-            self._tracking = _tracking_layers(self._modules())
-            self._keep_other_buffers()
-        else:
+        if self.buffers_once and self.num_passes > 1:
             self._resume_tracking()
             self._restore_other_buffers()
 
@@ -118,11 +116,19 @@ class ModelState:
                 layer.track_running_stats = True
             self._paused = False
 
-    def _modules(self) -> Iterator[torch.nn.Module]:
-        return self.model.modules() if self.model is not None else iter(())
+    def _modules(self) -> list[torch.nn.Module]:
+        """Return all modules of the model. ``model.modules()`` also builds their names, which takes longer."""
+        found: dict[int, torch.nn.Module] = {}
+        pending = [] if self.model is None else [self.model]
+        while pending:
+            module = pending.pop()
+            if id(module) not in found:
+                found[id(module)] = module
+                pending += [child for child in module._modules.values() if child is not None]
+        return list(found.values())
 
 
-def _tracking_layers(modules: Iterator[torch.nn.Module]) -> list[_BatchNorm]:
+def _tracking_layers(modules: Sequence[torch.nn.Module]) -> list[_BatchNorm]:
     """Return the BatchNorm layers that update their statistics in a forward pass and can be told not to."""
     return [
         m

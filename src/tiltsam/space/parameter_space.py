@@ -283,10 +283,11 @@ class ParameterSpace(TensorLists):
             single: Whether it is the only sample of the step.
         """
         if single and not self.ranks.splits_samples:
-            self.gradient_mean.set(draw.gradient, draw.valid)
+            self.zero_unless_(draw.gradient, draw.valid)
+            self.gradient_mean.set(draw.gradient)
             return
         gradient = draw.gradient
-        if draw.keep_gradient and any(self.gradient_mean.seen()):  # the first gradient is copied anyway
+        if draw.keep_gradient and not self.gradient_mean.is_empty:  # the first gradient is copied anyway
             gradient = [None if g is None else g.clone() for g in gradient]
         self.gradient_mean.add(gradient, share.to(self.dtype), draw.valid, self._point)
 

@@ -27,14 +27,15 @@ class BufferSnapshot:
         self._values: list[list[Tensor]] = []
 
     def save(self, modules: Iterable[nn.Module]) -> None:
-        """Copy the buffers of these modules (not of their children), reusing the memory of the last copy if it fits."""
-        self._entries = [(module, name, b) for module in modules for name, b in module._buffers.items()]
-        self._tensors = _by_device_and_dtype(b for _, _, b in self._entries)
-        if [[_kind(b) for b in part] for part in self._tensors] != [[_kind(b) for b in part] for part in self._values]:
-            self._values = [[b.clone() for b in part] for part in self._tensors]
+        """Copy the buffers of these modules, not of their children. Memory is reused if they are the same again."""
+        entries = [(module, name, b) for module in modules for name, b in module._buffers.items()]
+        if _same_entries(entries, self._entries):
+            for values, tensors in zip(self._values, self._tensors, strict=True):
+                torch._foreach_copy_(values, tensors)
             return
-        for values, tensors in zip(self._values, self._tensors, strict=True):
-            torch._foreach_copy_(values, tensors)
+        self._entries = entries
+        self._tensors = _by_device_and_dtype(b for _, _, b in entries)
+        self._values = [[b.clone() for b in part] for part in self._tensors]
 
     def restore(self) -> None:
         """Write all buffers back; safe to repeat."""
@@ -99,5 +100,5 @@ def _is_writable(b: Tensor) -> bool:
     return b.layout == torch.strided and not b.is_inference() and not is_expanded(b)
 
 
-def _kind(b: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
-    return b.shape, b.dtype, b.device
+def _same_entries(a: list[tuple[nn.Module, str, Tensor | None]], b: list[tuple[nn.Module, str, Tensor | None]]) -> bool:
+    return len(a) == len(b) and all(x[2] is y[2] and x[0] is y[0] and x[1] == y[1] for x, y in zip(a, b, strict=True))

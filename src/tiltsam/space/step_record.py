@@ -79,7 +79,7 @@ class StepRecord:
 
     def add(self, draw: Draw, distance: Tensor) -> Tensor:
         """Add a sample at ``distance`` from θ; return its share of the total weight so far."""
-        self._draws.append(draw._replace(gradient=None))
+        self._draws.append(Draw(draw.loss, None, draw.gradient_norm, draw.valid, draw.start_loss, draw.info))
         self._distances.append(distance)
         if self._weighting is None:
             return draw.valid
@@ -89,6 +89,8 @@ class StepRecord:
         """Return the loss of the step, and fix the weights."""
         if self._weighting is None:
             (draw,) = self._draws
+            if draw.valid.device.type == "cpu":  # reading it is free
+                return draw.loss if draw.valid else torch.full_like(draw.loss, torch.nan)
             return torch.where(draw.valid, draw.loss, torch.nan)
         self._weights = self._weighting.weights(*self._losses())
         return self._weighting.loss()

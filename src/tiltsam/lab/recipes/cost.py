@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import tiltsam
+from tiltsam.lab.budget import passes_of
 from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.data import Data, Split
 from tiltsam.lab.devices import resolve_device, suited_to
@@ -93,7 +94,7 @@ def num_steps(config: TrainConfig, examples: int) -> int:
 def passes_per_step(config: TrainConfig) -> float:
     """Forward+backward passes of a step, a forward pass alone being a third: taken with two weights, and counted."""
     weight = nn.Parameter(torch.ones(2))
-    optimizer = config.constructor()(torch.optim.SGD([weight], lr=0.1), **config.method_options())
+    optimizer = config.wrap(torch.optim.SGD([weight], lr=0.1))
 
     def closure() -> Tensor:
         loss = weight.square().sum()
@@ -102,9 +103,9 @@ def passes_per_step(config: TrainConfig) -> float:
         return loss
 
     costs = []
-    for _ in range(config.every):  # all but one of these do not look around
+    for _ in range(config.every):  # all but one of these are plain steps
         optimizer.step([closure] * config.num_samples if config.splits() else closure)
-        costs.append(optimizer.last.cost(config.ascent_fraction))
+        costs.append(passes_of(optimizer.info, config.ascent_fraction))
     return sum(costs) / len(costs)
 
 

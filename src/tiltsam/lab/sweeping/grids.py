@@ -274,6 +274,6 @@ def _try_out(name: str, config: TrainConfig) -> None:
     """Let the method itself say whether it takes the values, before anything is trained."""
     parameter = torch.zeros(2, requires_grad=True)
     try:
-        config.constructor()(torch.optim.SGD([parameter], lr=config.lr), **config.method_options())
-    except ValueError as error:
+        config.wrap(torch.optim.SGD([parameter], lr=config.lr))
+    except ConfigError as error:
         raise SweepError(f"{name}: {error}") from None

@@ -1,4 +1,4 @@
-"""Nothing is ever left perturbed, whatever the closure does."""
+"""Weights, buffers, gradients and counts are restored, whatever a step raises."""
 
 import contextlib
 import gc
@@ -10,8 +10,8 @@ from torch import nn
 
 import tiltsam
 from helpers.cases import METHODS, Problem, assert_same, sgd
-from helpers.interrupting import CONTEXTS, interrupted_everywhere
-from tiltsam.parameters import ParameterSpace
+from helpers.interrupting import CONTEXTS, Interrupter, interrupted_everywhere
+from tiltsam.space.parameter_space import ParameterSpace
 
 every_method = pytest.mark.parametrize("method", METHODS, ids=repr)
 
@@ -23,7 +23,7 @@ def presence(model):
 @every_method
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, torch.OutOfMemoryError])
 @pytest.mark.parametrize("warm", [False, True], ids=["first-step", "later-step"])
-def test_a_closure_that_raises_at_any_pass(method, error, warm):
+def test_closure_raises_at_any_pass(method, error, warm):
     problem = Problem()
     optimizer = method(sgd(problem.model.parameters()), model=problem.model)
     if warm:
@@ -47,12 +47,12 @@ def test_a_closure_that_raises_at_any_pass(method, error, warm):
             assert_same(problem.weights(), weights)  # BatchNorm's buffers are in there too
             assert presence(problem.model) == gradients
             assert optimizer.param_groups[0]["steps_taken"] == steps
-    optimizer.step(problem.closure)  # and it goes on
+    optimizer.step(problem.closure)  # the next step works
     assert all(p.isfinite().all() for p in problem.model.parameters())
 
 
 @every_method
-def test_after_a_failed_step_the_next_is_what_it_would_have_been(method):
+def test_step_after_a_failed_step(method):
     a, b = Problem(dropout=0.0), Problem(dropout=0.0)
     one, two = method(sgd(a.model.parameters()), model=a.model), method(sgd(b.model.parameters()), model=b.model)
 
@@ -68,7 +68,7 @@ def test_after_a_failed_step_the_next_is_what_it_would_have_been(method):
     assert_same(a.weights(), b.weights())
 
 
-def test_gradients_from_before_survive_a_failed_step():
+def test_failed_step_keeps_gradients():
     problem = Problem()
     optimizer = tiltsam.TSAM(sgd(problem.model.parameters()), num_samples=3, model=problem.model)
     problem.closure()
@@ -84,8 +84,8 @@ def test_gradients_from_before_survive_a_failed_step():
     assert_same(before, after)
 
 
-def test_half_a_sum_is_not_left_for_a_gradient():
-    """The last step's gradient lies where this one sums: whoever goes on with ``base.step()`` would descend a part."""
+def test_failed_step_leaves_no_partial_mean():
+    """The last gradient lies in the memory of the mean: a partial mean must not be taken for a gradient."""
     problem, calls = Problem(), []
     optimizer = tiltsam.TSAM(sgd(problem.model.parameters()), model=problem.model, num_samples=3)
     optimizer.step(problem.closure)
@@ -108,46 +108,22 @@ def test_half_a_sum_is_not_left_for_a_gradient():
         assert_same({k: factor * v for k, v in before.items()}, after)
 
 
-@pytest.mark.parametrize("foreach", [True, False])
-@pytest.mark.parametrize("skip", [False, True], ids=["zero-gradient", "skip"])
-def test_a_sample_without_weight_is_not_descended(foreach, skip):
-    """PGN with alpha=1 is SAM: θ's own gradient counts nothing, even where the perturbed one is not finite."""
-    theta, calls = nn.Parameter(torch.tensor([3.0, -2.0])), []
-
-    def closure():
-        calls.append(1)
-        loss = theta.square().sum()
-        loss.backward()
-        return loss * (torch.nan if len(calls) == 2 else 1.0)
-
-    base = sgd([theta], momentum=0.0, weight_decay=0.0)
-    hits = []
-    base.register_step_pre_hook(lambda *_: hits.append(1))
-    optimizer = tiltsam.PGN(base, alpha=1.0, rho=0.1, foreach=foreach, skip_nonfinite=skip)
-    assert optimizer.step(closure).isnan()
-    assert optimizer.last.weights.tolist() == [0.0, 0.0]
-    assert theta.tolist() == [3.0, -2.0]
-    assert len(hits) == (0 if skip else 1)
-    optimizer.step(closure)
-    assert (theta.abs() < torch.tensor([3.0, 2.0])).all()
-
-
-def test_ctrl_c_during_the_restore_is_held_until_it_is_complete(monkeypatch):
+def test_interrupt_during_restore_waits(monkeypatch):
     problem = Problem()
     optimizer = tiltsam.SAM(sgd(problem.model.parameters()))
     optimizer.step(problem.closure)
     weights = problem.weights()
-    space, copy = optimizer._space, ParameterSpace._copy
+    space, copy = optimizer._space, ParameterSpace.copy_
     armed = [True]
 
     def interrupted(self, x, y):
-        if x is self.point and armed[0]:
+        if x is self._point and armed[0]:
             armed[0] = False
             x[0].copy_(y[0])
             raise KeyboardInterrupt
         copy(self, x, y)
 
-    monkeypatch.setattr(ParameterSpace, "_copy", interrupted)
+    monkeypatch.setattr(ParameterSpace, "copy_", interrupted)
     optimizer.base.param_groups[0]["lr"] = 0.0
     with pytest.raises(KeyboardInterrupt):
         optimizer.step(problem.closure)
@@ -160,9 +136,9 @@ def test_ctrl_c_during_the_restore_is_held_until_it_is_complete(monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @every_method
-@pytest.mark.filterwarnings("ignore:weights in")
+@pytest.mark.filterwarnings("ignore:weights are")
 def test_restore_is_exact_in_every_precision(method, dtype):
-    """lr = 0: after a step the weights are the bits they were, where adding and subtracting would drift."""
+    """With lr=0 the weights do not change by a bit."""
     model = nn.Sequential(nn.Linear(6, 32), nn.ReLU(), nn.Linear(32, 3))
     problem = Problem(model, dtype=dtype)
     optimizer = method(sgd(model.parameters(), lr=0.0))
@@ -172,19 +148,9 @@ def test_restore_is_exact_in_every_precision(method, dtype):
     assert_same(problem.weights(), weights)
 
 
-def test_low_precision_weights_are_warned_about_once():
-    model = nn.Linear(6, 3)
-    problem = Problem(model, dtype=torch.bfloat16)
-    optimizer = tiltsam.SAM(sgd(model.parameters()))
-    with pytest.warns(RuntimeWarning, match=r"weights in bfloat16.*lost to rounding.*float32") as found:
-        optimizer.step(problem.closure)
-    assert found[0].filename == __file__  # where the step was taken
-    optimizer.step(problem.closure)  # a second warning would be an error
-
-
 @pytest.mark.parametrize("sampler", ["ascent", "uniform", "hmc"])
 def test_memory_does_not_grow_with_the_number_of_samples(sampler):
-    """Counts the vectors as large as the parameters that are alive while a pass runs."""
+    """Count the vectors of the size of the parameters that are alive during a pass."""
     peaks = []
     gc.collect()
     for num_samples in (2, 3, 8):
@@ -208,11 +174,8 @@ def test_memory_does_not_grow_with_the_number_of_samples(sampler):
         del optimizer, theta, closure
         gc.collect()
     assert len(set(peaks)) == 1, peaks
-    if sampler != "hmc":  # the weights, their copy, the accumulator, the gradient just computed
+    if sampler != "hmc":  # the weights, their copy, the mean, the gradient just computed
         assert peaks[0] == 4, peaks
-
-
-# ---------------------------------------------------------------- hooks, re-entry, failing copies
 
 
 @pytest.mark.parametrize("method", [m for m in METHODS if m.name in ("erm", "tsam", "friendly")], ids=repr)
@@ -224,14 +187,14 @@ def test_step_rolls_back_when_a_pre_hook_raises(method, warm):
     if warm:
         optimizer.step(problem.closure)
     base.register_step_pre_hook(lambda *_: 1 / 0 if broken else None)
-    optimizer._memory.fill([p for p in problem.model.parameters() if p.requires_grad and p.numel()])
+    optimizer._sampler_state.allocate([p for p in problem.model.parameters() if p.requires_grad and p.numel()])
     weights, steps = problem.weights(), optimizer.param_groups[0]["steps_taken"]
-    kept = [v.clone() for v in optimizer._memory.tensors()]
+    kept = [v.clone() for v in optimizer._sampler_state.tensors()]
     broken.append(True)
     with pytest.raises(ZeroDivisionError):
         optimizer.step(problem.closure)
     assert_same(problem.weights(), weights)
-    assert all(torch.equal(a, b) for a, b in zip(optimizer._memory.tensors(), kept, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(optimizer._sampler_state.tensors(), kept, strict=True))
     assert optimizer.param_groups[0]["steps_taken"] == steps
     broken.clear()
     optimizer.step(problem.closure)
@@ -283,18 +246,18 @@ def test_step_refuses_reentry(caught):
 
 
 def test_restore_falls_back_to_single_copies(monkeypatch):
-    """A fused copy runs out of memory: the step goes on as if nothing had happened."""
+    """A foreach copy runs out of memory: single copies do the same."""
     problem, reference = Problem(dropout=0.0), Problem(dropout=0.0)
     optimizer = tiltsam.SAM(sgd(problem.model.parameters()), model=problem.model)
-    copy_, failed = ParameterSpace._copy, []
+    copy_, failed = ParameterSpace.copy_, []
 
     def failing(self, x, y):
-        if x is self.point:
+        if x is self._point:
             failed.append(x)
             raise torch.OutOfMemoryError("planted")
         copy_(self, x, y)
 
-    monkeypatch.setattr(ParameterSpace, "_copy", failing)
+    monkeypatch.setattr(ParameterSpace, "copy_", failing)
     optimizer.step(problem.closure)
     assert failed
     monkeypatch.undo()
@@ -307,10 +270,10 @@ def test_restore_that_fails_is_retried_by_the_next_step(monkeypatch, frozen_mean
     problem, reference = Problem(dropout=0.0), Problem(dropout=0.0)
     optimizer = tiltsam.SAM(sgd(problem.model.parameters()), model=problem.model)
     weights, theta = problem.weights(), [p.detach().clone() for p in problem.model.parameters() if p.requires_grad]
-    copy_, single, broken = ParameterSpace._copy, torch.Tensor.copy_, [True]
+    copy_, single, broken = ParameterSpace.copy_, torch.Tensor.copy_, [True]
 
     def failing(self, x, y):
-        if broken and x is self.point:
+        if broken and x is self._point:
             raise torch.OutOfMemoryError("planted")
         copy_(self, x, y)
 
@@ -319,7 +282,7 @@ def test_restore_that_fails_is_retried_by_the_next_step(monkeypatch, frozen_mean
             raise torch.OutOfMemoryError("planted")
         return single(x, *args, **kwargs)
 
-    monkeypatch.setattr(ParameterSpace, "_copy", failing)
+    monkeypatch.setattr(ParameterSpace, "copy_", failing)
     monkeypatch.setattr(torch.Tensor, "copy_", failing_single)
     with pytest.raises(RuntimeError, match="center") as found:
         optimizer.step(problem.closure)
@@ -327,22 +290,37 @@ def test_restore_that_fails_is_retried_by_the_next_step(monkeypatch, frozen_mean
     assert not torch.equal(problem.weights()["first.weight"], weights["first.weight"])
     center = optimizer.current_space().center
     assert all(torch.equal(a, b) for a, b in zip(center, [p for p in theta if p.numel()], strict=True))
-    broken.clear()
     for one in (problem, reference):
         one.model.first.bias.requires_grad_(not frozen_meanwhile)  # then the space is built again
+    for _ in range(2):  # still failing
+        with pytest.raises(RuntimeError, match="center"):
+            optimizer.step(problem.closure)
+    broken.clear()
     optimizer.step(problem.closure)
+    assert all(p.requires_grad for p in optimizer.current_space().params)
     tiltsam.SAM(sgd(reference.model.parameters()), model=reference.model).step(reference.closure)
     assert_same(problem.weights(), reference.weights())
 
 
-# ---------------------------------------------------------------- interrupts
+PACKAGE = Path(tiltsam.__file__).parent
+MODULES = tuple(  # those that move, save or restore something
+    str(PACKAGE / name)
+    for name in (
+        "optim/sharpness_aware.py",
+        "optim/hyperparameters.py",
+        "space/evaluator.py",
+        "space/gradient_mean.py",
+        "space/model_state.py",
+        "space/parameter_space.py",
+        "space/sampler_state.py",
+        "space/snapshot.py",
+    )
+)
 
 
-STEPS = ("wrapper", "parameters", "passes", "memory", "accumulator", "buffers")  # the modules that move and restore
-MODULES = tuple(str(Path(tiltsam.__file__).with_name(f"{name}.py")) for name in STEPS)
-
-
+@pytest.mark.slow
 def test_step_can_be_interrupted_at_every_bytecode():
+    assert all(Path(name).exists() for name in MODULES)
     method = next(m for m in METHODS if m.name == "friendly")  # which keeps a vector
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 1)).double()
     base = torch.optim.SGD([{"params": model[0].parameters()}, {"params": model[1:].parameters()}], lr=0.1)
@@ -355,7 +333,7 @@ def test_step_can_be_interrupted_at_every_bytecode():
         return loss
 
     def tensors():  # those of the model, and what the sampler keeps
-        return {**model.state_dict(), **dict(enumerate(optimizer._memory.tensors()))}
+        return {**model.state_dict(), **dict(enumerate(optimizer._sampler_state.tensors()))}
 
     def snapshot():
         return {k: v.clone() for k, v in tensors().items()}
@@ -366,7 +344,7 @@ def test_step_can_be_interrupted_at_every_bytecode():
         for group in optimizer.param_groups:
             group["steps_taken"] = 0
 
-    optimizer._memory.fill(list(model.parameters()))
+    optimizer._sampler_state.allocate(list(model.parameters()))
     before, after = snapshot(), None
     weights = [k for k, _ in model.named_parameters()]
     for number, place in enumerate(interrupted_everywhere(lambda: optimizer.step(closure), MODULES + CONTEXTS)):
@@ -390,3 +368,34 @@ def test_step_can_be_interrupted_at_every_bytecode():
         except BaseException as error:
             error.add_note(f"interrupted at {place}")
             raise
+
+
+@pytest.mark.parametrize("rebuild", [False, True], ids=["first-step", "later-step"])
+def test_step_after_an_interrupt_while_the_space_is_built(rebuild):
+    method = next(m for m in METHODS if m.name == "friendly")  # which has a state vector
+
+    def fresh():
+        problem = Problem(dropout=0.0)
+        optimizer = method(sgd(problem.model.parameters()), model=problem.model)
+        if rebuild:
+            optimizer.step(problem.closure)
+            problem.model.first.requires_grad_(False)
+        return problem, optimizer
+
+    def finished(problem, optimizer):
+        if optimizer.param_groups[0]["steps_taken"] == rebuild:
+            optimizer.step(problem.closure)
+        return problem.weights()
+
+    problem, optimizer = fresh()
+    files = tuple(name for name in MODULES if name.endswith(("sharpness_aware.py", "sampler_state.py")))
+    first = Interrupter(files)
+    first.run(lambda: optimizer.step(problem.closure))
+    expected = finished(problem, optimizer)
+    places = [place for place in first.seen if place[0].co_name in ("begin", "current_space", "allocate")]
+    assert len(places) > 100
+    for place in places:
+        problem, optimizer = fresh()
+        with contextlib.suppress(KeyboardInterrupt):
+            Interrupter(files, place).run(lambda: optimizer.step(problem.closure))  # noqa: B023
+        assert_same(finished(problem, optimizer), expected)

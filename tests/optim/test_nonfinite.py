@@ -1,4 +1,4 @@
-"""Losses and gradients that are not finite: weight zero, counted on the device, told when info is read."""
+"""Losses and gradients that are not finite: no weight, counted, and reported by check_nonfinite."""
 
 import math
 
@@ -13,7 +13,7 @@ every_method = pytest.mark.parametrize("method", METHODS, ids=repr)
 
 
 class Planted:
-    """Makes chosen passes go wrong: in the loss alone, or in the gradients."""
+    """A closure with a nonfinite loss or gradient at chosen passes."""
 
     def __init__(self, problem, bad_passes, value=math.nan, where="loss"):
         self.problem, self.bad, self.value, self.where, self.calls = problem, bad_passes, value, where, 0
@@ -35,8 +35,8 @@ class Planted:
 @pytest.mark.parametrize("where", ["loss", "gradient"])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("bad", [{0}, {1}, {2}, {3}, {5}, {0, 3}, {1, 2, 4}], ids=str)
-def test_bad_samples_are_left_out_of_tsam(bad, value, where):
-    """What remains is the aggregate of the finite samples, whichever pass of a sample went wrong."""
+def test_nonfinite_samples_have_no_weight(bad, value, where):
+    """The gradient is the aggregate of the finite samples, whichever pass of a sample was not finite."""
     problem = Problem(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)))
     grads = {}
 
@@ -53,8 +53,9 @@ def test_bad_samples_are_left_out_of_tsam(bad, value, where):
     optimizer = tiltsam.TSAM(sgd(problem.model.parameters()), num_samples=3, t=4.0, radius=0.1)
     loss = optimizer.step(Recording(problem, bad, value, where))
     good = [j for j in range(3) if not {2 * j, 2 * j + 1} & bad]
-    with pytest.warns(RuntimeWarning, match=f"{3 - len(good)} samples had a loss or gradient that is not finite"):
-        info = optimizer.info
+    info = optimizer.info
+    with pytest.warns(RuntimeWarning, match=f"^{3 - len(good)} samples"):
+        optimizer.check_nonfinite()
     assert info.num_nonfinite == 3 - len(good)
     assert [j for j in range(3) if info.weights[j] > 0] == good
     assert all(p.isfinite().all() for p in problem.model.parameters())
@@ -71,20 +72,20 @@ def test_bad_samples_are_left_out_of_tsam(bad, value, where):
 
 @pytest.mark.parametrize("where", ["loss", "gradient"])
 @pytest.mark.parametrize("bad", range(8))
-def test_any_bad_pass_of_many_ascents_makes_the_sample_bad(bad, where):
+def test_any_nonfinite_pass_of_a_sample_counts(bad, where):
     """Three ascents and a descent a sample: passes 0 to 3, and 4 to 7."""
     problem = Problem(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)))
     sampler = tiltsam.samplers.Ascent(num_steps=3)
     optimizer = tiltsam.TSAM(sgd(problem.model.parameters()), num_samples=2, sampler=sampler)
     optimizer.step(Planted(problem, {bad}, where=where))
-    with pytest.warns(RuntimeWarning, match="1 samples had a loss or gradient that is not finite"):
-        info = optimizer.info
-    assert info.weights.tolist() == ([0.0, 1.0] if bad < 4 else [1.0, 0.0])
+    with pytest.warns(RuntimeWarning, match=r"^1 samples"):
+        optimizer.check_nonfinite()
+    assert optimizer.info.weights.tolist() == ([0.0, 1.0] if bad < 4 else [1.0, 0.0])
 
 
 @every_method
 @pytest.mark.parametrize("skip", [False, True], ids=["zero-gradient", "skip"])
-def test_no_finite_sample_at_all(method, skip):
+def test_no_finite_sample(method, skip):
     problem = Problem()
     optimizer = method(sgd(problem.model.parameters()), model=problem.model, skip_nonfinite=skip)
     optimizer.step(problem.closure)
@@ -92,7 +93,7 @@ def test_no_finite_sample_at_all(method, skip):
     loss = optimizer.step(lambda: problem.closure() * math.nan)
     after = problem.weights()
     with pytest.warns(RuntimeWarning, match="not finite"):
-        _ = optimizer.info
+        optimizer.check_nonfinite()
     assert loss.isnan()
     assert all(value.isfinite().all() for value in after.values())
     moved = any(not torch.equal(before[k], after[k]) for k, _ in problem.model.named_parameters())
@@ -101,8 +102,31 @@ def test_no_finite_sample_at_all(method, skip):
     assert all(value.isfinite().all() for value in problem.weights().values())
 
 
+@pytest.mark.parametrize("skip", [False, True], ids=["zero-gradient", "skip"])
+def test_sample_without_weight_is_not_descended(skip):
+    """PGN with alpha=1 is SAM: the gradient at θ has no weight, even if the perturbed one is not finite."""
+    theta, calls = nn.Parameter(torch.tensor([3.0, -2.0])), []
+
+    def closure():
+        calls.append(1)
+        loss = theta.square().sum()
+        loss.backward()
+        return loss * (torch.nan if len(calls) == 2 else 1.0)
+
+    base = sgd([theta], momentum=0.0, weight_decay=0.0)
+    hits = []
+    base.register_step_pre_hook(lambda *_: hits.append(1))
+    optimizer = tiltsam.PGN(base, alpha=1.0, rho=0.1, skip_nonfinite=skip)
+    assert optimizer.step(closure).isnan()
+    assert optimizer.info.weights.tolist() == [0.0, 0.0]
+    assert theta.tolist() == [3.0, -2.0]
+    assert len(hits) == (0 if skip else 1)
+    optimizer.step(closure)
+    assert (theta.abs() < torch.tensor([3.0, 2.0])).all()
+
+
 @every_method
-def test_gradients_all_infinite_never_reach_the_weights(method):
+def test_infinite_gradients_do_not_reach_the_weights(method):
     problem = Problem()
     optimizer = method(sgd(problem.model.parameters()), model=problem.model)
 
@@ -118,8 +142,8 @@ def test_gradients_all_infinite_never_reach_the_weights(method):
     assert all(value.isfinite().all() for value in problem.weights().values())
 
 
-def test_the_weights_seen_by_the_model_are_always_finite():
-    """An ascent gradient of NaN moves nothing, so that no pass runs at NaN weights."""
+def test_no_pass_runs_at_nonfinite_weights():
+    """An ascent gradient of NaN does not move the weights."""
     problem = Problem(dropout=0.0)
     seen = []
     problem.model.register_forward_pre_hook(
@@ -131,17 +155,19 @@ def test_the_weights_seen_by_the_model_are_always_finite():
     assert all(seen)
 
 
-def test_told_once():
+def test_check_nonfinite_warns_once():
     problem = Problem()
     optimizer = tiltsam.SAM(sgd(problem.model.parameters()))
     optimizer.step(Planted(problem, {1}))
-    with pytest.warns(RuntimeWarning, match="1 samples"):
-        _ = optimizer.info
-    _ = optimizer.info  # nothing new to tell: a warning would be an error
+    _ = optimizer.info.losses  # does not warn: a warning would be an error
+    with pytest.warns(RuntimeWarning, match=r"^1 samples") as caught:
+        optimizer.check_nonfinite()
+    assert [w.filename for w in caught] == [__file__]
+    optimizer.check_nonfinite()  # nothing new
     optimizer.step(Planted(problem, {0}))
     optimizer.step(Planted(problem, {1}))
-    with pytest.warns(RuntimeWarning, match=r"2 samples .*3 since the start"):
-        _ = optimizer.info
+    with pytest.warns(RuntimeWarning, match=r"^2 samples .*3 since"):
+        optimizer.check_nonfinite()
 
 
 @pytest.mark.parametrize("t", [0.0, 1.0, 1e3, 1e6])

@@ -1,6 +1,7 @@
-"""Whole trajectories: every method against its naive twin, and the limits in which methods coincide."""
+"""The methods: signatures, trajectories against naive twins, and limits in which methods coincide."""
 
 import functools
+import inspect
 
 import pytest
 import torch
@@ -8,12 +9,53 @@ from torch import nn
 
 import tiltsam
 from helpers import reference
-from helpers.cases import METHODS, Method, Problem, assert_same, sgd
+from helpers.cases import METHODS, Method, Problem, assert_same, backward, sgd
 from tiltsam import samplers
-from tiltsam.accumulator import Accumulator
-from tiltsam.parameters import ParameterSpace
+from tiltsam.space.parameter_space import ParameterSpace
 
 STEPS = 50
+
+
+def test_methods_by_name():
+    assert list(tiltsam.METHODS) == ["erm", "sam", "asam", "esam2", "pgn", "rsam", "tsam"]
+    for cls in tiltsam.METHODS.values():
+        assert issubclass(cls, tiltsam.SharpnessAware)
+
+
+# ---------------------------------------------------------------- signatures
+
+OPTIONS = ("model", "seed", "buffers_once", "same_dropout", "parallel", "skip_nonfinite")
+
+
+@pytest.mark.parametrize("cls", tiltsam.METHODS.values(), ids=tiltsam.METHODS)
+def test_arguments_after_base_are_keyword_only(cls):
+    base, *others = inspect.signature(cls).parameters.values()
+    assert base.name == "base"
+    assert base.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+    assert {p.kind for p in others} == {inspect.Parameter.KEYWORD_ONLY}  # no *args, no **kwargs
+    assert tuple(p.name for p in others)[-len(OPTIONS) :] == OPTIONS
+    params = list(mlp().parameters())
+    with pytest.raises(TypeError, match="positional argument"):
+        cls(sgd(params), 0.1)
+    with pytest.raises(TypeError, match="'lr'"):
+        cls(sgd(params), lr=0.1)
+
+
+def test_tsam_defaults():
+    model = mlp()
+    optimizer = tiltsam.TSAM(sgd(model.parameters()))
+    group = optimizer.param_groups[0]
+    assert {name: group[name] for name in ("t", "rho", "radius", "num_samples", "delta", "seed")} == {
+        "t": 20.0, "rho": 0.1, "radius": None, "num_samples": 3, "delta": None, "seed": 0,
+    }  # fmt: skip
+    assert optimizer.sampler == samplers.Ascent()
+    optimizer.step(lambda: backward(model(torch.ones(2, 6)).square().mean()))
+    scalars, dim = optimizer.current_space().scalars, sum(p.numel() for p in model.parameters())
+    assert scalars["tilt"] == scalars["delta"] == 10.0
+    assert scalars["radius"].item() == pytest.approx(0.003 * dim**0.5)
+
+
+# ---------------------------------------------------------------- trajectories
 
 
 def mlp() -> nn.Module:
@@ -46,11 +88,10 @@ TWINS = [
 ]
 
 
-@pytest.mark.parametrize("foreach", [True, False], ids=["foreach", "loop"])
 @pytest.mark.parametrize(("method", "twin"), TWINS, ids=[m.name for m, _ in TWINS])
-def test_equals_its_naive_twin(method, twin, foreach):
+def test_trajectory_equals_naive_twin(method, twin):
     ours, theirs = Problem(mlp()), Problem(mlp())
-    optimizer = method(sgd(ours.model.parameters()), foreach=foreach)
+    optimizer = method(sgd(ours.model.parameters()))
     base = sgd(theirs.model.parameters())
     params = list(theirs.model.parameters())
 
@@ -72,16 +113,6 @@ def test_equals_its_naive_twin(method, twin, foreach):
         torch.testing.assert_close(p, q, rtol=0, atol=1e-11)
 
 
-@pytest.mark.parametrize("method", METHODS, ids=repr)
-def test_fused_and_plain_loop_give_the_same_numbers(method):
-    a, b = Problem(dropout=0.0), Problem(dropout=0.0)
-    one = method(sgd(a.model.parameters()), model=a.model, foreach=True)
-    two = method(sgd(b.model.parameters()), model=b.model, foreach=False)
-    for _ in range(5):
-        assert torch.equal(one.step(a.closure), two.step(b.closure))
-    assert_same(a.weights(), b.weights())
-
-
 def third_party(params):
     import pytorch_optimizer
 
@@ -94,6 +125,8 @@ BASES = {
     "adadelta": lambda params: torch.optim.Adadelta(params, rho=0.8),
     "third-party": third_party,
 }
+
+
 PLAIN = [
     Method("tsam", tiltsam.TSAM, {"rho": 0.0, "radius": 0.0, "num_samples": 1}),
     Method("sam", tiltsam.SAM, {"rho": 0.0}),
@@ -105,7 +138,7 @@ PLAIN = [
 @pytest.mark.parametrize("base", BASES.values(), ids=BASES)
 @pytest.mark.parametrize("method", PLAIN, ids=repr)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_without_perturbation_it_is_the_base_bit_for_bit(method, base, dtype):
+def test_without_perturbation_equals_base_bitwise(method, base, dtype):
     ours, plain = Problem(dtype=dtype), Problem(dtype=dtype)
     wrapped, bare = method(base(ours.model.parameters())), base(plain.model.parameters())
     for problem, step in ((ours, lambda: wrapped.step(ours.closure)), (plain, lambda: bare.step())):
@@ -118,46 +151,13 @@ def test_without_perturbation_it_is_the_base_bit_for_bit(method, base, dtype):
     assert_same(ours.weights(), plain.weights())
 
 
-def test_one_sample_without_noise_is_sam_bit_for_bit():
+def test_tsam_with_one_sample_without_noise_equals_sam_bitwise():
     a, b = Problem(dropout=0.0), Problem(dropout=0.0)
     one = tiltsam.TSAM(sgd(a.model.parameters()), t=7.0, rho=0.05, radius=0.0, num_samples=1, model=a.model)
     two = tiltsam.SAM(sgd(b.model.parameters()), rho=0.05, model=b.model)
     for _ in range(STEPS):
         assert torch.equal(one.step(a.closure), two.step(b.closure))
     assert_same(a.weights(), b.weights())
-
-
-@pytest.mark.filterwarnings("ignore:weights in")
-def test_the_metric_of_asam_does_not_underflow():
-    """T² g is below all that float16 can hold where weights and gradients are small; ρ T² g/‖Tg‖ is not."""
-    theta, seen = nn.Parameter(torch.full((4,), 0.02, dtype=torch.float16)), []
-    optimizer = tiltsam.ASAM(sgd([theta]), rho=0.5)
-
-    def closure():
-        seen.append(theta[0].item())
-        loss = 1e-5 * theta.float().sum()
-        loss.backward()
-        return loss
-
-    optimizer.step(closure)
-    assert seen[1] - seen[0] == pytest.approx(0.5 * 0.03 / 4**0.5, rel=0.02)  # T = 0.02 + 0.01
-
-
-@pytest.mark.filterwarnings("ignore:weights in")
-def test_each_point_of_a_line_search_is_a_step_from_the_weights_themselves():
-    """Summed up from one to the next, steps below the spacing of the numbers would lead nowhere: 1 + 2⁻⁸ is 1."""
-    theta, seen = nn.Parameter(torch.ones(4, dtype=torch.bfloat16)), []
-    optimizer = tiltsam.LineSearchSAM(sgd([theta]), rho=2**-2, num_points=32)
-
-    def closure():
-        seen.append(theta[0].item())
-        loss = theta.float().sum()
-        loss.backward()
-        return loss
-
-    optimizer.step(closure)
-    torch.testing.assert_close(torch.tensor(seen[1:-1]), 1 + 2**-8 * torch.arange(1.0, 33.0), rtol=0, atol=2**-8)
-    assert seen[-1] == 1 + 2**-3  # the worst
 
 
 def test_t_zero_averages_and_large_t_follows_the_worst():
@@ -178,8 +178,15 @@ def test_t_zero_averages_and_large_t_follows_the_worst():
     assert any(not torch.allclose(a, b) for a, b in zip(*grads.values(), strict=True))
 
 
-def test_delta_moves_the_tilt_between_sampler_and_weights():
-    """t with δ = t/2 weighs as t/2 with δ = 0: the authors' convention against the paper's."""
+def test_t_beyond_the_range_of_the_dtype():
+    problem = Problem(dtype=torch.float32)
+    optimizer = tiltsam.TSAM(sgd(problem.model.parameters()), num_samples=3, t=1e39, radius=0.5, model=problem.model)
+    optimizer.step(problem.closure)
+    assert optimizer.info.weights[optimizer.info.losses.argmax()] == 1
+
+
+def test_delta_is_subtracted_from_t():
+    """t with δ = t/2 gives the weights of t/2 with δ = 0: the authors' convention and the paper's."""
     a, b = Problem(dropout=0.0), Problem(dropout=0.0)
     one = tiltsam.TSAM(sgd(a.model.parameters()), num_samples=3, t=20.0, model=a.model)
     two = tiltsam.TSAM(sgd(b.model.parameters()), num_samples=3, t=10.0, delta=0.0, model=b.model)
@@ -201,9 +208,16 @@ def test_perturbations_stay_in_the_ball(start):
     assert norms.unique().numel() == 20
 
 
+def test_default_radius():
+    model = nn.Linear(100, 100)
+    optimizer = tiltsam.TSAM(sgd(model.parameters()), rho=0.0, num_samples=1)
+    optimizer.step(lambda: backward(model(torch.ones(2, 100)).square().mean()))
+    assert optimizer.info.perturbation_norms.item() == pytest.approx(0.003 * 10100**0.5, rel=2e-3)
+
+
 @pytest.mark.parametrize("wrap", [lambda start: start, samplers.Ascent], ids=["naive", "start"])
-def test_an_explicit_std_needs_no_radius(wrap):
-    """The radius matters to a Gaussian only as its default spread and where it clips."""
+def test_gaussian_std_needs_no_radius(wrap):
+    """A Gaussian uses the radius only for its default std and for clipping."""
     lengths = {}
     for start in (samplers.Gaussian(0.1), samplers.Gaussian(0.1, clip=True), samplers.Gaussian()):
         problem = Problem(mlp())
@@ -216,6 +230,39 @@ def test_an_explicit_std_needs_no_radius(wrap):
     assert clipped.tolist() == default.tolist() == [0.0] * 20
 
 
+@pytest.mark.filterwarnings("ignore:weights are")
+def test_asam_does_not_underflow_in_float16():
+    """T²g is too small for float16 if weights and gradients are small; ρ T²g/‖Tg‖ is not."""
+    theta, seen = nn.Parameter(torch.full((4,), 0.02, dtype=torch.float16)), []
+    optimizer = tiltsam.ASAM(sgd([theta]), rho=0.5)
+
+    def closure():
+        seen.append(theta[0].item())
+        loss = 1e-5 * theta.float().sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    assert seen[1] - seen[0] == pytest.approx(0.5 * 0.03 / 4**0.5, rel=0.02)  # T = 0.02 + 0.01
+
+
+@pytest.mark.filterwarnings("ignore:weights are")
+def test_line_search_does_not_add_up_rounding():
+    """Each point is one step from θ: in bfloat16 many steps of 2⁻⁸ from 1 would go nowhere."""
+    theta, seen = nn.Parameter(torch.ones(4, dtype=torch.bfloat16)), []
+    optimizer = tiltsam.LineSearchSAM(sgd([theta]), rho=2**-2, num_points=32)
+
+    def closure():
+        seen.append(theta[0].item())
+        loss = theta.float().sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    torch.testing.assert_close(torch.tensor(seen[1:-1]), 1 + 2**-8 * torch.arange(1.0, 33.0), rtol=0, atol=2**-8)
+    assert seen[-1] == 1 + 2**-3  # the worst
+
+
 @pytest.mark.parametrize(
     ("sampler", "method"),
     [
@@ -225,9 +272,9 @@ def test_an_explicit_std_needs_no_radius(wrap):
     ],
     ids=lambda x: getattr(x, "__name__", type(x).__name__),
 )
-def test_the_kernels_of_other_methods_are_refused(sampler, method):
+def test_tsam_refuses_samplers_of_other_methods(sampler, method):
     params = list(mlp().parameters())
-    with pytest.raises(ValueError, match=rf"{type(sampler).__name__}\(\) .*use {method.__name__}"):
+    with pytest.raises(ValueError, match=rf"{type(sampler).__name__}.*{method.__name__}"):
         tiltsam.TSAM(sgd(params), sampler=sampler)
     assert type(method(sgd(params)).sampler) is type(sampler)
 
@@ -235,7 +282,7 @@ def test_the_kernels_of_other_methods_are_refused(sampler, method):
 @pytest.mark.parametrize(
     "sampler", [samplers.Center(), samplers.LineSearch(), samplers.Ascent(samplers.Center())], ids=repr
 )
-def test_tsam_refuses_several_samples_that_are_the_same(sampler):
+def test_tsam_refuses_several_deterministic_samples(sampler):
     params = list(mlp().parameters())
     with pytest.raises(ValueError, match=r"num_samples .*got 3"):
         tiltsam.TSAM(sgd(params), sampler=sampler, num_samples=3)
@@ -246,8 +293,8 @@ def test_tsam_refuses_several_samples_that_are_the_same(sampler):
 
 
 @pytest.mark.parametrize("method", METHODS, ids=repr)
-def test_gradient_is_not_read_after_it_was_accumulated(method, monkeypatch):
-    """Unless it is declared kept: the aggregate may overwrite the others."""
+def test_gradient_is_not_read_after_it_was_added_to_the_mean(method, monkeypatch):
+    """Unless ``keep_gradient`` is true: the mean may overwrite the others."""
 
     def weights():
         problem = Problem(mlp())
@@ -257,42 +304,19 @@ def test_gradient_is_not_read_after_it_was_accumulated(method, monkeypatch):
         return problem.weights()
 
     expected = weights()
-    add = Accumulator.add
+    add = ParameterSpace.add_to_mean
 
-    def add_and_overwrite(self, gradient, *args, keep=False, **kwargs):
-        add(self, gradient, *args, keep=keep, **kwargs)
-        for g in () if keep else gradient:
+    def add_and_overwrite(self, draw, share, *, single):
+        add(self, draw, share, single=single)
+        for g in () if single or draw.keep_gradient else draw.gradient:
             g.fill_(torch.nan)
 
-    monkeypatch.setattr(Accumulator, "add", add_and_overwrite)
+    monkeypatch.setattr(ParameterSpace, "add_to_mean", add_and_overwrite)
     assert_same(weights(), expected)
 
 
-def test_accumulator_leaves_a_kept_gradient_as_it_is():
-    space = ParameterSpace([[nn.Parameter(torch.zeros(3))]])
-    one, yes, no = torch.ones(()), torch.tensor(True), torch.tensor(False)
-    space.accumulate([torch.ones(3)], one, yes, first=True)
-    gradient = [torch.full((3,), torch.nan)]
-    space.accumulate(gradient, 0 * one, no, first=False, keep=True)
-    assert gradient[0].isnan().all()
-    space.mean.hand_over()
-    assert torch.equal(space.params[0].grad, torch.ones(3))
-
-
-def test_default_radius_grows_with_the_dimension():
-    model = nn.Linear(100, 100)
-    optimizer = tiltsam.TSAM(sgd(model.parameters()), rho=0.0, num_samples=1)
-    optimizer.step(lambda: _backward(model(torch.ones(2, 100)).square().mean()))
-    assert optimizer.info.perturbation_norms.item() == pytest.approx(0.003 * 10100**0.5, rel=2e-3)
-
-
-def _backward(loss):
-    loss.backward()
-    return loss
-
-
 @pytest.mark.parametrize("method", METHODS, ids=repr)
-def test_accumulating_micro_batches_equals_the_full_batch(method):
+def test_micro_batches_equal_the_full_batch(method):
     """With a model that treats examples alike (no BatchNorm, no dropout)."""
     full, split = Problem(mlp()), Problem(mlp())
     one, two = method(sgd(full.model.parameters())), method(sgd(split.model.parameters()))

@@ -1,0 +1,208 @@
+"""Errors and warnings about what users pass."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import tiltsam
+from helpers.cases import BAD_ARGUMENTS, METHODS, Problem, quadratic_problem, sgd
+
+every_method = pytest.mark.parametrize("method", METHODS, ids=repr)
+
+
+@pytest.mark.parametrize(
+    ("cls", "kwargs", "message"), BAD_ARGUMENTS, ids=[f"{cls.__name__} {kwargs}" for cls, kwargs, _ in BAD_ARGUMENTS]
+)
+def test_bad_arguments(cls, kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        cls(sgd(Problem().model.parameters()), **kwargs)
+
+
+def test_bad_base_and_model():
+    params = list(Problem().model.parameters())
+    with pytest.raises(TypeError, match="class SGD"):
+        tiltsam.SAM(torch.optim.SGD)
+    with pytest.raises(TypeError, match=r"base .*list"):
+        tiltsam.SAM(params)
+    with pytest.raises(TypeError, match=r"TSAM .*SAM"):
+        tiltsam.TSAM(tiltsam.SAM(sgd(params)))
+    with pytest.raises(TypeError, match="LBFGS"):
+        tiltsam.SAM(torch.optim.LBFGS(params))
+    with pytest.raises(TypeError, match=r"model .*list"):
+        tiltsam.SAM(sgd(params), model=params)
+    with pytest.raises(TypeError, match=r"rho .*Net"):
+        tiltsam.SAM(sgd(params), rho=Problem().model)
+    with pytest.raises(TypeError, match=r"sampler .*HMC"):
+        tiltsam.TSAM(sgd(params), sampler=tiltsam.samplers.HMC)
+    with pytest.raises(RuntimeError, match="no step"):
+        _ = tiltsam.SAM(sgd(params)).info
+
+
+def test_maximize_is_refused():
+    theta, closure = quadratic_problem()
+    with pytest.raises(ValueError, match="maximize=True"):
+        tiltsam.SAM(sgd([theta], maximize=True))
+    optimizer = tiltsam.TSAM(sgd([theta]))
+    with pytest.raises(ValueError, match="maximize=True"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))], "maximize": True})
+    optimizer.step(closure)
+    before = theta.detach().norm()
+    tiltsam.ERM(sgd([theta], maximize=True)).step(closure)  # ERM has no ascent
+    assert theta.detach().norm() > before
+
+
+@every_method
+@pytest.mark.parametrize("more", [{}, {"lr": 0.1}, {"rho": 0.05, "adaptive": True, "lr": 0.1}])
+def test_call_with_params_instead_of_base(method, more):
+    params, name = nn.Linear(2, 2).parameters(), method.cls.__name__
+    right = rf"generator.*{name}\(torch.optim.SGD"
+    with pytest.raises(TypeError, match=right):
+        method.cls(params, torch.optim.SGD, **more)
+    with pytest.raises(TypeError, match=right):
+        method.cls(base=params, **more)
+
+
+@every_method
+def test_model_of_other_parameters_warns(method):
+    one, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    with pytest.warns(RuntimeWarning, match="another copy"):
+        method(sgd(one.parameters()), model=other)
+    with warnings.catch_warnings(action="error"):
+        method(sgd(one.parameters()), model=nn.Sequential(one, other))
+        method(sgd(one.parameters()), model=other.requires_grad_(False))  # a frozen model
+
+
+@pytest.mark.parametrize("cls", [tiltsam.SAM, tiltsam.TSAM])
+def test_model_warning_points_at_the_caller(cls):
+    problem, other = Problem(nn.Linear(6, 3)), nn.Linear(6, 3)
+    with pytest.warns(RuntimeWarning, match="another copy") as caught:
+        cls(sgd(problem.model.parameters()), model=other)
+    assert [w.filename for w in caught] == [__file__]
+
+
+@every_method
+def test_step_without_closure(method):
+    optimizer = method(sgd(Problem().model.parameters()))
+    with pytest.raises(TypeError, match=r"(?s)def closure\(\):.*optimizer.step\(closure\)"):
+        optimizer.step()
+
+
+def test_bad_closures():
+    problem = Problem()
+    optimizer = tiltsam.SAM(sgd(problem.model.parameters()))
+    for loss in (problem.closure(), [problem.closure()], 0.5):
+        with pytest.raises(TypeError, match=r"SAM.step\(\) .*closure"):
+            optimizer.step(loss)
+    with pytest.raises(RuntimeError, match="no gradient"):
+        optimizer.step(problem.loss)
+    with pytest.raises(TypeError, match=r"ascent_closure .*GradScaler.*scaler="):
+        optimizer.step(problem.closure, torch.amp.GradScaler("cpu"))
+    with pytest.raises(TypeError, match=r"ascent_closure .*Tensor"):
+        optimizer.step(problem.closure, problem.loss())
+    with pytest.raises(RuntimeError, match="no gradient"):
+        copy.deepcopy(optimizer).step(problem.closure)
+    with pytest.raises(TypeError, match="NoneType"):
+        optimizer.step(lambda: problem.closure() and None)
+    with pytest.raises(ValueError, match=r"shape \(2,\)"):
+        optimizer.step(lambda: problem.closure().expand(2))
+
+
+def test_low_precision_weights_warn_once():
+    model = nn.Linear(6, 3)
+    problem = Problem(model, dtype=torch.bfloat16)
+    optimizer = tiltsam.SAM(sgd(model.parameters()))
+    with pytest.warns(RuntimeWarning, match="bfloat16") as found:
+        optimizer.step(problem.closure)
+    assert found[0].filename == __file__
+    optimizer.step(problem.closure)  # a second warning would be an error
+
+
+@pytest.mark.parametrize("path", ["step", "current_space", "accumulate_gradient", "hooked"])
+def test_low_precision_warning_points_at_the_caller(path):
+    problem = Problem(nn.Linear(6, 3), dtype=torch.bfloat16)
+    optimizer = tiltsam.SAM(sgd(problem.model.parameters()))
+    calls = {
+        "step": lambda: optimizer.step(problem.closure),
+        "current_space": optimizer.current_space,
+        "accumulate_gradient": lambda: optimizer.accumulate_gradient(problem.closure),
+        "hooked": lambda: torch.no_grad()(optimizer.step)(problem.closure),
+    }
+    with pytest.warns(RuntimeWarning, match="bfloat16") as caught:
+        calls[path]()
+    assert [w.filename for w in caught] == [__file__]
+
+
+def batch_norm_net():
+    return nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+
+
+def warnings_of(network, make, **options):
+    problem = Problem(network)
+    optimizer = make(sgd(problem.model.parameters()), **options)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            optimizer.step(problem.closure)
+    return [(w.category, w.filename == __file__, "model=" in str(w.message)) for w in caught]
+
+
+@pytest.mark.parametrize("make", [tiltsam.SAM, tiltsam.TSAM])
+def test_batch_norm_without_model_warns_once(make):
+    assert warnings_of(batch_norm_net(), make) == [(RuntimeWarning, True, True)]
+
+
+@pytest.mark.parametrize("case", ["model", "buffers_once", "one pass", "eval", "no statistics", "none"])
+def test_batch_norm_does_not_warn(case):
+    model = batch_norm_net()
+    other = batch_norm_net()  # of no optimizer
+    make, options = tiltsam.SAM, {}
+    if case == "model":
+        options = {"model": model}
+    elif case == "buffers_once":
+        options = {"buffers_once": False}
+    elif case == "one pass":
+        make = tiltsam.ERM
+    elif case == "eval":
+        model.eval()
+    elif case == "no statistics":
+        model[1] = nn.BatchNorm1d(4, track_running_stats=False)
+    else:
+        model[1] = nn.LayerNorm(4)
+    assert warnings_of(model, make, **options) == []
+    assert other.training
+
+
+@pytest.mark.parametrize("method", [tiltsam.SAM, tiltsam.ERM])
+@pytest.mark.parametrize("returns_scaled", [False, True])
+def test_scaled_closure_without_scaler_warns(method, returns_scaled):
+    problem = Problem(nn.Linear(6, 3), dtype=torch.float32)
+    optimizer = method(sgd(problem.model.parameters(), lr=1e-6))
+    scaler = torch.amp.GradScaler("cpu")
+
+    def closure():
+        loss = problem.loss()
+        scaled = scaler.scale(loss)
+        scaled.backward()
+        return scaled if returns_scaled else loss
+
+    with pytest.warns(RuntimeWarning, match="scaler=") as caught:
+        optimizer.step(closure)
+    optimizer.step(closure)  # warns once: another would be an error
+    assert [w.filename for w in caught] == [__file__]
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_large_gradients_do_not_warn(scaled):
+    problem = Problem(nn.Linear(6, 3), dtype=torch.float32)
+    optimizer = tiltsam.SAM(sgd(problem.model.parameters(), lr=1e-6))
+    scaler = torch.amp.GradScaler("cpu", enabled=scaled)
+
+    def closure():
+        loss = 1e5 * problem.loss()
+        scaler.scale(loss).backward()
+        return loss
+
+    optimizer.step(closure, scaler=scaler if scaled else None)  # warnings are errors

@@ -1,0 +1,201 @@
+"""The package as a whole: import layers, documented names, examples and pages that run, install hints."""
+
+import ast
+import doctest
+import graphlib
+import importlib
+import importlib.util
+import inspect
+import pkgutil
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import tiltsam
+
+ROOT = Path(tiltsam.__file__).parent
+REPOSITORY = ROOT.parent.parent
+NEED_TRITON = {"tiltsam.fused.kernels"} if importlib.util.find_spec("triton") is None else set()
+MODULES = sorted(
+    m.name
+    for m in pkgutil.walk_packages([str(ROOT)], "tiltsam.")
+    if not m.name.endswith("__main__") and m.name not in NEED_TRITON
+)
+
+# A package imports from the layers above it in this list, never from its own or from those below. The library (up to
+# "tiltsam", its __init__) does not import the lab.
+LAYERS = (
+    {"tilting", "distributed"},
+    {"space"},
+    {"fused", "samplers", "flatness"},
+    {"optim", "toys", "sharpness", "curvature", "landscape"},
+    {"capture", "averaging", "integrations"},
+    {"tiltsam"},
+    {"lab"},
+    {"cli"},
+    {"__main__"},
+)
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+FILES = {module_name(path): path for path in sorted(ROOT.rglob("*.py"))}
+
+
+def imported_modules(path: Path) -> set[str]:
+    """Return the modules of tiltsam that a file imports anywhere, also inside functions."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"relative import in {path}"
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                found.add(full if full in FILES else str(node.module))
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    return {name for name in found if name == "tiltsam" or name.startswith("tiltsam.")}
+
+
+IMPORTS = {name: imported_modules(path) - {name} for name, path in FILES.items()}
+
+
+def package(module: str) -> str:
+    return module.split(".")[1] if "." in module else module
+
+
+def test_imports_follow_layers_without_cycles():
+    layer = {name: i for i, names in enumerate(LAYERS) for name in names}
+    assert {package(module) for module in FILES} == set(layer)
+    for module, imported in IMPORTS.items():
+        for other in imported:
+            same = package(module) == package(other)
+            assert same or layer[package(other)] < layer[package(module)], f"{module} imports {other}"
+    graphlib.TopologicalSorter(IMPORTS).prepare()  # raises CycleError
+
+
+def test_imported_modules_exist():
+    for module, imported in IMPORTS.items():
+        assert imported <= set(FILES), module
+
+
+def test_samplers_import_only_the_protocol_of_the_space():
+    outside = {
+        m for module in FILES if package(module) == "samplers" for m in IMPORTS[module] if package(m) != "samplers"
+    }
+    assert outside == {"tiltsam.space.protocol"}
+
+
+def test_top_level_stays_small():
+    entries = [path for path in ROOT.iterdir() if path.name not in ("py.typed", "__pycache__")]
+    assert len(entries) <= 18, sorted(path.name for path in entries)
+
+
+def test_import_needs_only_torch():
+    """Importing tiltsam imports nothing but torch and the standard library."""
+    code = (
+        "import sys, torch; before = set(sys.modules); import tiltsam; "
+        "print(sorted({m.split('.')[0] for m in set(sys.modules) - before} - set(sys.stdlib_module_names)))"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert set(ast.literal_eval(run.stdout)) <= {"tiltsam", "torch"}
+
+
+@pytest.mark.parametrize("version", ["2.8.0", "2.10.1+cu130", "2.9.0a0+git1234567", "1.13.1"])
+def test_import_refuses_old_torch(version):
+    with pytest.raises(ImportError, match=rf"2\.11.*{re.escape(version)}"):
+        tiltsam._check_torch(version)
+    code = f"import torch; torch.__version__ = {version!r}; import tiltsam.optim"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert run.returncode == 1
+    assert f"ImportError: tiltsam needs torch>=2.11, found torch {version}" in run.stderr
+
+
+@pytest.mark.parametrize("version", ["2.11.0", "2.11.0+cu130", "2.12.0a0+git", "2.15.0.dev20260101", "3.0", "unknown"])
+def test_import_accepts_new_torch(version):
+    tiltsam._check_torch(version)
+
+
+def test_torch_floor_matches_pyproject():
+    floor = ".".join(map(str, tiltsam._TORCH_FLOOR))
+    assert f'dependencies = ["torch>={floor}"]' in (REPOSITORY / "pyproject.toml").read_text()
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_public_names_are_documented(name):
+    module = importlib.import_module(name)
+    assert module.__doc__, name
+    for public in getattr(module, "__all__", []):
+        thing = getattr(module, public)
+        if not (inspect.isclass(thing) or inspect.isfunction(thing)) or thing.__module__ != name:
+            continue
+        assert inspect.getdoc(thing), f"{name}.{public}"
+        if inspect.isclass(thing):
+            for attribute, member in vars(thing).items():
+                if inspect.isfunction(member) and not attribute.startswith("_"):
+                    assert inspect.getdoc(member), f"{name}.{public}.{attribute}"
+
+
+@pytest.mark.parametrize("name", ["tiltsam", *MODULES])
+def test_doctests_run(name):
+    module = importlib.import_module(name)
+    results = doctest.testmod(module, extraglobs={"torch": __import__("torch"), "tiltsam": tiltsam})
+    assert results.failed == 0
+
+
+@pytest.mark.parametrize("path", sorted(REPOSITORY.glob("*.md")) + sorted((REPOSITORY / "docs").rglob("*.md")), ids=str)
+def test_python_in_pages_runs(path, tmp_path, monkeypatch):
+    """Run the ```python blocks of a page in order, in one namespace."""
+    monkeypatch.chdir(tmp_path)
+    namespace: dict[str, object] = {}
+    for number, block in enumerate(path.read_text().split("```python\n")[1:]):
+        code = block.split("```")[0]
+        exec(compile(code, f"{path.name} block {number}", "exec"), namespace)
+
+
+# Modules that users import: all their public names are in the reference.
+PUBLIC = [
+    *("tiltsam", "tiltsam.averaging", "tiltsam.capture", "tiltsam.curvature", "tiltsam.landscape", "tiltsam.optim"),
+    *("tiltsam.samplers", "tiltsam.sharpness", "tiltsam.space", "tiltsam.tilting"),
+    *("tiltsam.toys", "tiltsam.toys.chain_space", "tiltsam.lab.theory.estimators", "tiltsam.lab.theory.statements"),
+    *("tiltsam.integrations.accelerate", "tiltsam.integrations.lightning", "tiltsam.integrations.transformers"),
+    *("tiltsam.lab.compare", "tiltsam.lab.report", "tiltsam.lab.sweep", "tiltsam.lab.train"),
+]
+
+
+@pytest.fixture(scope="module")
+def reference():
+    """Return what the pages of docs/api show: modules, and the members listed for them."""
+    shown = []
+    for path in sorted((REPOSITORY / "docs" / "api").glob("*.md")):
+        for name, members in re.findall(r"^::: (\S+)\n    options:\n      members: \[(.*)\]$", path.read_text(), re.M):
+            module = importlib.import_module(name)
+            shown += [module, *(getattr(module, member) for member in members.split(", "))]
+    return shown
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_public_names_are_in_the_reference(name, reference):
+    module = importlib.import_module(name)
+    missing = [public for public in module.__all__ if not any(getattr(module, public) is thing for thing in reference)]
+    assert not missing, f"docs/api lacks {missing} of {name}"
+
+
+def test_readme_shows_demo_and_test():
+    text = (REPOSITORY / "README.md").read_text()
+    assert "make demo" in text
+    assert "make test" in text
+    assert tiltsam.__version__ in (REPOSITORY / "CHANGELOG.md").read_text()
+
+
+def test_install_hints_work_from_a_clone():
+    """tiltsam is not on a package index, and zsh expands unquoted brackets."""
+    texts = [path for folder in ("src", "docs", "examples") for path in (REPOSITORY / folder).rglob("*")]
+    for path in [REPOSITORY / "README.md", *texts]:
+        if path.suffix in (".py", ".md"):
+            assert not re.findall(r"pip install \S*tiltsam\S*|pip install \.\[\S*", path.read_text()), path

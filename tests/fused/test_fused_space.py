@@ -9,7 +9,7 @@ from torch import nn
 from helpers.cases import METHODS, sgd
 from tiltsam.capture import capture
 from tiltsam.fused import fused_space, parameter_space
-from tiltsam.fused.fused_space import FusedSpace
+from tiltsam.fused.fused_space import FusedSpace, ReservedTables
 from tiltsam.samplers import Draw, evaluated
 from tiltsam.space.parameter_space import ParameterSpace
 from tiltsam.space.protocol import Spread
@@ -244,6 +244,8 @@ def test_step_record(tilt, losses):
         pytest.skip("several samples have weights")
 
     def action(space):
+        if tilt is None and isinstance(space, FusedSpace):
+            space.tables = ReservedTables(space.device, 1, len(SHAPES))  # as in a capture: else torch's record is used
         record = space.step_record(None if tilt is None else StreamingTilt(scalar(tilt)), len(losses))
         assert isinstance(space, FusedSpace) == isinstance(record, fused_space._FusedRecord)
         shares = []

@@ -9,6 +9,7 @@ from torch import nn
 import tiltsam
 from helpers.cases import sgd
 from tiltsam.space.parameter_space import ParameterSpace
+from tiltsam.space.protocol import Draw
 
 
 def space_of(number=3, size=2):
@@ -29,16 +30,17 @@ def test_set_uses_the_gradient_itself():
     space = space_of()
     gradient = [torch.ones(2, dtype=torch.float64), None, torch.ones(2, dtype=torch.float64)]
     addresses = [None if g is None else g.data_ptr() for g in gradient]
-    space.gradient_mean.set(gradient, torch.tensor(True))
+    space.gradient_mean.set(gradient)
     space.gradient_mean.assign()
     assert [None if p.grad is None else p.grad.data_ptr() for p in space.params] == addresses
     assert space.gradient_mean.seen() == [True, False, True]
     assert not space.gradient_mean._buffers  # no memory for a mean
 
 
-def test_set_zeroes_an_invalid_gradient():
+def test_single_invalid_gradient_becomes_zero():
     space = space_of(1)
-    space.gradient_mean.set([torch.full((2,), math.nan, dtype=torch.float64)], torch.tensor(False))
+    gradient, number = [torch.full((2,), math.nan, dtype=torch.float64)], torch.tensor(1.0)
+    space.add_to_mean(Draw(number, gradient, number, torch.tensor(False), number), number, single=True)
     assert mean_of(space) == [0.0]
 
 
@@ -114,7 +116,7 @@ def test_scale_multiplies_the_mean():
 def test_complex_parameters_get_complex_gradients():
     p = nn.Parameter(torch.tensor([1.0 + 2.0j]))
     space = ParameterSpace([[p]])
-    space.gradient_mean.set([torch.tensor([[3.0, 4.0]])], torch.tensor(True))
+    space.gradient_mean.set([torch.tensor([[3.0, 4.0]])])
     space.gradient_mean.assign()
     assert p.grad.tolist() == [3.0 + 4.0j]
 

@@ -424,6 +424,7 @@ class SharpnessAware(Optimizer):
         elif self.skip_nonfinite and not bool(info.weights.any().item()):
             self.zero_grad()  # a base skips parameters without a gradient
         space.begin_update()
+        self._opt_called = True  # otherwise a scheduler warns that it was stepped before the optimizer
 
     @contextmanager
     def _before_update(self, hook: Callable[..., None]) -> Iterator[None]:

@@ -524,7 +524,7 @@ class WithoutMixin(lightning.LightningModule):
 def test_module_without_mixin_is_refused(tmp_path):
     model = WithoutMixin("sam")
     before = flat(model.net)
-    with pytest.raises(RuntimeError, match=r"WithoutMixin\(\s*SharpnessAwareMixin"):
+    with pytest.raises(RuntimeError, match="WithoutMixin"):
         trainer(tmp_path).fit(model, loader())
     assert torch.equal(flat(model.net), before)
 

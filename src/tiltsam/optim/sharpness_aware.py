@@ -408,6 +408,7 @@ class SharpnessAware(Optimizer):
             >>> w.grad  # at 3 + 1
             tensor([4.])
         """
+        self._opt_called = True  # otherwise a scheduler warns that it was stepped before the optimizer
         first: list[Tensor] = []
         closures = [_remember_first(one, first) for one in check_closures(closure, None, type(self).__name__)]
         self._run(closures, None, scaler, self._leave_gradient)
@@ -424,7 +425,6 @@ class SharpnessAware(Optimizer):
         elif self.skip_nonfinite and not bool(info.weights.any().item()):
             self.zero_grad()  # a base skips parameters without a gradient
         space.begin_update()
-        self._opt_called = True  # otherwise a scheduler warns that it was stepped before the optimizer
 
     @contextmanager
     def _before_update(self, hook: Callable[..., None]) -> Iterator[None]:

@@ -6,10 +6,10 @@ import random
 
 import numpy as np
 import torch
+from tiltsam.streams import stream_seed
 from torch.utils.data import DataLoader, TensorDataset
 
 from tiltsam.flatness.randomness import Purpose, RandomSources, generator
-from tiltsam.streams import stream_seed
 
 CPU = torch.device("cpu")
 

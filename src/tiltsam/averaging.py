@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from tiltsam.distributed import reshard
-from tiltsam.space.snapshot import BufferSnapshot, uninterrupted
+from tiltsam.space.model_state import BufferSnapshot, uninterrupted
 from tiltsam.space.validation import check_nonnegative
 
 __all__ = ["WeightAverage"]

@@ -18,8 +18,8 @@ TSAM in the time of a step of SAM. They exchange a few scalars and one weighted 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -73,6 +73,10 @@ class Ranks:
         sharding: How the parameters are split.
     """
 
+    alone: bool = True
+    """Whether nothing is ever exchanged."""
+    splits_samples: bool = False
+    """Whether the samples of a step are divided among ranks."""
     local_ascent: bool = False
     """Whether each rank ascends along its own gradient."""
 
@@ -95,6 +99,8 @@ class Ranks:
                     f"{dist.get_world_size(self._samples)} of {dist.get_world_size()} processes share samples: pass "
                     "the groups that see different batches, by model=DistributedDataParallel(...) or Parallel(data=...)"
                 )
+        self.splits_samples = self._samples is not None
+        self.alone = not self._data and self._samples is None
         self.local_ascent = parallel.ascent == "local" and bool(self._data)
         if self.local_ascent and (self._ddp is None or self._ddp.static_graph):
             raise ValueError(
@@ -120,11 +126,6 @@ class Ranks:
                 "gradients as if they saw different ones: leave out DistributedDataParallel, fully_shard or "
                 "Parallel(data=...), or give it the other dimension of a mesh"
             )
-
-    @property
-    def alone(self) -> bool:
-        """Whether nothing is ever exchanged."""
-        return not self._data and self._samples is None
 
     # ---------------------------------------------------------------- ranks with different batches
 
@@ -172,11 +173,6 @@ class Ranks:
 
     # ---------------------------------------------------------------- ranks with the same batch
 
-    @property
-    def splits_samples(self) -> bool:
-        """Whether the samples of a step are divided among ranks."""
-        return self._samples is not None
-
     def check_same_weights(self, weights: Sequence[Tensor]) -> None:
         """Raise ValueError if ranks that share samples hold different weights."""
         if self._samples is None:
@@ -213,28 +209,23 @@ class Ranks:
             for x, part in zip(parts, flat.split([x.numel() for x in parts]), strict=True):
                 x.copy_(part.view(x.shape))
 
-    @contextmanager
-    def annotate_errors(self, step: int) -> Iterator[None]:
-        """Annotate errors of a step with the rank; the cause may be a failure on another rank."""
-        if self.alone:
-            yield
-            return
+    def check_not_joined(self) -> None:
+        """Raise ValueError inside ``join()``: a joined rank shadows DDP's all-reduces and would mismatch ours."""
         if self._ddp is not None and self._ddp._join_config.enable:
-            # A joined rank shadows DDP's all-reduces and would pair ours with the wrong one.
             raise ValueError(
                 "a step inside join() would wait for ranks that have run out of batches: give every rank the same "
                 "number of batches (drop_last=True)"
             )
-        try:
-            yield
-        except RuntimeError as error:
+
+    def annotate(self, error: BaseException, step: int) -> None:
+        """Add the rank to an error of a step; the cause may be a failure on another rank."""
+        if not self.alone and isinstance(error, RuntimeError):
             error.add_note(
                 f"tiltsam: step {step} failed on rank {dist.get_rank()} of {dist.get_world_size()}. If the error "
                 "mentions connections, peers or a timeout, another rank failed or hangs: look at its output first. "
                 "Unless the base optimizer had begun its update, the weights on this rank are those from before the "
                 "step. Restart all ranks from the last checkpoint."
             )
-            raise
 
 
 class Sharding:

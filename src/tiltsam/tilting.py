@@ -60,7 +60,7 @@ class StreamingTilt:
     """
 
     def __init__(self, t: Tilt) -> None:
-        self.t = _check_tilt(t)
+        self.t = t if isinstance(t, Tensor) else _check_tilt(t)
         self._state: _State | None = None
 
     def add(self, losses: Tensor, valid: Tensor | None = None) -> Tensor:
@@ -247,9 +247,7 @@ def linear_down(value: float, num_steps: int) -> Linear:
     return Linear(value, 0.0, num_steps)
 
 
-def _check_tilt(t: Tilt) -> Tilt:
-    if isinstance(t, Tensor):
-        return t
+def _check_tilt(t: float) -> float:
     if not (math.isfinite(t) and t >= 0):
         raise ValueError(f"the tilt t must be a finite number >= 0, got {t}")
     limits = torch.finfo(torch.float32)

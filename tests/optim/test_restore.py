@@ -313,7 +313,7 @@ MODULES = tuple(  # those that move, save or restore something
         "space/model_state.py",
         "space/parameter_space.py",
         "space/sampler_state.py",
-        "space/snapshot.py",
+        "space/model_state.py",
     )
 )
 

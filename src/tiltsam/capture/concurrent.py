@@ -15,8 +15,8 @@ from torch import Tensor
 
 from tiltsam.optim.sharpness_aware import SharpnessAware, Step
 from tiltsam.samplers import Draw, Sampler
+from tiltsam.space.model_state import uninterrupted
 from tiltsam.space.parameter_space import ParameterSpace
-from tiltsam.space.snapshot import uninterrupted
 from tiltsam.space.step_record import StepRecord
 from tiltsam.space.tensor_lists import allocate
 
@@ -74,7 +74,7 @@ def average_samples_concurrently(
     with ExitStack() as joins:
         for j, (replica, memory) in enumerate(zip(replicas, scratch, strict=True)):
             with _forked(memory.stream, joins), weights_at(step.space.params, memory.point):
-                replica.begin_sample(j)
+                replica.evaluator.sample = j
                 draw = step.sampler.sample(replica, j, step.sampler.begin(replica))
                 draws.append((replica, draw, replica.distance()))
     record = step.space.step_record(optimizer.weighting(step.space), step.num_samples)

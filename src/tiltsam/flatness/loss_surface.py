@@ -30,7 +30,7 @@ from tiltsam.flatness.data import batch_size, to_device
 from tiltsam.flatness.numerics import finite_losses, weighted_mean, write_sum
 from tiltsam.flatness.randomness import RandomSources
 from tiltsam.space.evaluator import NeedsGraphError, forward_only
-from tiltsam.space.snapshot import restored_buffers, uninterrupted
+from tiltsam.space.model_state import restored_buffers, uninterrupted
 from tiltsam.space.validation import check_storage
 
 __all__ = ["Batches", "LossFn", "LossSurface", "ProgressCallback", "supervised", "trainable"]

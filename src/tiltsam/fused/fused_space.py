@@ -102,7 +102,7 @@ class FusedSpace(ParameterSpace):
 
     def add_noise(self, sample: int, spread: Spread) -> None:
         """See :class:`Space`. The noise is never stored."""
-        self._leave_center()
+        point, center = self._point_table(), self._center_table()
         seed, scale, distance = self.generators.device_seed(self.device), *self._launcher.numbers(2)
         self._launcher.launch_sum(
             kernels.noise_scale,
@@ -116,7 +116,6 @@ class FusedSpace(ParameterSpace):
             dim=self.dim,
             BALL=spread.radius is not None,
         )
-        point, center = self._point_table(), self._center_table()
         self._launcher.launch(kernels.noise_move, point=point, center=center, seed=seed, sample=sample, scale=scale)
         self._distance = distance
 
@@ -125,7 +124,6 @@ class FusedSpace(ParameterSpace):
         if not self._launcher.has_filters:
             super().add_filter_noise(sample, gamma)
             return
-        self._leave_center()
         self._launcher.add_filter_noise(
             self._point_table(), self._center_table(), self.generators.device_seed(self.device), sample, gamma
         )
@@ -136,7 +134,6 @@ class FusedSpace(ParameterSpace):
         if table is None or rho.dim() > 0:
             super().ascend(at, rho)
             return
-        self._leave_center()
         distance = self._launcher.number()
         self._launcher.launch_sum(
             kernels.ascend,
@@ -156,7 +153,6 @@ class FusedSpace(ParameterSpace):
         if table is None or rho.dim() > 0 or not self._at_center:
             super().ascend_adaptive(at, rho, eta)
             return
-        self._leave_center()
         norm, distance = self._launcher.numbers(2)
         center = self._center_table()
         self._launcher.launch_sum(kernels.adaptive_norm, center=center, gradient=table, eta=eta, norm=norm)
@@ -208,7 +204,7 @@ class FusedSpace(ParameterSpace):
         return super().step_record(weighting, num_samples)
 
     def _point_table(self) -> Tensor:
-        return self.tables.named("point", self._point)
+        return self.tables.named("point", self.point)
 
     def _center_table(self) -> Tensor:
         return self.tables.named("center", self._center)
@@ -286,6 +282,7 @@ class _FusedRecord(StepRecord):
             total, LAST=count == total - 1, WIDTH=1 << (total - 1).bit_length(), num_warps=1,
         )  # fmt: skip
         self._draws.append(draw._replace(gradient=None))
+        self.valid.append(draw.valid)
         return share
 
     def finish(self) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from tiltsam.averaging import WeightAverage
 from tiltsam.lab.data import Data, Split
 from tiltsam.lab.metrics import METRICS
-from tiltsam.space.snapshot import restored_buffers
+from tiltsam.space.model_state import restored_buffers
 
 __all__ = ["as_tested", "reestimate_batchnorm", "score"]
 

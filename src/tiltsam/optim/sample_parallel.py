@@ -2,18 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
+from tiltsam.samplers import Sampler
 from tiltsam.space.parameter_space import ParameterSpace
 from tiltsam.space.protocol import Draw
-from tiltsam.space.step_record import StepRecord
+from tiltsam.space.step_record import StepRecord, Weighting
 
-__all__ = ["join_samples", "skip_samples"]
+__all__ = ["average_samples_over_ranks"]
 
 
-def skip_samples(space: ParameterSpace) -> None:
+def average_samples_over_ranks(
+    space: ParameterSpace, sampler: Sampler, num_samples: int, make_weighting: Callable[[], Weighting | None]
+) -> StepRecord:
+    """Draw this rank's samples and average the gradients of all ranks, weighted.
+
+    The counterpart of :meth:`SharpnessAware.average_samples`; afterwards all ranks have the same record and mean.
+    """
+    samples = space.ranks.my_samples(num_samples, independent=sampler.independent)
+    record = StepRecord(make_weighting())
+    if samples:
+        shared = sampler.begin(space)
+        for j in samples:
+            space.evaluator.sample = j
+            draw = sampler.sample(space, j, shared)
+            space.add_to_mean(draw, record.add(draw, space.distance()), single=False)
+    else:
+        _skip_samples(space)
+    return _join_samples(space, record, samples, StepRecord(make_weighting()), num_samples)
+
+
+def _skip_samples(space: ParameterSpace) -> None:
     """Take part in a step without samples: one pass at θ whose gradient has no weight.
 
     So the random state of this rank advances as on the others, and it knows which parameters have a gradient.
@@ -24,7 +45,7 @@ def skip_samples(space: ParameterSpace) -> None:
     space.add_to_mean(nothing, space.zero, single=False)
 
 
-def join_samples(
+def _join_samples(
     space: ParameterSpace, record: StepRecord, samples: Sequence[int], joined: StepRecord, num_samples: int
 ) -> StepRecord:
     """Exchange what the ranks have found; afterwards all have the same record and the same mean of gradients.

@@ -17,8 +17,7 @@ Methods choose a sampler (where to evaluate, :mod:`tiltsam.samplers`) and a weig
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -28,8 +27,8 @@ from torch.optim import Optimizer
 from tiltsam.distributed import Parallel
 from tiltsam.fused import parameter_space
 from tiltsam.optim.hyperparameters import Hyperparameters, Schedule
-from tiltsam.optim.sample_parallel import join_samples, skip_samples
-from tiltsam.optim.step_info import NonfiniteCounter, StepInfo
+from tiltsam.optim.sample_parallel import average_samples_over_ranks
+from tiltsam.optim.step_info import StepInfo
 from tiltsam.optim.validation import (
     NEEDS_SCALER,
     check_arguments,
@@ -45,15 +44,15 @@ from tiltsam.optim.validation import (
 )
 from tiltsam.samplers import Center, Sampler
 from tiltsam.space.evaluator import Closure, scale_of
-from tiltsam.space.model_state import ModelState
+from tiltsam.space.model_state import ModelState, uninterrupted
 from tiltsam.space.parameter_space import ParameterSpace
 from tiltsam.space.sampler_state import SamplerState
-from tiltsam.space.snapshot import uninterrupted
 from tiltsam.space.step_record import FixedWeights, StepRecord, Weighting
-from tiltsam.space.validation import check_nonnegative, warn_low_precision
+from tiltsam.space.validation import check_nonnegative, warn, warn_low_precision
 
 __all__ = ["Schedule", "SharpnessAware", "Step", "StepInfo"]
 
+_MAX_PENDING = 256  # samples whose validity is kept before it is summed up
 _LAST = -1  # key of a pre-hook of the base; torch's own keys count from 0
 
 
@@ -142,7 +141,9 @@ class SharpnessAware(Optimizer):
         self._places: list[Any] = []  # of the parameters in memory, to notice changes quickly
         self._written: tuple[Any, ...] = ()  # settings that were checked and written to the space
         self._info: StepInfo | None = None
-        self._nonfinite = NonfiniteCounter()
+        self._valid: list[Tensor] = []  # whether samples were finite, not counted yet
+        self._num_nonfinite: Tensor | int = 0
+        self._num_reported = 0
         self._stepping = False  # whether a step is in progress
         self._has_stepped = False
         self.check_settings()
@@ -224,8 +225,11 @@ class SharpnessAware(Optimizer):
         if closure is None and is_state_initialization(self.param_groups):
             self.base.step()
             return torch.full((), torch.nan)
-        closures = check_closures(closure, ascent_closure, name)
-        if not isinstance(self.sampler, Center):
+        if callable(closure) and ascent_closure is None:
+            closures: Sequence[Closure] = [closure]
+        else:
+            closures = check_closures(closure, ascent_closure, name)
+        if not self._has_stepped and not isinstance(self.sampler, Center):
             for one in closures:
                 check_not_lightning(one, name)
         return self._run(closures, ascent_closure, scaler, self._step_base).loss
@@ -249,14 +253,16 @@ class SharpnessAware(Optimizer):
             self._stepping = True
             with torch.no_grad():
                 step = self.begin(closures, ascent_closure, scaler)
-                with step.space.on_device(), step.space.ranks.annotate_errors(self.setting("steps_taken")):
+                with step.space.on_device():
                     info = self.aggregate(step)
                     update(step, info)
                 self.finish(step, info)
             self._stepping = False
-        except BaseException:
+        except BaseException as error:
             self._stepping = False
             uninterrupted(lambda: self._undo(grad_enabled))
+            if self._space is not None:
+                self._space.ranks.annotate(error, self.setting("steps_taken"))
             raise
         return info
 
@@ -283,11 +289,13 @@ class SharpnessAware(Optimizer):
             self.check_settings()
             self.write_settings(space)
             self._written = values
-        for group in self.param_groups:
+        if not space.ranks.alone:
+            space.ranks.check_not_joined()
+        for group in self.base.param_groups:
             for p in group["params"]:
                 if not p.requires_grad:
                     p.grad = None  # otherwise the base keeps applying the gradient from before it was frozen
-        space.generators.begin_step(self.setting("seed"), self.setting("steps_taken"))
+        space.generators.begin_step(self._hyperparameters["seed"], self._hyperparameters["steps_taken"])
         sampler, num_samples = self.plan()
         if len(closures) != 1:
             self._check_parts(len(closures), sampler, num_samples, whole_ascent=ascent_closure is not None)
@@ -316,34 +324,34 @@ class SharpnessAware(Optimizer):
 
     def average_samples(self, space: ParameterSpace, sampler: Sampler, num_samples: int) -> StepRecord:
         """Draw the samples of a step and average their gradients, weighted. This is the loop over samples."""
-        record = space.step_record(self._weighting(space, num_samples), num_samples)
-        mine = space.ranks.my_samples(num_samples, independent=sampler.independent)
-        shared = None
-        if mine:
-            shared = sampler.begin(space)
-        else:
-            skip_samples(space)
-        for j in mine:
-            space.begin_sample(j)
+        if space.ranks.splits_samples:
+            several = num_samples > 1
+            return average_samples_over_ranks(
+                space, sampler, num_samples, lambda: self.weighting(space) if several else None
+            )
+        record = space.step_record(self.weighting(space) if num_samples > 1 else None, num_samples)
+        shared = sampler.begin(space)
+        for j in range(num_samples):
+            space.evaluator.sample = j
             draw = sampler.sample(space, j, shared)
             share = record.add(draw, space.distance())
             space.add_to_mean(draw, share, single=num_samples == 1)
-        if space.ranks.splits_samples:
-            record = join_samples(space, record, mine, StepRecord(self._weighting(space, num_samples)), num_samples)
         return record
-
-    def _weighting(self, space: ParameterSpace, num_samples: int) -> Weighting | None:
-        return self.weighting(space) if num_samples > 1 else None
 
     def _step_base(self, step: Step, info: StepInfo) -> None:
         """Let the base descend the mean of the gradients."""
         space = step.space
         space.assign_gradients()
-        with self._before_update(space.begin_update):
+        hooks = self.base._optimizer_step_pre_hooks
+        hooks.pop(_LAST, None)  # left by an interrupted step, it would not come last
+        hooks[_LAST] = space.begin_update  # runs in base.step(), after all its other pre-hooks
+        try:
             if step.scaler is not None:
                 self._step_scaled(step.scaler, space, info)
             elif not self.skip_nonfinite or bool(info.weights.any().item()):
                 self.base.step()
+        finally:
+            hooks.pop(_LAST, None)
         space.begin_update()  # if the base was skipped
 
     def _step_scaled(self, scaler: torch.amp.GradScaler, space: ParameterSpace, info: StepInfo) -> None:
@@ -368,7 +376,9 @@ class SharpnessAware(Optimizer):
     def finish(self, step: Step, info: StepInfo) -> None:
         """Count the step and keep its info."""
         self._info = info
-        self._nonfinite.add(info.valid)
+        self._valid += info.valid
+        if len(self._valid) > _MAX_PENDING:
+            self._count_nonfinite()
         self._hyperparameters.count_step()
         if not self._has_stepped:
             self._has_stepped = True
@@ -426,17 +436,6 @@ class SharpnessAware(Optimizer):
             self.zero_grad()  # a base skips parameters without a gradient
         space.begin_update()
 
-    @contextmanager
-    def _before_update(self, hook: Callable[..., None]) -> Iterator[None]:
-        """Call ``hook`` inside ``base.step()``, after all its other pre-hooks."""
-        hooks = self.base._optimizer_step_pre_hooks
-        hooks.pop(_LAST, None)  # left by an interrupted step, it would not come last
-        hooks[_LAST] = hook
-        try:
-            yield
-        finally:
-            hooks.pop(_LAST, None)
-
     def _check_parts(self, number: int, sampler: Sampler, num_samples: int, *, whole_ascent: bool) -> None:
         """Raise ValueError unless each sample can have its own closure."""
         if number != num_samples or not sampler.independent:
@@ -451,11 +450,11 @@ class SharpnessAware(Optimizer):
 
     def current_space(self) -> ParameterSpace:
         """Return the space over the parameters that are trainable now; rebuilt only when they change."""
-        params = [p for group in self.param_groups for p in group["params"]]
+        params = [p for group in self.base.param_groups for p in group["params"]]
         space = self._space
         places: list[Any] = []
         if space is not None and space.sharding.mesh is None:
-            places = [[(id(p), p.requires_grad, p.data_ptr()) for p in g["params"]] for g in self.param_groups]
+            places = [[(id(p), p.requires_grad, p.data_ptr()) for p in g["params"]] for g in self.base.param_groups]
             if places == self._places:
                 return space
         key = tuple(
@@ -510,7 +509,22 @@ class SharpnessAware(Optimizer):
 
     def check_nonfinite(self) -> None:
         """Warn about samples that were not finite since the last call. Waits for the device."""
-        self._nonfinite.warn()
+        self._count_nonfinite()
+        total = int(self._num_nonfinite)
+        if total > self._num_reported:
+            warn(
+                f"{total - self._num_reported} samples had a loss or gradient that is not finite and got weight zero "
+                f"({total} since the start): lower rho, radius or the learning rate if this continues"
+            )
+            self._num_reported = total
+
+    def _count_nonfinite(self) -> None:
+        """Count samples that were not finite, without waiting for the device."""
+        if self._valid:
+            device = self._valid[-1].device
+            flags = torch.stack([x.to(device) for x in self._valid])
+            self._num_nonfinite = self._num_nonfinite + (flags == 0).sum()
+            self._valid.clear()
 
     @property
     def _step_supports_amp_scaling(self) -> _RefusesScalerStep:

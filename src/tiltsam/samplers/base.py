@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Protocol
 
-from tiltsam.space.protocol import Draw, Evaluation, Space
+from tiltsam.space.protocol import Draw, Space, after_ascent, evaluated
 
 __all__ = ["Draw", "Sampler", "Start", "Stateless", "after_ascent", "evaluated"]
 
@@ -46,13 +46,3 @@ class Stateless:
 
     def begin(self, space: Space) -> None:
         """Share nothing."""
-
-
-def evaluated(evaluation: Evaluation) -> Draw:
-    """Return the draw of a sample without an ascent."""
-    return Draw(evaluation.loss, evaluation.gradient, evaluation.norm, evaluation.finite, evaluation.loss)
-
-
-def after_ascent(first: Evaluation, last: Evaluation) -> Draw:
-    """Return the draw of a sample that started at ``first`` and ascended to ``last``."""
-    return Draw(last.loss, last.gradient, last.norm, last.finite, first.loss)

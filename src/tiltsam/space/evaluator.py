@@ -70,7 +70,9 @@ class Evaluator:
         params = self.params
         for p in params:
             p.grad = None  # autograd then hands over its own buffer instead of adding to ours
-        closure = self.ascent_closure if ascent and self.ascent_closure else self._closure()
+        closure = self.closures[self.sample if len(self.closures) > 1 else 0]
+        if ascent and self.ascent_closure is not None:
+            closure = self.ascent_closure
         self.model_state.begin_pass()
         with self.ranks.no_sync() if ascent and self.ranks.local_ascent else nullcontext(), torch.enable_grad():
             value = closure()
@@ -85,7 +87,7 @@ class Evaluator:
                 "the optimizer's own parameters, not of a copy (fully_shard makes new ones: make the optimizer after "
                 "it), and must not clear the gradients afterwards"
             )
-        return self._average(self._loss(value)), gradient
+        return self._loss(value), gradient
 
     def loss(self) -> Tensor:
         """Run forward only. Backward passes of the closure are skipped; a graph is built only if the loss needs one."""
@@ -99,21 +101,17 @@ class Evaluator:
             if self.model_state.model is None:
                 raise ValueError("a forward pass without backward over sharded parameters needs model=, to reshard it")
             reshard(self.model_state.model)
-        return self._average(self._loss(value))
+        return self._loss(value)
 
     def _forward(self) -> Any:
         self.model_state.begin_pass()
-        value = forward_only(self._closure(), graph=self._differentiates)
+        closure = self.closures[self.sample if len(self.closures) > 1 else 0]
+        value = forward_only(closure, graph=self._differentiates)
         self.model_state.end_pass()
         return value
 
-    def _closure(self) -> Closure:
-        return self.closures[self.sample if len(self.closures) > 1 else 0]
-
-    def _average(self, loss: Tensor) -> Tensor:
-        return loss if self.ranks.alone else self.ranks.average(loss)
-
     def _loss(self, value: Any) -> Tensor:
+        """Return what the closure returned as a scalar, averaged over the ranks that see different batches."""
         if not isinstance(value, Tensor | float | int):
             raise TypeError(f"the closure must return the loss, a tensor with one element; got {type(value).__name__}")
         loss = (
@@ -121,7 +119,8 @@ class Evaluator:
         )
         if loss.numel() != 1:
             raise ValueError(f"the closure must return one loss, got a tensor of shape {tuple(loss.shape)}")
-        return loss.reshape(()).to(device=self._device, dtype=self._dtype)
+        loss = loss.reshape(()).to(device=self._device, dtype=self._dtype)
+        return loss if self.ranks.alone else self.ranks.average(loss)
 
     def _take_gradient(self) -> list[Tensor | None]:
         """Take the gradient off the parameters: real, local to this process, without overlaps in memory."""
@@ -129,16 +128,18 @@ class Evaluator:
         for p in self.params:
             grad = p.grad
             if grad is not None:
-                if self._special:
-                    grad = as_real(local_gradient(p).resolve_conj().resolve_neg())
-                elif grad.requires_grad:
-                    grad = grad.detach()
                 if grad.layout != torch.strided:
                     raise TypeError(
                         f"gradients must be dense, got {grad.layout}: build the embedding with sparse=False"
                     )
-                if not self._special and grad.dtype != p.dtype:
+                if grad.dtype != p.dtype:
                     raise TypeError(f"a gradient must have the dtype of its parameter, {p.dtype}, got {grad.dtype}")
+                if self._special:
+                    grad = as_real(local_gradient(p).resolve_conj())
+                elif grad.requires_grad:
+                    grad = grad.detach()
+                if grad.is_neg():  # the imaginary part of a conjugate
+                    grad = grad.resolve_neg()
                 p.grad = None
                 grad = grad.resolve_neg()
             gradient.append(grad)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tiltsam.distributed import Ranks, local_part
-from tiltsam.space.tensor_lists import TensorLists, allocate, copy_if_, lerp_, zero_unless_
+from tiltsam.space.tensor_lists import TensorLists, allocate, lerp_, zero_unless_
 
 __all__ = ["GradientMean"]
 
@@ -57,23 +57,32 @@ class GradientMean:
             valid: Whether it counts.
             like: Tensors of the mean's shapes.
         """
-        first = self.is_empty
+        first = not any(self._seen)
         self.allocate(gradient, like)
         for block in self._lists.blocks:
             part = share.to(block.device)
             ok = part > 0 if first else valid.to(block.device)
-            new = [i for i in block.indices if gradient[i] is not None and not self._seen[i]]
-            old = [i for i in block.indices if gradient[i] is not None and self._seen[i]]
-            missing = [i for i in block.indices if gradient[i] is None and self._seen[i]]
+            new: list[tuple[Tensor, Tensor]] = []  # mean and gradient
+            old: list[tuple[Tensor, Tensor]] = []
+            missing: list[Tensor] = []
+            for i in block.indices:
+                mean, g = self._memory[i], gradient[i]
+                if mean is not None and g is not None:
+                    (old if self._seen[i] else new).append((mean, g))
+                elif mean is not None and self._seen[i]:
+                    missing.append(mean)
             if new:
-                copy_if_(_pick(self._memory, new), _pick(gradient, new), ok)
+                means, gradients = [m for m, _ in new], [g for _, g in new]
+                torch._foreach_copy_(means, gradients)
+                zero_unless_(means, ok)
                 if not first:
-                    torch._foreach_mul_(_pick(self._memory, new), part)
+                    torch._foreach_mul_(means, part)
             if old:
-                zero_unless_(_pick(gradient, old), ok)
-                lerp_(_pick(self._memory, old), _pick(gradient, old), part)
+                means, gradients = [m for m, _ in old], [g for _, g in old]
+                zero_unless_(gradients, ok)
+                lerp_(means, gradients, part)
             if missing:
-                torch._foreach_mul_(_pick(self._memory, missing), 1 - part)
+                torch._foreach_mul_(missing, 1 - part)
         self._seen[:] = [seen or g is not None for seen, g in zip(self._seen, gradient, strict=True)]
 
     @property
@@ -138,7 +147,3 @@ class GradientMean:
         for p, mean, seen in zip(self._params, self._memory, self._seen, strict=True):
             if seen and p.grad is not None and mean is not None and local_part(p.grad).data_ptr() == mean.data_ptr():
                 mean.zero_()
-
-
-def _pick(x: Sequence[Tensor | None], indices: Sequence[int]) -> list[Tensor]:
-    return [a for i in indices if (a := x[i]) is not None]

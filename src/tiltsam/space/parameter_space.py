@@ -68,6 +68,7 @@ class ParameterSpace(TensorLists):
         super().__init__(here, group_of, [p.dim() for p in self.params], sharding=sharding, dtype=dtype)
         self.dim = sum(p.numel() * (2 if p.is_complex() else 1) for p in self.params)
         self.scalars = DeviceScalars(len(groups), dtype, self.device)
+        self.radius = self.scalars.tensors["radius"]
         self.generators = NoiseGenerators([x.device for x in here])
         self.evaluator = Evaluator(self.params, self.model_state, self.ranks, sharding, dtype, self.device)
         self.gradient_mean = GradientMean(self.params, self, self.ranks)
@@ -100,9 +101,21 @@ class ParameterSpace(TensorLists):
             scaler: The GradScaler that the closures use.
             moves: Whether the body moves the point at all.
         """
+        if self._saved or self._unfinished:  # an earlier restore failed: do not overwrite its backup
+            self.roll_back()
         try:
-            self._begin_step(moves)
+            self._point = self._local_tensors()  # p.data may be another tensor than at the last step
+            self._at_center, self._distance = True, self.zero
+            self.gradient_mean.begin_step()
             self.evaluator.begin_step(closures, ascent_closure, scaler)
+            self.model_state.begin_step()
+            if self.sampler_state.names:
+                self.sampler_state.begin_step()
+            self._unfinished = True
+            self._gradients_before = [p.grad for p in self.params + self._empty]
+            if moves:
+                self.copy_(self._center, self._point)
+                self._saved = True
             yield
             self._restore()
             self.model_state.end_step()
@@ -111,19 +124,6 @@ class ParameterSpace(TensorLists):
             raise
         finally:
             self.evaluator.end_step()
-
-    def _begin_step(self, moves: bool) -> None:
-        self.roll_back()  # if an earlier restore failed, its backup must not be overwritten
-        self._point = self._local_tensors()  # p.data may be another tensor than at the last step
-        self._at_center, self._distance = True, self.zero
-        self.gradient_mean.begin_step()
-        self.model_state.begin_step()
-        self.sampler_state.begin_step()
-        self._unfinished = True
-        self._gradients_before = [p.grad for p in self.params + self._empty]
-        if moves:
-            self.copy_(self._center, self._point)
-            self._saved = True
 
     def _restore(self) -> None:
         """Copy θ back if the point has moved; safe to repeat."""
@@ -144,7 +144,8 @@ class ParameterSpace(TensorLists):
     def begin_update(self, *_: object) -> None:
         """Check that ranks agree on the gradient, and keep buffers and sampler state: now the step is taken."""
         if self._unfinished:
-            self.ranks.check_same_gradients(self.params)
+            if not self.ranks.alone:
+                self.ranks.check_same_gradients(self.params)
             self._unfinished = False
 
     def roll_back(self) -> None:
@@ -210,14 +211,9 @@ class ParameterSpace(TensorLists):
         return self.scalars.rho
 
     @property
-    def radius(self) -> Tensor:
-        """See :class:`Space`."""
-        return self.scalars["radius"]
-
-    @property
     def delta(self) -> Tensor:
         """See :class:`Space`."""
-        return self.scalars["delta"]
+        return self.scalars.tensors["delta"]
 
     @property
     def noisy(self) -> bool:
@@ -231,13 +227,12 @@ class ParameterSpace(TensorLists):
 
     def setting(self, name: str) -> Tensor:
         """See :class:`Space`."""
-        return self.scalars[name]
+        numbers = self.scalars.tensors
+        if name not in numbers:
+            raise LookupError(f"the method has no number {name!r}; it has {', '.join(sorted(numbers))}")
+        return numbers[name]
 
     # ---------------------------------------------------------------- passes
-
-    def begin_sample(self, sample: int) -> None:
-        """Select the closure of a sample."""
-        self.evaluator.sample = sample
 
     def evaluate(self, *, ascent: bool = False, after: Evaluation | None = None) -> Evaluation:
         """See :class:`Space`."""
@@ -296,18 +291,15 @@ class ParameterSpace(TensorLists):
     @property
     def point(self) -> list[Tensor]:
         """See :class:`Space`. Reading it marks the point as moved, since samplers write to it in place."""
-        self._leave_center()
+        if not self._saved:
+            raise RuntimeError("the point can be moved only inside perturbed(moves=True)")
+        self._at_center, self._distance = False, None
         return self._point
 
     @property
     def center(self) -> list[Tensor]:
         """See :class:`Space`."""
         return self._center
-
-    def _leave_center(self) -> None:
-        if not self._saved:
-            raise RuntimeError("the point can be moved only inside perturbed(moves=True)")
-        self._at_center, self._distance = False, None
 
     def reset_to_center(self) -> None:
         """See :class:`Space`."""

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-__all__ = ["EPS", "Draw", "Evaluation", "Space", "Spread", "Vector", "default_radius"]
+__all__ = ["EPS", "Draw", "Evaluation", "Space", "Spread", "Vector", "after_ascent", "default_radius", "evaluated"]
 
 EPS = 1e-12  # n(v) = v / (‖v‖ + EPS)
 
@@ -56,6 +56,16 @@ class Draw(NamedTuple):
     """Further numbers (HMC: acceptance, energy error, divergence), shown in ``StepInfo.sampler``."""
     keep_gradient: bool = False
     """Whether the sampler reads ``gradient`` again in a later sample."""
+
+
+def evaluated(evaluation: Evaluation) -> Draw:
+    """Return the draw of a sample without an ascent."""
+    return Draw(evaluation.loss, evaluation.gradient, evaluation.norm, evaluation.finite, evaluation.loss)
+
+
+def after_ascent(first: Evaluation, last: Evaluation) -> Draw:
+    """Return the draw of a sample that started at ``first`` and ascended to ``last``."""
+    return Draw(last.loss, last.gradient, last.norm, last.finite, first.loss)
 
 
 class Spread(NamedTuple):

@@ -45,7 +45,7 @@ class NoiseGenerators:
         """Seed all generators for a step."""
         self._seed, self._step = seed, step
         for (device, sample), generator in self._generators.items():
-            generator.manual_seed(self._derive(sample, device))
+            generator.manual_seed(derive_seed(seed, step, sample, self._positions[device]))
         if self._device_seed is not None:
             self._device_seed.fill_(self._derive(0, self._device_seed.device))
 

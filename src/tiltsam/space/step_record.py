@@ -73,6 +73,8 @@ class StepRecord:
     def __init__(self, weighting: Weighting | None) -> None:
         self._weighting = weighting
         self._draws: list[Draw] = []
+        self.valid: list[Tensor] = []
+        """Whether each sample was finite."""
         self._reported = self._draws  # whose numbers sampler_info returns
         self._distances: list[Tensor] = []
         self._weights: Tensor | None = None
@@ -81,6 +83,7 @@ class StepRecord:
         """Add a sample at ``distance`` from θ; return its share of the total weight so far."""
         self._draws.append(Draw(draw.loss, None, draw.gradient_norm, draw.valid, draw.start_loss, draw.info))
         self._distances.append(distance)
+        self.valid.append(draw.valid)
         if self._weighting is None:
             return draw.valid
         return self._weighting.add(draw.loss, draw.valid)
@@ -92,17 +95,13 @@ class StepRecord:
             if draw.valid.device.type == "cpu":  # reading it is free
                 return draw.loss if draw.valid else torch.full_like(draw.loss, torch.nan)
             return torch.where(draw.valid, draw.loss, torch.nan)
-        self._weights = self._weighting.weights(*self._losses())
+        losses = torch.stack([d.loss for d in self._draws])
+        self._weights = self._weighting.weights(losses, torch.stack(self.valid))
         return self._weighting.loss()
-
-    @property
-    def valid(self) -> list[Tensor]:
-        """Whether each sample was finite."""
-        return [d.valid for d in self._draws]
 
     def table(self) -> Tensor:
         """Return one row each of losses, weights, start losses, distances, gradient norms and validity."""
-        losses, valid = self._losses()
+        losses, valid = torch.stack([d.loss for d in self._draws]), torch.stack(self.valid)
         weights = valid.to(losses.dtype) if self._weights is None else self._weights
         starts = torch.stack([d.start_loss for d in self._draws])
         norms = torch.stack([d.gradient_norm for d in self._draws])
@@ -128,9 +127,6 @@ class StepRecord:
     def set_sampler_info(self, other: StepRecord) -> None:
         """Report the sampler's numbers of another record: those of this rank, in the record of all ranks."""
         self._reported = other._reported
-
-    def _losses(self) -> tuple[Tensor, Tensor]:
-        return torch.stack([d.loss for d in self._draws]), torch.stack([d.valid for d in self._draws])
 
 
 def unpack(row: Tensor) -> tuple[Tensor, Tensor]:

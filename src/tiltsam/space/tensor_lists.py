@@ -87,7 +87,7 @@ def dealias(tensors: Iterable[Tensor | None]) -> list[Tensor | None]:
     found = list(tensors)
     end = 0
     for start, size, i in sorted((a.data_ptr(), a.nbytes, i) for i, a in enumerate(found) if a is not None):
-        if (a := found[i]) is not None and (start < end or is_expanded(a)):
+        if (a := found[i]) is not None and (start < end or (0 in a.stride() and is_expanded(a))):
             found[i] = a.clone()
         else:
             end = start + size
@@ -119,12 +119,6 @@ def zero_unless_(x: list[Tensor], mask: Tensor) -> None:
         return
     bits = _BITS[x[0].dtype]
     torch._foreach_mul_([a.view(bits) for a in x], mask.to(bits))
-
-
-def copy_if_(x: list[Tensor], y: list[Tensor], mask: Tensor) -> None:
-    """``x <- y`` if the scalar ``mask`` is true, else exactly 0."""
-    torch._foreach_copy_(x, y)
-    zero_unless_(x, mask)
 
 
 def select_(x: list[Tensor], y: list[Tensor], mask: Tensor) -> None:
@@ -249,8 +243,12 @@ class TensorLists:
 
     def scale_(self, x: OptionalTensors, scale: Tensor) -> None:
         """See :class:`Space`."""
-        for block, a, _ in self._pairs(x, x, by_group=scale.dim() > 0):
-            torch._foreach_mul_(a, _for_block(scale, block))
+        if scale.dim() > 0:
+            for block, a, _ in self._pairs(x, x, by_group=True):
+                torch._foreach_mul_(a, scale[block.group].to(block.device))
+            return
+        for block, a, _ in self._pairs(x, x):
+            torch._foreach_mul_(a, scale.to(block.device))
 
     def add_(self, x: Sequence[Tensor], y: OptionalTensors, alpha: float = 1.0) -> None:
         """See :class:`Space`."""
@@ -259,9 +257,8 @@ class TensorLists:
 
     def add_scaled_(self, x: Sequence[Tensor], y: OptionalTensors, scale: Tensor) -> None:
         """See :class:`Space`. Scaling ``y`` in place needs no memory; ``x + scale * y`` would need a third vector."""
-        for block, a, b in self._pairs(x, y, by_group=scale.dim() > 0):
-            torch._foreach_mul_(b, _for_block(scale, block))
-            torch._foreach_add_(a, b)
+        self.scale_(y, scale)
+        self.add_(x, y)
 
     def scale_by_abs_(self, x: OptionalTensors, w: Sequence[Tensor], eta: Tensor) -> None:
         """``x <- (|w| + eta) x``, element by element."""
@@ -312,10 +309,6 @@ def _partition(tensors: Sequence[Tensor], groups: Sequence[int]) -> list[Block]:
     for i, (x, group) in enumerate(zip(tensors, groups, strict=True)):
         found.setdefault((x.device, x.dtype, group), []).append(i)
     return [Block(device, tuple(indices), group) for (device, _, group), indices in found.items()]
-
-
-def _for_block(scale: Tensor, block: Block) -> Tensor:
-    return (scale if scale.dim() == 0 else scale[block.group]).to(block.device)
 
 
 def _filter_norms(w: Tensor, num_dims: int, dtype: torch.dtype) -> Tensor:

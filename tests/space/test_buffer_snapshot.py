@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from tiltsam.space.snapshot import BufferSnapshot, restored_buffers, uninterrupted, writable_buffers
+from tiltsam.space.model_state import BufferSnapshot, restored_buffers, uninterrupted, writable_buffers
 
 
 class Buffers(nn.Module):

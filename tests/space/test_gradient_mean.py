@@ -85,6 +85,15 @@ def test_add_without_weight_first(value):
     assert mean_of(space) == [4.0]
 
 
+def test_first_gradient_is_copied():
+    """PGN uses it again after it was added, even without weight."""
+    space = space_of(1)
+    gradient = [torch.full((2,), math.nan, dtype=torch.float64)]
+    space.gradient_mean.add(gradient, torch.zeros((), dtype=torch.float64), torch.tensor(False), space._point)
+    assert gradient[0].isnan().all()
+    assert mean_of(space) == [0.0]
+
+
 def test_mean_reuses_its_memory():
     space = space_of()
     add(space, [1.0, 1.0, 1.0], 1.0)

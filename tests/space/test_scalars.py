@@ -14,22 +14,23 @@ def test_set_writes_in_place():
     """Captured graphs read the tensor at every replay."""
     numbers = scalars()
     numbers.set("t", 2.0)
-    t = numbers["t"]
+    t = numbers.tensors["t"]
     numbers.set("t", 3.0)
-    assert numbers["t"] is t
+    assert numbers.tensors["t"] is t
     assert t == 3.0
 
 
 def test_set_clamps_to_the_range_of_the_dtype():
     numbers = scalars()
     numbers.set("t", 1e300)
-    assert numbers["t"] == torch.finfo(torch.float32).max
+    assert numbers.tensors["t"] == torch.finfo(torch.float32).max
 
 
-def test_unknown_number_is_refused():
+@pytest.mark.parametrize(("radius", "noisy"), [(0.0, False), (0.1, True)])
+def test_noisy_if_the_radius_is_not_zero(radius, noisy):
     numbers = scalars()
-    with pytest.raises(LookupError, match=r"'gamma'.*radius"):
-        numbers["gamma"]
+    numbers.set("radius", radius)
+    assert numbers.noisy is noisy
 
 
 @pytest.mark.parametrize(

@@ -141,7 +141,6 @@ class Evaluator:
                 if grad.is_neg():  # the imaginary part of a conjugate
                     grad = grad.resolve_neg()
                 p.grad = None
-                grad = grad.resolve_neg()
             gradient.append(grad)
         return dealias(gradient)
 

@@ -161,5 +161,5 @@ def test_parallel_refuses_bad_arguments():
         tiltsam.Parallel(ascent="both")
     with pytest.raises(TypeError, match=r"samples.*int.*mesh\['samples'\]"):
         tiltsam.Parallel(samples=2)
-    with pytest.raises(TypeError, match="parallel.*str"):
+    with pytest.raises(TypeError, match=r"parallel.*str"):
         tiltsam.SAM(torch.optim.SGD([torch.nn.Parameter(torch.ones(2))]), parallel="ddp")

@@ -1,4 +1,4 @@
-"""What every trainer is compared with: a small problem, and the loop one would write by hand."""
+"""A small problem, and the loop written by hand that every trainer is compared with."""
 
 import os
 import runpy
@@ -13,7 +13,7 @@ from helpers.cases import METHODS
 
 BY_NAME = {m.name: m for m in METHODS}
 BATCH, STEPS = 12, 20
-CLIP = 0.2  # small enough to bite at most steps
+CLIP = 0.2  # small enough to clip at most steps
 
 
 class Rows(Dataset):
@@ -33,7 +33,7 @@ class Rows(Dataset):
 
 
 def loader(parts=1, **options):
-    """Batches of the problem, each in so many parts."""
+    """Return batches of the problem, each divided into parts."""
     return DataLoader(Rows(**options), batch_size=BATCH // parts)
 
 
@@ -65,7 +65,7 @@ def plain(
     dtype=torch.float64,
     after=lambda model: None,
 ):
-    """The loop by hand, and the loss of each step's first pass."""
+    """Train by hand; return the weights, and the loss of the first pass of each step."""
     model = net(dtype) if model is None else model
     optimizer = optimizer_for(model, method)
     scheduler = halving(optimizer)
@@ -92,7 +92,7 @@ def plain(
 
 
 def averages(power=8):
-    """The averaged weights after each step of the loop by hand; before the first step they are its own."""
+    """Return the averaged weights after each step of the loop by hand, starting with the initial weights."""
     found, seen = [flat(net())], []
     plain(after=lambda model: seen.append(flat(model)))
     for k, weights in enumerate(seen, 1):
@@ -109,22 +109,22 @@ def flat(model):
 
 
 def example(name):
-    """Run an example, and give back what it defined."""
+    """Run an example and return what it defined."""
     path = Path(__file__).parents[2] / "examples" / name
     assert len(path.read_text().splitlines()) <= 30
     return runpy.run_path(str(path))
 
 
 def accuracy(model):
-    """On digits."""
-    device = next(model.parameters()).device  # trainers move a model to the GPU where there is one
+    """Return the accuracy on digits."""
+    device = next(model.parameters()).device  # trainers move a model to a GPU
     x, y = (torch.from_numpy(a).to(device) for a in load_digits(return_X_y=True))
     with torch.no_grad():
         return (model.eval()(x.float() / 16).argmax(1) == y).float().mean().item()
 
 
 def assert_close(a, b):
-    """Equal but for the order in which sums are taken."""
+    """Assert equality up to the order of sums."""
     torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
 
 
@@ -132,7 +132,13 @@ def assert_close(a, b):
 
 
 def as_rank(rank, size):
-    """What torchrun tells a process."""
-    told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "TORCHELASTIC_RUN_ID": "t"}
-    told |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29511, "GROUP_RANK": 0, "ACCELERATE_USE_CPU": "true"}
-    os.environ.update({name: str(value) for name, value in told.items()})
+    """Set the environment that torchrun gives a process."""
+    variables = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": size,
+        "LOCAL_WORLD_SIZE": size,
+        "TORCHELASTIC_RUN_ID": "t",
+    }
+    variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29511, "GROUP_RANK": 0, "ACCELERATE_USE_CPU": "true"}
+    os.environ.update({name: str(value) for name, value in variables.items()})

@@ -9,6 +9,7 @@ from torch import nn
 import tiltsam
 from helpers.cases import sgd
 from tiltsam.space.parameter_space import ParameterSpace
+from tiltsam.space.protocol import Draw
 
 
 def space_of(number=3, size=2):
@@ -34,6 +35,13 @@ def test_set_uses_the_gradient_itself():
     assert [None if p.grad is None else p.grad.data_ptr() for p in space.params] == addresses
     assert space.gradient_mean.seen() == [True, False, True]
     assert not space.gradient_mean._buffers  # no memory for a mean
+
+
+def test_single_invalid_gradient_becomes_zero():
+    space = space_of(1)
+    gradient, number = [torch.full((2,), math.nan, dtype=torch.float64)], torch.tensor(1.0)
+    space.add_to_mean(Draw(number, gradient, number, torch.tensor(False), number), number, single=True)
+    assert mean_of(space) == [0.0]
 
 
 def test_add_is_a_running_weighted_mean():
@@ -75,6 +83,15 @@ def test_add_without_weight_first(value):
     assert mean_of(space) == [0.0]
     add(space, [4.0], 1.0)
     assert mean_of(space) == [4.0]
+
+
+def test_first_gradient_is_copied():
+    """PGN uses it again after it was added, even without weight."""
+    space = space_of(1)
+    gradient = [torch.full((2,), math.nan, dtype=torch.float64)]
+    space.gradient_mean.add(gradient, torch.zeros((), dtype=torch.float64), torch.tensor(False), space._point)
+    assert gradient[0].isnan().all()
+    assert mean_of(space) == [0.0]
 
 
 def test_mean_reuses_its_memory():

@@ -362,6 +362,11 @@ def test_closure_outside_perturbed_raises():
         step.space.evaluate()
 
 
+def test_unknown_setting_is_refused():
+    with pytest.raises(LookupError, match="'gamma'"):
+        Perturbation().space.setting("gamma")
+
+
 def filter_norm(w):
     """Return the norm of each filter by a loop over slices."""
     if w.dim() < 2:

@@ -418,6 +418,7 @@ class SharpnessAware(Optimizer):
             >>> w.grad  # at 3 + 1
             tensor([4.])
         """
+        self._opt_called = True  # otherwise a scheduler warns that it was stepped before the optimizer
         first: list[Tensor] = []
         closures = [_remember_first(one, first) for one in check_closures(closure, None, type(self).__name__)]
         self._run(closures, None, scaler, self._leave_gradient)

@@ -136,8 +136,9 @@ def check_not_lightning(closure: Closure, name: str) -> None:
     for module in closure.args[:1]:
         if getattr(module, "automatic_optimization", False):
             raise RuntimeError(
-                f"Lightning would clip and call hooks at every pass of {name}: write "
-                f"class {type(module).__name__}(tiltsam.integrations.lightning.SharpnessAwareMixin, LightningModule)"
+                f"Lightning would clip and call hooks at every pass of {name}: write class {type(module).__name__}("
+                "SharpnessAwareMixin, LightningModule), from tiltsam.integrations.lightning, and let your own "
+                "optimizer_step call super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)"
             )
 
 

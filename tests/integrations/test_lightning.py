@@ -1,4 +1,4 @@
-"""Lightning trains as the loop by hand does, with accumulation, clipping, logging, precision, and resume."""
+"""Lightning equals the loop written by hand, with accumulation, clipping, logging, precision and resume."""
 
 import pytest
 import torch
@@ -95,24 +95,24 @@ def trainer(tmp_path, **options):
 
 
 @pytest.mark.parametrize("method", ["sam", "esam2", "pgn", "tsam"])
-def test_the_loop_by_hand(method, tmp_path):
+def test_lightning_equals_loop(method, tmp_path):
     """Weights after 20 steps with clipping and a schedule, and the passes they took."""
     model = Model(method)
     trainer(tmp_path, gradient_clip_val=CLIP).fit(model, loader())
     assert torch.equal(flat(model.net), plain(method, clip=CLIP)[0])
-    assert model.passes == STEPS * model.optimizers().last.num_forwards
+    assert model.passes == STEPS * model.optimizers().info.num_forwards
 
 
 @pytest.mark.parametrize("parts", [2, 3])
-def test_accumulation_equals_the_full_batch(parts, tmp_path):
+def test_lightning_accumulation_equals_the_full_batch(parts, tmp_path):
     """Three parts of five batches end epochs inside no window; a window's gradient is clipped as a whole."""
     model = Model()
     trainer(tmp_path, accumulate_grad_batches=parts, gradient_clip_val=CLIP).fit(model, loader(parts))
     assert_close(flat(model.net), plain(clip=CLIP)[0])
-    assert model.passes == STEPS * parts * model.optimizers().last.num_forwards
+    assert model.passes == STEPS * parts * model.optimizers().info.num_forwards
 
 
-def test_an_epoch_that_ends_inside_a_window(tmp_path):
+def test_epoch_ends_inside_a_window(tmp_path):
     """Lightning steps on what is there, divided by the whole window; so do the passes, and nothing is carried over."""
     model = Model("sam")
     trainer(tmp_path, accumulate_grad_batches=3, max_steps=-1, max_epochs=1).fit(model, loader())
@@ -135,7 +135,7 @@ def test_an_epoch_that_ends_inside_a_window(tmp_path):
 
 
 @pytest.mark.parametrize("parts", [1, 2])
-def test_the_first_pass_alone_is_logged_and_counted(parts, tmp_path):
+def test_only_the_first_pass_is_logged(parts, tmp_path):
     notes, model = Notes(), Model("sam")
     trainer(tmp_path, callbacks=[notes], accumulate_grad_batches=parts).fit(model, loader(parts))
     firsts = torch.tensor(plain("sam")[1]).view(4, 5)
@@ -146,7 +146,7 @@ def test_the_first_pass_alone_is_logged_and_counted(parts, tmp_path):
     assert len(notes.norms) == STEPS
 
 
-def test_what_a_metric_counts_beside_its_states_is_put_back(tmp_path):
+def test_counters_of_metrics_are_restored(tmp_path):
     """A running mean turns to its next place at each update: two passes a step would use the same one of two."""
 
     class Running(Model):
@@ -163,7 +163,7 @@ def test_what_a_metric_counts_beside_its_states_is_put_back(tmp_path):
     assert model.means == pytest.approx([a, (a + b) / 2, (b + c) / 2], rel=1e-6)
 
 
-def test_a_collection_of_metrics_counts_the_first_pass_alone(tmp_path):
+def test_metric_collection_counts_only_the_first_pass(tmp_path):
     """Two of its metrics are alike, and share their states."""
 
     class Collecting(Model):
@@ -210,7 +210,7 @@ class Stateful(torch.utils.data.DataLoader):
         self.start = state["at"]
 
 
-def test_resumed_inside_an_epoch_it_is_bitwise_the_unbroken_run(tmp_path):
+def test_lightning_resumed_inside_an_epoch_is_bitwise_equal(tmp_path):
     def run(path=None, **options):
         model = Model()
         t = trainer(tmp_path, **options)
@@ -323,7 +323,7 @@ def test_float16_logic_on_a_cpu(method, tmp_path):
     assert scaler.get_scale() == 1024.0 * 2**3
 
 
-def test_an_overflow_skips_the_step_and_lowers_the_scale(tmp_path):
+def test_overflow_skips_step_and_lowers_scale(tmp_path):
     class Overflowing(Model):
         def on_after_backward(self):
             if self.passes == 4:  # the second pass of the second sample of the first step
@@ -349,7 +349,7 @@ def test_float16_on_a_gpu(tmp_path):
     torch.testing.assert_close(flat(model.net).cpu(), expected, rtol=0.1, atol=0.1)
 
 
-def test_a_step_that_is_skipped_by_returning_none(tmp_path):
+def test_training_step_returning_none_skips_the_step(tmp_path):
     model = Model()
     model.skip_at = {0}
     before = flat(model.net)
@@ -358,7 +358,7 @@ def test_a_step_that_is_skipped_by_returning_none(tmp_path):
     assert torch.equal(flat(model.net), before)
 
 
-def test_a_batch_of_a_window_that_returns_none_counts_nothing(tmp_path):
+def test_batch_of_a_window_returning_none_is_skipped(tmp_path):
     class Half(Model):
         def training_step(self, batch, batch_idx):
             loss = super().training_step(batch, batch_idx)
@@ -378,7 +378,7 @@ def test_a_batch_of_a_window_that_returns_none_counts_nothing(tmp_path):
     assert_close(flat(model.net), flat(twin))
 
 
-def test_an_epoch_without_backward_moves_statistics_alone(tmp_path):
+def test_epoch_without_backward_updates_statistics_only(tmp_path):
     """StochasticWeightAveraging runs one for BatchNorm, at the averaged weights."""
 
     class Normalised(Model):
@@ -395,10 +395,10 @@ def test_an_epoch_without_backward_moves_statistics_alone(tmp_path):
     assert torch.equal(flat(model.net), flat(averaging._average_model.net))
     means = torch.stack([model.net[0](x).mean(0) for x, _ in loader()])
     assert_close(model.net[1].running_mean, means.mean(0).detach())
-    assert model.passes == 5 * (2 * model.optimizers().last.num_forwards + 1)
+    assert model.passes == 5 * (2 * model.optimizers().info.num_forwards + 1)
 
 
-def test_other_optimizers_are_left_alone(tmp_path):
+def test_other_optimizers_step_as_usual(tmp_path):
     class Ordinary(Model):
         def configure_optimizers(self):
             return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -408,15 +408,15 @@ def test_other_optimizers_are_left_alone(tmp_path):
     assert model.passes == 2 * STEPS
 
 
-def test_a_training_step_can_still_be_called_by_hand():
+def test_training_step_can_be_called_by_hand():
     model = Model()
     with pytest.warns(UserWarning, match=r"trying to `self\.log\(\)`"):
         loss = model.training_step(next(iter(loader())), 0)
     assert loss.requires_grad
 
 
-def test_a_loader_in_place_of_a_batch_is_refused():
-    with pytest.raises(TypeError, match=r"write training_step\(batch, batch_idx\)"):
+def test_dataloader_iter_is_refused():
+    with pytest.raises(TypeError, match=r"training_step\(batch, batch_idx\)"):
 
         class Wrong(SharpnessAwareMixin, lightning.LightningModule):
             def training_step(self, dataloader_iter):
@@ -452,15 +452,15 @@ def test_inherited_and_extended_training_steps(tmp_path):
     assert torch.equal(*weights)
 
 
-def test_strategies_that_cannot_be_right_are_refused(tmp_path):
+def test_unsupported_strategies_are_refused(tmp_path):
     class FSDPStrategy(lightning.pytorch.strategies.SingleDeviceStrategy):
         pass
 
-    with pytest.raises(ValueError, match="use strategy='ddp'"):
+    with pytest.raises(ValueError, match="FSDPStrategy"):
         trainer(tmp_path, strategy=FSDPStrategy()).fit(Model(), loader())
 
 
-def test_a_step_that_goes_past_the_mixin_is_refused(tmp_path):
+def test_bypassing_the_mixin_is_refused(tmp_path):
     """It would see the last batch of each window alone."""
 
     class Own(Model):
@@ -489,14 +489,13 @@ def test_a_step_that_goes_past_the_mixin_is_refused(tmp_path):
     trainer(tmp_path, max_steps=2).fit(Through(), loader())
 
 
-def test_the_module_pickles():
+def test_module_pickles():
     import pickle
 
     assert isinstance(pickle.loads(pickle.dumps(Model())).net, nn.Module)
 
 
-def test_the_example(tmp_path, monkeypatch):
-    """It is short, it runs, and it learns digits."""
+def test_example_learns_digits(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert accuracy(example("lightning_digits.py")["trainer"].lightning_module.net) > 0.9
 
@@ -525,7 +524,7 @@ class WithoutMixin(lightning.LightningModule):
 def test_module_without_mixin_is_refused(tmp_path):
     model = WithoutMixin("sam")
     before = flat(model.net)
-    with pytest.raises(RuntimeError, match=r"WithoutMixin\(\s*SharpnessAwareMixin"):
+    with pytest.raises(RuntimeError, match="WithoutMixin"):
         trainer(tmp_path).fit(model, loader())
     assert torch.equal(flat(model.net), before)
 

@@ -1,4 +1,4 @@
-"""Accelerate trains as the loop by hand does, with accumulation, clipping, float16, and resume."""
+"""Accelerate equals the loop written by hand, with accumulation, clipping, float16 and resume."""
 
 import pytest
 import torch
@@ -27,17 +27,17 @@ from accelerate.state import AcceleratorState, GradientState, PartialState  # no
 from tiltsam.integrations.accelerate import step  # noqa: E402
 
 
-def forget():
-    """Accelerators of one process share their state; each training is to have its own."""
+def reset_state():
+    """Reset the state that accelerators of a process share."""
     for state in (AcceleratorState, GradientState, PartialState):
         state._reset_state()
 
 
 @pytest.fixture(autouse=True)
 def _fresh_state():
-    forget()
+    reset_state()
     yield
-    forget()
+    reset_state()
 
 
 class Training:
@@ -79,13 +79,13 @@ class Training:
 
 
 @pytest.mark.parametrize("method", ["sam", "esam2", "pgn", "tsam"])
-def test_the_loop_by_hand(method):
+def test_accelerate_equals_loop(method):
     training = Training(method)
     assert torch.equal(training.run(clip=CLIP), plain(method, clip=CLIP)[0])
-    assert training.calls == STEPS * training.optimizer.optimizer.last.num_forwards
+    assert training.calls == STEPS * training.optimizer.optimizer.info.num_forwards
 
 
-def test_a_plain_closure_does_without_the_helper():
+def test_prepared_optimizer_takes_a_plain_closure():
     """With neither accumulation nor float16, what prepare returns is stepped like any optimizer with a closure."""
     training = Training()
     for _ in range(4):
@@ -102,19 +102,19 @@ def test_a_plain_closure_does_without_the_helper():
 
 
 @pytest.mark.parametrize("parts", [2, 3])
-def test_accumulation_equals_the_full_batch(parts):
+def test_accelerate_accumulation_equals_the_full_batch(parts):
     training = Training(parts=parts)
     assert_close(training.run(clip=CLIP), plain(clip=CLIP)[0])
-    assert training.calls == STEPS * parts * training.optimizer.optimizer.last.num_forwards
+    assert training.calls == STEPS * parts * training.optimizer.optimizer.info.num_forwards
 
 
-def test_the_loss_of_a_window_is_that_of_the_full_batch():
+def test_loss_of_a_window_is_that_of_the_full_batch():
     losses = []
     for parts in (1, 3):
         training = Training(parts=parts)
         training.run()
         losses.append(torch.stack(training.losses))
-        forget()
+        reset_state()
     assert_close(*losses)
 
 
@@ -134,7 +134,7 @@ def test_float16_logic_on_a_cpu(method, parts):
     assert scaler.get_scale() == 1024.0 * 2**3
 
 
-def test_a_step_that_overflows_is_skipped_and_the_schedule_waits():
+def test_overflow_skips_step_and_schedule():
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     training = Training("sam", scaler=scaler)
     before, rate = flat(training.model), training.scheduler.scheduler.last_epoch
@@ -150,7 +150,7 @@ def test_a_step_that_overflows_is_skipped_and_the_schedule_waits():
     assert not torch.equal(flat(training.model), before)
 
 
-def test_the_naive_float16_step_says_what_to_write():
+def test_prepared_optimizer_refuses_float16_closure():
     """What prepare returns hands the scaler a closure; no weight moves by a scaled gradient."""
     training = Training("sam", scaler=torch.amp.GradScaler("cpu", init_scale=1024.0))
     before = flat(training.model)
@@ -161,7 +161,7 @@ def test_the_naive_float16_step_says_what_to_write():
         return loss
 
     closure()
-    with pytest.raises(RuntimeError, match=r"loss = optimizer.step\(closure, scaler=scaler\)"):
+    with pytest.raises(RuntimeError, match="scaler=scaler"):
         training.optimizer.step(closure)
     assert torch.equal(flat(training.model), before)
     batch = next(iter(training.loader))
@@ -170,13 +170,13 @@ def test_the_naive_float16_step_says_what_to_write():
 
 
 @pytest.mark.parametrize("parts", [1, 2])
-def test_resumed_inside_an_epoch_it_is_bitwise_the_unbroken_run(parts, tmp_path):
+def test_accelerate_resumed_inside_an_epoch_is_bitwise_equal(parts, tmp_path):
     whole = Training(parts=parts).run()
-    forget()
+    reset_state()
     half = Training(parts=parts)
     half.run(8)  # three batches into the second epoch
     half.accelerator.save_state(tmp_path / "half")
-    forget()
+    reset_state()
     resumed = Training(parts=parts)
     resumed.accelerator.load_state(tmp_path / "half")
     resumed.done = 8
@@ -189,7 +189,7 @@ def test_weights_are_averaged_after_each_step(parts, tmp_path):
     half = Training(parts=parts)
     half.run(8)
     half.accelerator.save_state(tmp_path / "half")
-    forget()
+    reset_state()
     resumed = Training(parts=parts)
     resumed.accelerator.load_state(tmp_path / "half")
     resumed.done = 8
@@ -218,29 +218,29 @@ def test_float16_on_a_gpu():
 def test_other_optimizers_are_refused():
     accelerator, model = accelerate.Accelerator(cpu=True), net()
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    with pytest.raises(TypeError, match="step is for an optimizer of tiltsam, got SGD"):
+    with pytest.raises(TypeError, match="got SGD"):
         step(accelerator, optimizer, lambda: None)
 
 
-def test_a_base_that_was_prepared_is_refused():
-    """It is no optimizer of torch's any more: it lacks the hooks in which clipping is done."""
+def test_prepared_base_is_refused():
+    """It lacks the hooks in which gradients are clipped."""
     accelerator, model = accelerate.Accelerator(cpu=True), net()
     model, base = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    with pytest.raises(TypeError, match=r"write accelerator\.prepare\(SAM\(base, \.\.\.\)\)"):
+    with pytest.raises(TypeError, match=r"accelerator\.prepare\(SAM\(base, \.\.\.\)\)"):
         step(accelerator, tiltsam.SAM(base, model=model), lambda: None)
 
 
-def test_a_loss_in_place_of_its_function_is_refused():
+def test_loss_instead_of_loss_fn_is_refused():
     training = Training()
     x, y = torch.zeros(BATCH, 6, dtype=torch.float64), torch.zeros(BATCH, dtype=torch.long)
-    with pytest.raises(TypeError, match=r"loss_fn is called with the batch, several times a step; got Tensor"):
+    with pytest.raises(TypeError, match=r"loss_fn.*got Tensor"):
         step(training.accelerator, training.optimizer, training.loss(x, y))
-    with pytest.raises(TypeError, match="loss_fn must return the loss, a tensor with one element; got tuple"):
+    with pytest.raises(TypeError, match=r"loss_fn.*got tuple"):
         step(training.accelerator, training.optimizer, lambda *batch: (training.loss(*batch), x), x, y)
 
 
-@pytest.mark.parametrize(("kind", "says"), [("DEEPSPEED", "take DDP or FSDP2"), ("FSDP", "set fsdp_version=2")])
-def test_distributions_that_cannot_be_right_are_refused(kind, says, monkeypatch):
+@pytest.mark.parametrize(("kind", "says"), [("DEEPSPEED", "DDP or FSDP2"), ("FSDP", "fsdp_version=2")])
+def test_unsupported_distributions_are_refused(kind, says, monkeypatch):
     training = Training()
     monkeypatch.setattr(type(training.accelerator), "distributed_type", accelerate.DistributedType[kind])
     monkeypatch.setattr(type(training.accelerator), "is_fsdp2", False)
@@ -248,7 +248,6 @@ def test_distributions_that_cannot_be_right_are_refused(kind, says, monkeypatch)
         step(training.accelerator, training.optimizer, training.loss, torch.zeros(BATCH, 6), torch.zeros(BATCH))
 
 
-def test_the_example(tmp_path, monkeypatch):
-    """It is short, it runs, and it learns digits."""
+def test_example_learns_digits(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert accuracy(example("accelerate_digits.py")["net"]) > 0.9

@@ -1,46 +1,37 @@
-"""The trainers on two ranks: the same weights on both, and those of one process on the joined batches."""
+"""Jobs that train with each trainer on two ranks."""
 
 import warnings
 from unittest import mock
 
 import pytest
-import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from helpers.jobs import flat as gathered
-from helpers.ranks import Ranks
 from helpers.trainers import (
     BATCH,
     CLIP,
     STEPS,
     Rows,
     as_rank,
-    assert_close,
     flat,
     halving,
     loader,
     loss_of,
     net,
     optimizer_for,
-    plain,
 )
 
-pytest.importorskip("lightning")
-pytest.importorskip("accelerate")
-pytest.importorskip("transformers")
-pytestmark = pytest.mark.xdist_group("ranks")
 
+def count_synchronizations(rank, job, *args):
+    """Return the result of a job, and after how many forward passes the ranks averaged gradients."""
+    forward, synced = DistributedDataParallel.forward, []
 
-def with_exchanges(rank, job, *args):
-    """What a job gives, and after how many of its forward passes ranks averaged gradients."""
-    forward, exchanged = DistributedDataParallel.forward, []
-
-    def noted(self, *inputs, **named):
-        exchanged.append(self.require_backward_grad_sync)
+    def recorded(self, *inputs, **named):
+        synced.append(self.require_backward_grad_sync)
         return forward(self, *inputs, **named)
 
-    with mock.patch.object(DistributedDataParallel, "forward", noted):
-        return job(rank, *args), sum(exchanged)
+    with mock.patch.object(DistributedDataParallel, "forward", recorded):
+        return job(rank, *args), sum(synced)
 
 
 def in_lightning(rank, folder, parts, sharded=False):
@@ -116,7 +107,7 @@ def in_accelerate(rank, folder, parts, together=False):
                 scheduler.step()
     if together:
         return flat(model)
-    with model.join(), pytest.raises(ValueError, match="give every rank as many batches"):
+    with model.join(), pytest.raises(ValueError, match="drop_last=True"):
         step(accelerator, optimizer, lambda x, y: loss_of(model, x, y), x, y)
     return flat(model)
 
@@ -125,7 +116,7 @@ def in_transformers(rank, folder, parts):
     as_rank(rank, 2)
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
-    from test_integrations_transformers import trainer
+    from helpers.transformers_trainer import trainer
 
     for state in (AcceleratorState, GradientState, PartialState):
         state._reset_state()
@@ -135,26 +126,3 @@ def in_transformers(rank, folder, parts):
     t.train()
     assert t.args.world_size == 2
     return flat(t.model)
-
-
-def test_two_ranks(tmp_path):
-    """Each has half of every batch, in three parts that accumulate.
-
-    One test, for what takes time is to import all of it, once in each process.
-    """
-    expected, _ = plain(clip=CLIP)
-    passes = STEPS * 2 * optimizer_for(net()).num_samples
-    ranks = Ranks(2)
-    try:
-        for job in (in_lightning, in_accelerate, in_transformers):
-            (first, exchanges), (second, _) = ranks(with_exchanges, job, str(tmp_path / job.__name__), 3)
-            assert exchanges == passes, job.__name__  # not after each of the parts
-            assert torch.equal(first, second), job.__name__
-            assert_close(first, expected)
-        # The optimizer knows the bare model alone; and FSDP2.
-        for job in (in_accelerate, in_lightning):
-            first, second = ranks(job, str(tmp_path), 3, True)
-            assert torch.equal(first, second), job.__name__
-            assert_close(first, expected)
-    finally:
-        ranks.close()

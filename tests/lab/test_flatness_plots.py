@@ -21,9 +21,8 @@ QUICK = FlatnessPlan(
 
 def test_write_figures_writes_all(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    from tiltsam.lab.palette import OKABE_ITO
-
     from tiltsam.lab.flatness_plots import plot_neighborhood, plot_slices, write_figures
+    from tiltsam.lab.palette import OKABE_ITO
 
     flats = compare({"a": convnet(), "b/c": convnet()}, cross_entropy, unequal_batches(), QUICK)
     written = write_figures(flats, tmp_path / "new", dpi=40)

@@ -14,6 +14,7 @@ import torch
 
 from tiltsam.lab import download as downloads
 from tiltsam.lab.config import TrainConfig
+from tiltsam.lab.data import Data
 from tiltsam.lab.loading import data_loader
 from tiltsam.lab.record import Record
 from tiltsam.lab.stats import Mean, format_mean, mean_of
@@ -49,6 +50,7 @@ def compare(
     root: Path | None = None,
     download: bool = False,
     loading: downloads.Progress | None = None,
+    data: Callable[[TrainConfig], Data] | None = None,
     tensorboard: bool = False,
     report: Callable[[TrainConfig, Progress], None] = lambda config, progress: None,
     tick: Callable[[TrainConfig, Progress], None] = lambda config, progress: None,
@@ -67,6 +69,7 @@ def compare(
         root: Where data sets lie.
         download: Fetch what is missing.
         loading: Told how far downloads and the decoding of images are.
+        data: Returns the data of a config; by default a :func:`tiltsam.lab.loading.data_loader` of the three above.
         tensorboard: Write the metrics for TensorBoard, too.
         report: Called after every epoch.
         tick: Called about twice a second within one.
@@ -80,7 +83,7 @@ def compare(
     for config in configs:
         config.wrap(torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=config.lr))
 
-    data = data_loader(root, download=download, progress=loading)
+    data = data or data_loader(root, download=download, progress=loading)
     pending = list(configs)
     broken: list[TrainConfig] = []
     while pending:

@@ -15,11 +15,10 @@ from tiltsam.lab.record import Record, RecordError
 from tiltsam.lab.report import write_report
 from tiltsam.lab.report.figures import flatness_figures, task_figures
 from tiltsam.lab.report.runs import read_runs
-from tiltsam.lab.report.settings import Mean, arrange, best_of, mean_of
+from tiltsam.lab.report.settings import arrange
 from tiltsam.lab.report.tables import (
     comparable,
     flatness_table,
-    number_cell,
     overview_table,
     results_table,
     runs_table,
@@ -135,49 +134,6 @@ def test_folders_without_runs(tmp_path, capsys):
         read_runs([tmp_path])
     assert main(["report", str(tmp_path / "nowhere")]) == 2
     assert "no run in" in capsys.readouterr().err
-
-
-# ---------------------------------------------------------------- means and what is best
-
-
-def test_means():
-    values = [0.2, 0.5, 0.9, 0.4]
-    mean = mean_of(values)
-    assert mean.value == pytest.approx(statistics.fmean(values), rel=1e-15)
-    assert mean.error == pytest.approx(statistics.stdev(values) / 2, rel=1e-14)
-    assert math.isnan(mean_of([1.0]).error)
-    assert math.isnan(mean_of([]).value)
-    assert math.isnan(mean_of([1.0, math.nan]).value)
-
-
-def test_best_needs_a_lead_beyond_the_error():
-    clear = [Mean(90.0, 0.3, 3), Mean(91.0, 0.4, 3), Mean(80.0, 9.0, 3)]
-    assert best_of(clear) == 1
-    assert best_of(clear, highest=False) == 2
-    assert best_of([Mean(90.0, 0.6, 3), Mean(91.0, 0.81, 3)]) is None  # 1 < √(.6² + .81²)
-    assert best_of([Mean(90.0, math.nan, 1), Mean(99.0, math.nan, 1)]) is None
-    assert best_of([Mean(90.0, 0.1, 3), mean_of([])]) is None
-
-
-@pytest.mark.parametrize(
-    ("value", "error", "digits", "text"),
-    [
-        (95.486, 0.6712, 2, "95.49 ± 0.67"),
-        (95.486, math.nan, 2, "95.49"),
-        (math.nan, math.nan, 2, "–"),
-        (480.0, 0.0, 0, "480"),
-        (0.4999, 0.0, 3, "0.500 ± 0.000"),
-        (14.2013, 0.9712, None, "14.20 ± 0.97"),
-        (253.4, 16.2, None, "253 ± 16"),
-        (1.163e-4, 4.2e-5, None, "(1.16 ± 0.42)e-4"),
-        (-1.163e-4, 4.2e-5, None, "(-1.16 ± 0.42)e-4"),
-        (0.0, 4.2e-5, None, "(0.0 ± 4.2)e-5"),
-        (0.0, 0.0, None, "0"),
-        (1.2345e-7, math.nan, None, "1.23e-07"),
-    ],
-)
-def test_numbers_are_shown_to_the_digits_that_count(value, error, digits, text):
-    assert number_cell(Mean(value, error, 2), digits).text == text
 
 
 def test_settings_and_their_numbers(tmp_path):

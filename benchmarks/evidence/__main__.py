@@ -33,6 +33,7 @@ from evidence.tables import (
     variant_table,
 )
 from tiltsam.flatness.objectives import ErmLoss, Objective, SamLoss, TsamLoss
+from tiltsam.lab.budget import passes_per_step
 from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.data import Data
 from tiltsam.lab.devices import suited_to
@@ -40,7 +41,6 @@ from tiltsam.lab.files import drafted, write_json
 from tiltsam.lab.flat import cross_runs, measure_runs, save_flatness
 from tiltsam.lab.flatness import FlatnessPlan
 from tiltsam.lab.loading import data_key, load_data
-from tiltsam.lab.recipes.cost import passes_per_step
 from tiltsam.lab.record import Record
 from tiltsam.lab.train import Diverged, Run, train
 from timing import best_of, environment, print_table

@@ -114,7 +114,6 @@ def _needs(command: str) -> None:
 
 def _add_lab(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     from tiltsam.lab.flags import add_arguments
-    from tiltsam.lab.recipes.command import add_reproduce
     from tiltsam.lab.report.command import add_report
     from tiltsam.lab.sweeping.command import add_sweep
 
@@ -199,26 +198,58 @@ def _add_lab(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     sharpness.set_defaults(run=_sharpness)
 
     add_report(commands)
-    add_reproduce(commands)
+    _add_reproduce(commands)
     add_sweep(commands)
 
     tasks = commands.add_parser("tasks", help="the tasks and where their data belongs", epilog="example: tiltsam tasks")
     tasks.set_defaults(run=_tasks)
 
 
+def _add_reproduce(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "reproduce",
+        help="run a table or figure of the paper and compare with its numbers",
+        description="Run a table or figure of the paper's experiments and print our numbers next to the paper's, as "
+        "mean ± standard error over seeds. Finished runs are reused: to resume, run the same command again.",
+        epilog="examples: tiltsam reproduce --list; tiltsam reproduce samples/cifar100-resnet18 --scale 0.1 --seeds 2",
+    )
+    parser.add_argument(
+        "name",
+        nargs="?",
+        metavar="TABLE-OR-FIGURE",
+        help="a name printed by --list, or NAME/COLUMN for one of its columns",
+    )
+    parser.add_argument("--list", action="store_true", help="list all names with their cost in passes and hours")
+    parser.add_argument(
+        "--scale",
+        type=float,
+        default=1.0,
+        help="fraction of the epochs, and of the examples and draws of a measurement (default: 1)",
+    )
+    parser.add_argument("--seeds", type=int, default=3, help="runs per cell, with seeds 0, 1, … (default: %(default)s)")
+    parser.add_argument("--methods", nargs="+", metavar="METHOD", help="run these methods only (default: all)")
+    parser.add_argument(
+        "--precision", choices=("fp32", "bf16"), default="fp32", help="bf16 uses autocast (default: %(default)s)"
+    )
+    parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1 (default: a GPU if there is one)")
+    parser.add_argument("--out", type=Path, default=Path("runs"), help="folder of the runs (default: %(default)s)")
+    parser.add_argument("--data-root", type=Path, help="folder of the data sets (default: $TILTSAM_DATA, or data)")
+    parser.add_argument("--download", action="store_true", help="download missing data sets and models")
+    parser.set_defaults(run=_reproduce)
+
+
 def _known_mistakes() -> tuple[type[Exception], ...]:
     """Errors that speak to the user in one line."""
     from tiltsam.lab.config import ConfigError
-    from tiltsam.lab.errors import DataError, RecordError
+    from tiltsam.lab.errors import DataError, RecipeError, RecordError
 
-    known = UserError, ImportError, ConfigError, DataError, RecordError
+    known = UserError, ImportError, ConfigError, DataError, RecipeError, RecordError
     try:
-        from tiltsam.lab.recipes.book import RecipeError
         from tiltsam.lab.sweeping.grids import SweepError
         from tiltsam.lab.train import TrainError
     except ImportError:  # without the lab's packages nothing raises these
         return known
-    return *known, RecipeError, SweepError, TrainError
+    return *known, SweepError, TrainError
 
 
 def _train(args: argparse.Namespace) -> None:
@@ -304,6 +335,45 @@ def _compare(args: argparse.Namespace) -> None:
     report(folders, folders[0].parents[1] / "report")
     if not any(row.runs for row in rows):
         raise UserError("no run has a result: all of them failed")
+
+
+def _reproduce(args: argparse.Namespace) -> None:
+    from tiltsam.lab.paper.cost import print_costs
+    from tiltsam.lab.paper.recipes import RECIPES, find_recipe, select_methods
+    from tiltsam.lab.paper.reproduce import ReproductionPlan, reproduce
+    from tiltsam.lab.paper.tables import print_header, print_results, write_numbers
+    from tiltsam.lab.report.command import report
+    from tiltsam.lab.screen import Bars, Screen
+
+    if args.name:
+        recipes = [find_recipe(args.name).select(methods=args.methods)]
+    elif args.list:
+        recipes = select_methods([make() for make in RECIPES.values()], args.methods)
+    else:
+        raise UserError(f"pass the name of a table or figure: {', '.join(RECIPES)} (see: tiltsam reproduce --list)")
+    plans = [ReproductionPlan(r, args.seeds, args.scale, args.device, args.precision) for r in recipes]
+    if args.list:
+        print_costs(plans)
+        return
+    (plan,) = plans
+    print_header(plan)
+    with Screen(plan.names()) as screen, Bars() as bars:
+        found = reproduce(
+            plan,
+            args.out,
+            root=args.data_root,
+            download=args.download,
+            loading=screen.loading,
+            report=screen.report,
+            say=screen.say,
+            measuring=screen.gives_way_to(bars),
+        )
+    print_results(found)
+    folder = args.out / "reproduced" / plan.recipe.name.replace("/", "-")
+    write_numbers(found, folder / "numbers.json")
+    print(f"numbers: {folder / 'numbers.json'}")
+    if folders := found.folders():
+        report(folders, folder)
 
 
 def _sharpness(args: argparse.Namespace) -> None:

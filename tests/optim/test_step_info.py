@@ -19,7 +19,7 @@ def info_of(table=TABLE, valid=(True, True)):
         return table
 
     valid = [torch.tensor(v) for v in valid]
-    return StepInfo(torch.tensor(2.5), make, valid=valid, num_forwards=4, num_backwards=4), made
+    return StepInfo(torch.tensor(2.5), make, dict, valid, num_forwards=4, num_backwards=4), made
 
 
 def test_table_is_made_once_and_only_when_read():

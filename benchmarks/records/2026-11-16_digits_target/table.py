@@ -13,7 +13,7 @@ mpl.use("agg")
 import matplotlib.pyplot as plt
 
 from tiltsam.lab.palette import OKABE_ITO
-from tiltsam.lab.report.settings import mean_of
+from tiltsam.lab.stats import mean_of
 from timing import print_table
 
 HERE = Path(__file__).parent

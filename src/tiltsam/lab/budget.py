@@ -1,14 +1,14 @@
-"""How long a run goes on: the limits of its config, and the share of them that is used up."""
+"""The budget of a run: what a step costs, the limits of a config, and the share of them that is used up."""
 
 from __future__ import annotations
 
 import math
 
-from tiltsam.lab.config import TrainConfig
+from tiltsam.lab.config import METHOD_SETTINGS, ConfigError, TrainConfig
 from tiltsam.lab.team import Team
 from tiltsam.optim import StepInfo
 
-__all__ = ["Budget", "passes_of"]
+__all__ = ["Budget", "passes_of", "passes_per_step"]
 
 ROUNDING = 1e-9  # of a budget: thirds of passes add up to a whole number but for less than this
 
@@ -23,6 +23,37 @@ def passes_of(info: StepInfo, ascent_fraction: float = 1.0) -> float:
     forwards_alone = info.num_forwards - info.num_backwards
     passes = info.num_backwards - (1 - ascent_fraction) * info.num_ascents + forwards_alone / 3
     return passes / info.num_parts
+
+
+def passes_per_step(config: TrainConfig) -> float:
+    """Return the forward+backward passes of a step, as :func:`passes_of` counts them, averaged over the steps.
+
+    Example:
+        >>> passes_per_step(TrainConfig(method="tsam", num_samples=5))
+        10.0
+        >>> passes_per_step(TrainConfig(method="sam", ascent_fraction=0.25))
+        1.25
+
+    Raises:
+        ConfigError: If the method is not one of the package's, so that its cost is not known.
+    """
+    if config.method not in METHOD_SETTINGS:
+        raise ConfigError(f"the cost of a step must be known, got method {config.method!r}")
+    ascent, s = config.ascent_fraction, config.num_samples
+    if config.method == "erm":
+        passes = 1.0
+    elif config.method == "esam2":
+        passes = 1 + ascent + config.num_points / 3
+    elif config.method == "pgn":
+        passes = 2.0  # both gradients enter the step
+    elif config.method == "tsam":
+        ascents = {"ascent": ascent * config.ascent_steps, "hmc": 1.0}.get(config.sampler, 0.0)
+        passes = s + ascents if config.share_ascent else s * (1 + ascents)
+        if config.split:
+            passes /= s
+    else:
+        passes = 1 + ascent
+    return 1 + (passes - 1) / config.every  # the other steps are plain ones
 
 
 class Budget:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,8 +14,10 @@ import torch
 
 from tiltsam.lab import download as downloads
 from tiltsam.lab.config import TrainConfig
+from tiltsam.lab.data import Data
 from tiltsam.lab.loading import data_loader
 from tiltsam.lab.record import Record
+from tiltsam.lab.stats import Mean, format_mean, mean_of
 from tiltsam.lab.train import Progress, TrainError, train
 
 __all__ = ["Row", "compare", "format_rows", "summarise"]
@@ -49,6 +50,7 @@ def compare(
     root: Path | None = None,
     download: bool = False,
     loading: downloads.Progress | None = None,
+    data: Callable[[TrainConfig], Data] | None = None,
     tensorboard: bool = False,
     report: Callable[[TrainConfig, Progress], None] = lambda config, progress: None,
     tick: Callable[[TrainConfig, Progress], None] = lambda config, progress: None,
@@ -67,6 +69,7 @@ def compare(
         root: Where data sets lie.
         download: Fetch what is missing.
         loading: Told how far downloads and the decoding of images are.
+        data: Returns the data of a config; by default a :func:`tiltsam.lab.loading.data_loader` of the three above.
         tensorboard: Write the metrics for TensorBoard, too.
         report: Called after every epoch.
         tick: Called about twice a second within one.
@@ -80,7 +83,7 @@ def compare(
     for config in configs:
         config.wrap(torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=config.lr))
 
-    data = data_loader(root, download=download, progress=loading)
+    data = data or data_loader(root, download=download, progress=loading)
     pending = list(configs)
     broken: list[TrainConfig] = []
     while pending:
@@ -130,22 +133,21 @@ def summarise(
 
 
 def _row(method: str, results: list[dict[str, Any]], failed: int) -> Row:
-    scores = [100 * r["score"] for r in results]
-    error = statistics.stdev(scores) / math.sqrt(len(scores)) if len(scores) > 1 else math.nan
+    score = mean_of([100 * r["score"] for r in results])
 
-    def mean(values: list[float]) -> float:
-        return statistics.fmean(values) if values else math.nan
+    def mean(key: str, scale: float = 1.0) -> float:
+        return mean_of([scale * r.get(key, math.nan) for r in results]).value
 
     return Row(
         method=method,
         runs=len(results),
         failed=failed,
         metric=results[0]["metric"] if results else "",
-        mean=mean(scores),
-        error=error,
-        at_best=mean([100 * r.get("score_at_best_validation", math.nan) for r in results]),
-        seconds=mean([r["seconds"] for r in results]),
-        passes=mean([r["passes"] for r in results]),
+        mean=score.value,
+        error=score.error,
+        at_best=mean("score_at_best_validation", 100),
+        seconds=mean("seconds"),
+        passes=mean("passes"),
     )
 
 
@@ -154,9 +156,9 @@ def format_rows(rows: Sequence[Row]) -> list[list[str]]:
     metric = next((row.metric for row in rows if row.metric), "score")
     table = [["method", f"test {metric} ×100", "at best validation", "seconds", "passes", "runs"]]
     for row in rows:
-        spread = "" if math.isnan(row.error) else f" ± {row.error:.2f}"
         runs = f"{row.runs}" + (f", {row.failed} diverged" if row.failed else "")
-        at_best = "–" if math.isnan(row.at_best) else f"{row.at_best:.2f}"  # there was no validation split
-        numbers = [f"{row.mean:.2f}{spread}", at_best, f"{row.seconds:.1f}", f"{row.passes:.0f}"]
+        at_best = "–" if math.isnan(row.at_best) else f"{row.at_best:.2f}"  # no validation split
+        score = format_mean(Mean(row.mean, row.error, row.runs), 2)
+        numbers = [score, at_best, f"{row.seconds:.1f}", f"{row.passes:.0f}"]
         table.append([row.method, *(numbers if row.runs else ["–"] * 4), runs])
     return table

@@ -1,8 +1,8 @@
-"""What a user can put right: data that is missing, damaged or of the wrong shape, a record that cannot be used."""
+"""Mistakes that a user can correct: missing or damaged data, an unusable record, an unknown recipe."""
 
 from __future__ import annotations
 
-__all__ = ["DataError", "RecordError"]
+__all__ = ["DataError", "RecipeError", "RecordError"]
 
 
 class DataError(Exception):
@@ -13,4 +13,8 @@ class DataError(Exception):
 
 
 class RecordError(Exception):
-    """A record that cannot be used, told in one line."""
+    """A record that cannot be used. The message is one line."""
+
+
+class RecipeError(Exception):
+    """A recipe that does not exist, or cannot be run as requested. The message is one line."""

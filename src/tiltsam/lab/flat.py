@@ -26,7 +26,7 @@ from tiltsam.lab.data import Data
 from tiltsam.lab.devices import resolve_device, suited_to
 from tiltsam.lab.files import drafted
 from tiltsam.lab.flatness import Flatness, FlatnessPlan, measure
-from tiltsam.lab.loading import data_key, load_data, load_model
+from tiltsam.lab.loading import data_key, data_loader, load_model
 from tiltsam.lab.record import Record, RecordError, folders_of_runs
 from tiltsam.lab.report.runs import Reading, Run
 from tiltsam.lab.report.settings import arrange
@@ -73,6 +73,7 @@ def measure_runs(
     batch_size: int = 250,
     device: str = "auto",
     root: Path | None = None,
+    data: Callable[[TrainConfig], Data] | None = None,
     plan: FlatnessPlan | None = None,
     progress: Callable[[str], Any] | None = None,
     left_out: Callable[[str], Any] | None = None,
@@ -89,7 +90,8 @@ def measure_runs(
         examples: How many of them, drawn at random from the split, always the same ones.
         batch_size: Examples at a time.
         device: Where.
-        root: Where data sets lie.
+        root: Folder of the data sets.
+        data: Returns the data of a config; by default it is loaded from ``root``.
         plan: What to measure.
         progress: ``progress("what is measured")`` gives a callback.
         left_out: Told of each run that cannot be measured, and why; without it such a run raises.
@@ -102,23 +104,23 @@ def measure_runs(
     settings: dict[str, Any] = {"num_samples": plan.num_samples, "t": plan.t}
     if plan.num_ascent_steps:
         settings |= {"rho": plan.rho, "adaptive_rho": plan.adaptive_rho}
-    for data, names, where in _by_data(runs, task, device, root):
-        batches = _batches(data, split, examples, batch_size, where)
+    for loaded, names, where in _by_data(runs, task, device, data or data_loader(root)):
+        batches = _batches(loaded, split, examples, batch_size, where)
         measured_on = sum(len(targets) for _, targets in batches)
         for name in names:
             finished = (runs[name].folder / "model.safetensors").exists()
             try:
-                model = load_model(runs[name], data).to(where)
+                model = load_model(runs[name], loaded).to(where)
                 if not finished:
                     warnings.warn(f"{name}: training has not finished: the newest checkpoint is measured", stacklevel=2)
                 with suited_to(where, model):
-                    flat = measure(name, model, _loss_fn(data), batches, plan, progress=progress)
+                    flat = measure(name, model, _loss_fn(loaded), batches, plan, progress=progress)
             except _UNFIT as error:
                 if left_out is None:
                     raise
                 left_out(_why(runs[name].folder, error))
             else:
-                about = {"task": data.name, "split": split, "examples": measured_on, **settings}
+                about = {"task": loaded.name, "split": split, "examples": measured_on, **settings}
                 yield flat, about if finished else about | {"finished": False}
 
 
@@ -129,6 +131,7 @@ def cross_runs(
     batch_size: int = 64,
     device: str = "auto",
     root: Path | None = None,
+    data: Callable[[TrainConfig], Data] | None = None,
     progress: ProgressCallback | None = None,
 ) -> CrossTable:
     """The losses of every run's model under several objectives, on all training and all test examples of its task.
@@ -138,22 +141,24 @@ def cross_runs(
         objectives: By name; see :func:`tiltsam.sharpness.cross_objectives`.
         batch_size: Examples that an objective looks for its worst case on; that of training.
         device: Where.
-        root: Where data sets lie.
+        root: Folder of the data sets.
+        data: Returns the data of a config; by default it is loaded from ``root``.
         progress: Called as ``progress(done, total)``.
     """
     entries: list[CrossEntry] = []
-    for data, names, where in _by_data(runs, None, device, root):
-        models = {name: load_model(runs[name], data).to(where) for name in names}
+    for loaded, names, where in _by_data(runs, None, device, data or data_loader(root)):
+        models = {name: load_model(runs[name], loaded).to(where) for name in names}
         splits = {
-            split: _batches(data, split, len(getattr(data, split)), batch_size, where) for split in ("train", "test")
+            split: _batches(loaded, split, len(getattr(loaded, split)), batch_size, where)
+            for split in ("train", "test")
         }
         with suited_to(where, max(models.values(), key=lambda m: sum(p.numel() for p in m.parameters()))):
-            entries += cross_objectives(models, _loss_fn(data), splits, objectives, progress=progress).entries
+            entries += cross_objectives(models, _loss_fn(loaded), splits, objectives, progress=progress).entries
     return CrossTable(tuple(entries))
 
 
 def _by_data(
-    runs: dict[str, Record], task: str | None, device: str, root: Path | None
+    runs: dict[str, Record], task: str | None, device: str, load: Callable[[TrainConfig], Data]
 ) -> Iterator[tuple[Data, list[str], torch.device]]:
     """The runs that share a data set, one set after the other: the data, their names, and the device."""
     if not runs:
@@ -168,7 +173,7 @@ def _by_data(
     for name, config in configs.items():
         groups.setdefault(data_key(replace(config, task=task)), []).append(name)
     for key, names in groups.items():
-        yield load_data(key, root), names, where
+        yield load(key), names, where
 
 
 def _why(place: Path, error: Exception) -> str:

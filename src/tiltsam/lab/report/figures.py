@@ -6,8 +6,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from tiltsam.lab.report.settings import Mean, Setting, Task, mean_of, shown
+from tiltsam.lab.report.settings import Setting, Task, shown
 from tiltsam.lab.report.tables import measured
+from tiltsam.lab.stats import Mean, mean_of
 
 __all__ = ["Figure", "Series", "flatness_figures", "task_figures"]
 

@@ -26,9 +26,10 @@ import tiltsam
 from tiltsam.lab.palette import METHOD_COLORS, METHOD_COLORS_ON_DARK, OTHER_COLOR
 from tiltsam.lab.report.figures import Figure, Series
 from tiltsam.lab.report.runs import Problem
-from tiltsam.lab.report.settings import Setting, Task, best_of, shown
+from tiltsam.lab.report.settings import Setting, Task, shown
 from tiltsam.lab.report.tables import Table
 from tiltsam.lab.report.writing import html_table, method_class
+from tiltsam.lab.stats import best_of
 
 __all__ = ["DASHES", "Chapter", "files_of", "render"]
 

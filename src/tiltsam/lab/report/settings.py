@@ -8,60 +8,17 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import MISSING, dataclass, fields
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 from tiltsam.lab.config import METHOD_SETTINGS, TrainConfig
 from tiltsam.lab.palette import method_color
 from tiltsam.lab.report.runs import Problem, Reading, Row, Run
+from tiltsam.lab.stats import Mean, mean_of
 
-__all__ = ["Mean", "Setting", "Task", "arrange", "best_of", "mean_of"]
+__all__ = ["Setting", "Task", "arrange"]
 
 NO_SETTING = ("task", "method", "seed", "device")  # what does not make another setting of a task and method
 DEFAULTS: dict[str, Any] = {f.name: f.default for f in fields(TrainConfig) if f.default is not MISSING}
-
-
-class Mean(NamedTuple):
-    """A mean over runs."""
-
-    value: float
-    error: float
-    """Its standard error: the standard deviation over √runs; NaN of one run."""
-    runs: int
-
-
-def mean_of(values: Sequence[float]) -> Mean:
-    """The mean and its standard error; NaN of nothing, and of anything with a NaN in it.
-
-    Example:
-        >>> mean_of([1.0, 2.0, 3.0])
-        Mean(value=2.0, error=0.5773502691896257, runs=3)
-    """
-    count = len(values)
-    if not count:
-        return Mean(math.nan, math.nan, 0)
-    value = math.fsum(values) / count
-    if count == 1 or not math.isfinite(value):
-        return Mean(value, math.nan, count)
-    return Mean(value, math.sqrt(math.fsum([(v - value) ** 2 for v in values]) / (count * (count - 1))), count)
-
-
-def best_of(means: Sequence[Mean], *, highest: bool = True) -> int | None:
-    """Which mean is best, if it is: if it leads the next by more than the standard error of their difference.
-
-    That error is √(a² + b²) of the two standard errors, so nothing is best of single runs, nor among one.
-
-    Example:
-        >>> best_of([Mean(90.0, 0.3, 3), Mean(91.0, 0.4, 3)])
-        1
-        >>> best_of([Mean(90.0, 0.8, 3), Mean(91.0, 0.8, 3)]) is None
-        True
-    """
-    order = sorted((i for i, m in enumerate(means) if math.isfinite(m.value)), key=lambda i: means[i].value)
-    if len(order) < 2:
-        return None
-    first, second = (order[-1], order[-2]) if highest else (order[0], order[1])
-    lead = abs(means[first].value - means[second].value)
-    return first if lead > math.hypot(means[first].error, means[second].error) else None
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,8 @@ from typing import Any
 
 from tiltsam.lab.record import is_number
 from tiltsam.lab.report.runs import Problem, Run
-from tiltsam.lab.report.settings import Mean, Setting, Task, best_of, mean_of
+from tiltsam.lab.report.settings import Setting, Task
+from tiltsam.lab.stats import Mean, best_of, format_mean, mean_of
 
 __all__ = ["Cell", "Table", "flatness_table", "number_cell", "overview_table", "results_table", "runs_table"]
 
@@ -254,33 +255,10 @@ def _of_runs(counts: Sequence[int]) -> str:
 
 
 def number_cell(mean: Mean, digits: int | None, *, best: bool = False) -> Cell:
-    """``value ± error`` to a number of digits after the point, by default as many as the error leaves standing.
-
-    Example:
-        >>> number_cell(Mean(4.87e-5, 2.04e-5, 3), None).text
-        '(4.9 ± 2.0)e-5'
-    """
+    """Return a cell that shows a mean; see :func:`tiltsam.lab.stats.format_mean`."""
     if not math.isfinite(mean.value):
-        return Cell("–")
-    error = mean.error if math.isfinite(mean.error) else None
-    if digits is None:
-        digits = _digits(error, 2) if error else _digits(mean.value, 4)
-    if error is None or (error == 0 and digits == 0):  # a count that is the same in all runs needs no error
-        text = f"{mean.value:.{digits}f}" if digits <= 4 else f"{mean.value:.3g}"
-    elif digits <= 4:
-        text = f"{mean.value:.{digits}f} ± {error:.{digits}f}"
-    else:  # a variance of 1e-5: shorter with an exponent
-        power = math.floor(math.log10(max(abs(mean.value), error)))
-        more = max(power + digits, 0)
-        text = f"({mean.value / 10**power:.{more}f} ± {error / 10**power:.{more}f})e{power}"
-    return Cell(text, mean.value, error, best)
-
-
-def _digits(x: float, significant: int) -> int:
-    """Digits after the point that leave so many significant ones; none after a whole number."""
-    if x == 0 or float(x).is_integer():
-        return 0
-    return max(significant - 1 - math.floor(math.log10(abs(x))), 0)
+        return Cell(format_mean(mean))
+    return Cell(format_mean(mean, digits), mean.value, mean.error if math.isfinite(mean.error) else None, best)
 
 
 def _machine(run: Run) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 import tiltsam
 from tiltsam.lab.config import TrainConfig, tilts_nothing
 from tiltsam.lab.record import Record
+from tiltsam.lab.stats import format_mean, mean_of
 from tiltsam.lab.sweeping.board import Entry, Job
 from tiltsam.lab.sweeping.grids import Point
 
@@ -105,12 +105,12 @@ class Standing:
     @property
     def mean(self) -> float:
         """Of the scores; NaN without any."""
-        return statistics.fmean(self.scores) if self.scores else math.nan
+        return mean_of(self.scores).value
 
     @property
     def error(self) -> float:
         """Standard error of the mean; NaN with one seed."""
-        return statistics.stdev(self.scores) / math.sqrt(len(self.scores)) if len(self.scores) > 1 else math.nan
+        return mean_of(self.scores).error
 
     def count(self, state: str) -> int:
         """Trials in a state."""
@@ -143,8 +143,7 @@ def format_standings(standings: Sequence[Standing]) -> list[list[str]]:
         trials = f"{done}/{len(s.trials)}" + (f", {s.count('diverged')} diverged" if s.count("diverged") else "")
         best = s.best
         chosen = [f"{100 * best.score:.2f}", format_settings(best.point.settings)] if best else ["–", "–"]
-        spread = "" if math.isnan(s.error) else f" ± {100 * s.error:.2f}"
-        test = f"{100 * s.mean:.2f}{spread}" if s.scores else "–"
+        test = format_mean(mean_of([100 * score for score in s.scores]), 2)
         broken = sum(entry.state == "diverged" for _, entry in s.tests)
         seeds = f"{len(s.scores)}/{len(s.tests)}" + (f", {broken} diverged" if broken else "")
         table.append([s.method, trials, *chosen, test, seeds if s.tests else "–"])

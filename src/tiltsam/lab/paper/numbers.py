@@ -1,7 +1,7 @@
 """The numbers that the paper prints (Li, Zhou and Bilmes, ICML 2025), each with the label of its table or figure.
 
-Labels are those of the paper's source: ``table:main``, ``fig:sharpness`` and so on. Scores are in percent. What a
-figure alone shows is not here: no number is read off a curve.
+Labels are those of the paper's source, such as ``table:main`` and ``fig:sharpness``. Scores are in percent. No number
+is read off a curve.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ __all__ = [
     "MINUTES",
     "SAMPLES",
     "SAM_EARLY_STOPPED",
-    "Number",
+    "PaperNumber",
 ]
 
 
 @dataclass(frozen=True)
-class Number:
-    """A number of the paper's."""
+class PaperNumber:
+    """A number that the paper prints."""
 
     value: float
     source: str
     """Label of the table or figure."""
     error: float | None = None
-    """What the table has in parentheses beside it; the paper does not say of how many runs."""
+    """Printed in parentheses; the paper does not state the number of runs."""
     digits: int = 2
-    """After the point, as printed."""
+    """Printed digits after the point."""
 
 
-def _columns(source: str, rows: str) -> dict[str, dict[str, tuple[Number, ...]]]:
-    """Column by column from a table as text: a heading, then a row a line; ``a/b`` is a cell of two numbers."""
+def _columns(source: str, rows: str) -> dict[str, dict[str, tuple[PaperNumber, ...]]]:
+    """Parse a table, a heading and then one row per line, into columns; ``a/b`` is a cell with two numbers."""
     heading, *lines = [line.split() for line in rows.strip().splitlines()]
 
-    def cell(text: str) -> tuple[Number, ...]:
+    def cell(text: str) -> tuple[PaperNumber, ...]:
         parts = [part.partition("(") for part in text.rstrip(")").split("/")]
         return tuple(
-            Number(float(value), source, float(error) if error else None, len(value.partition(".")[2]))
+            PaperNumber(float(value), source, float(error) if error else None, len(value.partition(".")[2]))
             for value, _, error in parts
         )
 
@@ -75,11 +75,11 @@ GLUE = _columns(
     tsam  52/80.81 56.34 91.86 81.1 87.81 60.65 85.05 88.77 87.1/86.6
     """,
 )
-"""By task and method: Matthews correlation and accuracy of CoLA, Pearson's and Spearman's correlation of STS-B,
-accuracy of the others."""
+"""By task and method: Matthews correlation and accuracy for CoLA, Pearson and Spearman correlation for STS-B, accuracy
+for the others."""
 
 GLUE_AVERAGE = _columns("table:main", "average\nerm 77.15\nsam 77.56\nesam1 77.59\nesam2 77.62\ntsam 78.01")["average"]
-"""By method; the mean of the eleven numbers in its row, as printed up to two hundredths."""
+"""By method: the printed mean of the eleven numbers in its row, which is off by up to 0.02."""
 
 SAMPLES = _columns(
     "table:s",
@@ -90,7 +90,7 @@ SAMPLES = _columns(
     s=5   77.78             68.70   69.98
     """,
 )
-"""Test accuracy of SAM, and of TSAM by its number of samples."""
+"""Test accuracy of SAM, and of TSAM by number of samples."""
 
 HMC_STEPS = _columns(
     "tab:N",
@@ -102,10 +102,10 @@ HMC_STEPS = _columns(
     3,3 77.52             68.80
     """,
 )
-"""Test accuracy of TSAM by N and s, printed as shares of one."""
+"""Test accuracy of TSAM by N and s; the paper prints fractions of one."""
 
-SAM_EARLY_STOPPED = Number(69.18, "fig:multiple_t")
-"""Accuracy of SAM on noisy CIFAR-100, stopped early: told in the caption."""
+SAM_EARLY_STOPPED = PaperNumber(69.18, "fig:multiple_t")
+"""Accuracy of SAM with early stopping on noisy CIFAR-100, from the caption."""
 
 MINUTES = _columns(
     "table:runtime",
@@ -120,7 +120,7 @@ MINUTES = _columns(
     tsam  333               15      337
     """,
 )
-"""Minutes of a run, "averaged over different hyperparameter sets"; neither models nor device are named."""
+"""Minutes per run, "averaged over different hyperparameter sets"; the paper names neither models nor device."""
 
 LOSSES = {
     split: _columns("table:train_test", rows)
@@ -139,14 +139,14 @@ LOSSES = {
         """,
     }.items()
 }
-"""Losses by split, by the objective that is evaluated, and by the method that the model was trained with."""
+"""Loss by split, evaluated objective and training method."""
 
 EIGENVALUES = {
-    method: tuple(Number(value, "sec:experiments:sharpness") for value in values)
+    method: tuple(PaperNumber(value, "sec:experiments:sharpness") for value in values)
     for method, values in {
         "erm": (342.11, 304.72, 260.71, 252.92, 210.88),
         "sam": (232.60, 198.35, 182.61, 153.74, 145.76),
         "tsam": (140.91, 113.38, 105.90, 92.94, 89.55),
     }.items()
 }
-"""The five largest eigenvalues of the Hessian, told in the text, on CIFAR-100 with ResNet-18."""
+"""The five largest eigenvalues of the Hessian for CIFAR-100 with ResNet-18, from the text."""

@@ -1,0 +1,296 @@
+"""Run a recipe: train what is missing, reuse what is done, measure what the table needs.
+
+RUN/reproduced.json     the measurements of a run, each under a key that describes it; measuring can take as long as
+                        training
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from tiltsam.flatness.objectives import ErmLoss, Objective, SamLoss, TsamLoss
+from tiltsam.lab import download as downloads
+from tiltsam.lab.compare import compare
+from tiltsam.lab.config import TrainConfig
+from tiltsam.lab.data import Data
+from tiltsam.lab.devices import resolve_device
+from tiltsam.lab.errors import DataError, RecipeError, RecordError
+from tiltsam.lab.files import write_json
+from tiltsam.lab.flat import cross_runs, measure_runs, save_flatness
+from tiltsam.lab.flatness import PAPER_STDS, Flatness, FlatnessPlan
+from tiltsam.lab.loading import data_key, data_loader
+from tiltsam.lab.paper.recipes import Recipe, RecipeCell
+from tiltsam.lab.paper.settings import column_config, training_examples
+from tiltsam.lab.record import Record
+from tiltsam.lab.train import Progress, TrainError
+
+__all__ = ["Reproduction", "ReproductionPlan", "reproduce"]
+
+NUM_EXAMPLES = 5000  # training examples that neighbourhoods and eigenvalues are measured on
+NUM_DRAWS = 500  # perturbations per standard deviation, as in the authors' code
+
+
+@dataclass(frozen=True)
+class ReproductionPlan:
+    """A recipe, and how much of it to run."""
+
+    recipe: Recipe
+    seeds: int = 3
+    """Runs per cell, with seeds 0, 1, …"""
+    scale: float = 1.0
+    """Fraction of the epochs, and of the examples and draws of a measurement; ``losses`` always uses all examples."""
+    device: str = "auto"
+    precision: Literal["fp32", "bf16"] = "fp32"
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.scale) and 0 < self.scale <= 1):
+            raise RecipeError(f"--scale must be in (0, 1], got {self.scale:g}")
+        if self.seeds < 1:
+            raise RecipeError(f"--seeds must be at least 1, got {self.seeds}")
+
+    @property
+    def num_examples(self) -> int:
+        """Examples to measure on; at least 100."""
+        return max(100, round(NUM_EXAMPLES * self.scale))
+
+    @property
+    def num_draws(self) -> int:
+        """Perturbations per standard deviation; at least 2."""
+        return max(2, round(NUM_DRAWS * self.scale))
+
+    def configs(self, cell: RecipeCell) -> list[TrainConfig]:
+        """Return the runs of a cell, one per seed."""
+        epochs = cell.config.epochs * self.scale
+        if math.isclose(epochs, round(epochs), rel_tol=1e-12):  # 200 · 0.07 is 14.000000000000002
+            epochs = float(round(epochs))
+        config = replace(cell.config, epochs=epochs, device=self.device, precision=self.precision)
+        return [replace(config, seed=seed) for seed in range(self.seeds)]
+
+    def names(self) -> dict[str, str]:
+        """Return the row of each run by the key of its config; a method can have several rows."""
+        return {config.key(): cell.row for cell in self.recipe.cells for config in self.configs(cell)}
+
+    def deviations(self) -> list[str]:
+        """Return how the plan deviates from the recipe, one line each."""
+        found = []
+        if self.scale != 1:
+            epochs = {cell.config.epochs: cell.config.epochs * self.scale for cell in self.recipe.cells}
+            found.append(f"scale {self.scale:g}: epochs " + ", ".join(f"{a:g} → {b:g}" for a, b in epochs.items()))
+            if self.recipe.kind in ("neighborhood", "eigenvalues"):
+                found.append(f"scale {self.scale:g}: examples to measure on {NUM_EXAMPLES} → {self.num_examples}")
+            if self.recipe.kind == "neighborhood":
+                found.append(f"scale {self.scale:g}: draws per noise level {NUM_DRAWS} → {self.num_draws}")
+            measured = ", examples to measure on" if self.recipe.kind == "losses" else ""
+            found.append(f"not scaled: training examples, batch size, learning rate, samples, model{measured}")
+        if self.precision != "fp32":
+            found.append(f"precision {self.precision} instead of fp32")
+        return found
+
+
+@dataclass
+class Reproduction:
+    """The results of a plan. Finished runs are read from their records."""
+
+    plan: ReproductionPlan
+    out: Path
+    missing: dict[str, str] = field(default_factory=dict)
+    """By column: why it was not run."""
+    data: dict[str, str] = field(default_factory=dict)
+    """By column: how its data differ from the published data set."""
+    diverged: dict[TrainConfig, str] = field(default_factory=dict)
+    measured: list[dict[str, dict[str, Any]]] = field(default_factory=list)
+    """One entry per seed: measurements by method. ``losses``: by split, then objective; ``neighborhood``: lists
+    ``std``, ``mean`` and ``variance``; ``eigenvalues``: a list ``values``."""
+    unmeasured: dict[int, str] = field(default_factory=dict)
+    """By seed: why it was not measured."""
+
+    def records(self, cell: RecipeCell) -> list[Record]:
+        """Return the finished runs of a cell."""
+        records = [Record.of(self.out, config) for config in self.plan.configs(cell)]
+        return [record for record in records if record.result() is not None]
+
+    def results(self, cell: RecipeCell) -> list[dict[str, Any]]:
+        """Return the final numbers of the finished runs of a cell."""
+        return [result for record in self.records(cell) if (result := record.result()) is not None]
+
+    def folders(self) -> list[Path]:
+        """Return the folders of all runs, finished or not; a folder holds the seeds of a config."""
+        configs = [self.plan.configs(cell)[0] for cell in self.plan.recipe.cells]
+        found = dict.fromkeys(Record.of(self.out, config).folder.parent for config in configs)
+        return [folder for folder in found if any(folder.glob("*/config.json"))]
+
+
+def reproduce(
+    plan: ReproductionPlan,
+    out: Path,
+    *,
+    root: Path | None = None,
+    download: bool = False,
+    loading: downloads.Progress | None = None,
+    report: Callable[[TrainConfig, Progress], None] = lambda config, progress: None,
+    say: Callable[[str], None] = lambda line: None,
+    measuring: Callable[[str], Any] | None = None,
+) -> Reproduction:
+    """Run a recipe. A second call continues where the first stopped.
+
+    A column whose data is missing is reported and skipped.
+
+    Args:
+        plan: The recipe, and how much of it.
+        out: Folder of the records.
+        root: Folder of the data sets.
+        download: Download missing data sets and models.
+        loading: Progress callback of downloads and image decoding.
+        report: Called about twice a second, and after every epoch.
+        say: Called with a line about each run or column that fails.
+        measuring: ``measuring("what is measured")`` returns a progress callback.
+
+    Raises:
+        DataError: If the data of all columns is missing.
+        ConfigError: If the device does not exist.
+    """
+    resolve_device(plan.device)  # before a folder is created
+    recipe, found, names = plan.recipe, Reproduction(plan, out), plan.names()
+    load = data_loader(root, download=download, progress=loading)
+
+    def failed(config: TrainConfig, error: TrainError) -> None:
+        found.diverged[config] = str(error)
+        say(f"{config.task} {names[config.key()]} seed {config.seed}: {error}")
+
+    for columns in _columns_by_data(recipe):
+        cells = [cell for cell in recipe.cells if cell.column in columns]
+        # All cells of a seed, then those of the next: a seed has its own validation split and label noise.
+        configs = list(dict.fromkeys(c for seed in zip(*map(plan.configs, cells), strict=True) for c in seed))
+        try:
+            compare(configs, out, data=load, report=report, tick=report, failed=failed)
+        except DataError as error:
+            found.missing |= dict.fromkeys(columns, str(error))
+            if len(found.missing) == len(recipe.columns) == 1:
+                raise
+            for column in columns:  # now: the other columns may take days
+                say(f"{column} is not run: {error}")
+        else:
+            for column in columns:
+                if difference := _data_difference(found, column):
+                    found.data[column] = difference
+    if len(found.missing) == len(recipe.columns):
+        raise DataError(f"no column of {recipe.name} was run: the data of all of them is missing")
+    if recipe.measured:
+        _measure_seeds(found, load, say, measuring)
+    return found
+
+
+def _columns_by_data(recipe: Recipe) -> list[list[str]]:
+    """Return the columns, those together that use the same data, so that it is loaded once."""
+    groups: dict[TrainConfig, list[str]] = {}
+    for cell in recipe.cells:
+        columns = groups.setdefault(data_key(cell.config), [])
+        if cell.column not in columns:
+            columns.append(cell.column)
+    return list(groups.values())
+
+
+def _data_difference(found: Reproduction, column: str) -> str:
+    """Return how the data of a column differ from the published data set; empty if the steps per epoch agree."""
+    for cell in found.plan.recipe.cells:
+        for result in found.results(cell) if cell.column == column else ():
+            steps, published = round(result["steps"] / result["epoch"]), training_examples(cell.config)
+            expected = published // min(cell.config.batch_size, published)
+            if steps != expected:
+                return f"not the paper's data: steps per epoch {steps} instead of {expected}"
+    return ""
+
+
+# ------------------------------------------------------------------------------------------------- measuring
+
+
+def _measure_seeds(
+    found: Reproduction,
+    load: Callable[[TrainConfig], Data],
+    say: Callable[[str], None],
+    progress: Callable[[str], Any] | None,
+) -> None:
+    """Measure the trained models seed by seed: runs of a seed saw the same examples."""
+    plan = found.plan
+    for seed in range(plan.seeds):
+        records = {cell.config.method: Record.of(found.out, plan.configs(cell)[seed]) for cell in plan.recipe.cells}
+        finished = {method: record for method, record in records.items() if record.result() is not None}
+        measured: dict[str, dict[str, Any]] = {}
+        try:
+            measured = _measure(plan, finished, load, progress) if finished else {}
+        except ValueError as error:  # a model so sharp that the loss around it is not finite
+            found.unmeasured[seed] = str(error)
+            say(f"seed {seed} is not measured: {error}")
+        found.measured.append(measured)
+
+
+def _measure(
+    plan: ReproductionPlan,
+    runs: dict[str, Record],
+    load: Callable[[TrainConfig], Data],
+    progress: Callable[[str], Any] | None,
+) -> dict[str, dict[str, Any]]:
+    """Return the measurements of the runs of one seed, by method, from their folders if they are there."""
+    kind = plan.recipe.kind
+    size = {} if kind == "losses" else {"examples": plan.num_examples, "draws": plan.num_draws}
+    key = json.dumps({"kind": kind, "with": sorted(runs), **size})
+    saved = {method: _read(record) for method, record in runs.items()}
+    if all(key in numbers for numbers in saved.values()):
+        return {method: numbers[key] for method, numbers in saved.items()}
+    measured: dict[str, dict[str, Any]] = {}
+    if kind == "losses":
+        callback = None if progress is None else progress("losses under all objectives")
+        table = cross_runs(runs, _objectives(), device=plan.device, data=load, progress=callback)
+        for entry in table.entries:
+            measured.setdefault(entry.model, {}).setdefault(entry.split, {})[entry.objective] = entry.loss
+    else:
+        options: dict[str, Any] = {"device": plan.device, "data": load, "progress": progress}
+        for flat, about in measure_runs(runs, examples=plan.num_examples, plan=_flatness_plan(plan), **options):
+            measured[flat.name] = _numbers(kind, flat)
+            # The report shows flatness.json; one that exists may hold more than a neighbourhood.
+            if kind == "neighborhood" and not (runs[flat.name].folder / "flatness.json").exists():
+                save_flatness(runs[flat.name], flat, about)
+    for method, record in runs.items():
+        write_json(record.folder / "reproduced.json", saved[method] | {key: measured[method]})
+    return measured
+
+
+def _objectives() -> dict[str, Objective]:
+    """Return the objectives that the three methods minimise."""
+    sam, tsam = (column_config("cifar100-resnet18", method) for method in ("sam", "tsam"))
+    assert sam.rho is not None
+    assert tsam.rho is not None
+    return {
+        "ERM": ErmLoss(),
+        "SAM": SamLoss(sam.rho),
+        "TSAM": TsamLoss(tsam.t, tsam.rho, tsam.radius, tsam.num_samples),
+    }
+
+
+def _flatness_plan(plan: ReproductionPlan) -> FlatnessPlan:
+    off: dict[str, Any] = {"num_ascent_steps": 0, "num_trace_samples": 0, "num_density_probes": 0, "num_points": 0}
+    if plan.recipe.kind == "neighborhood":
+        return FlatnessPlan(num_samples=plan.num_draws, num_eigenvalues=0, **off)
+    return FlatnessPlan(std=PAPER_STDS[:1], num_samples=2, num_eigenvalues=5, **off)
+
+
+def _numbers(kind: str, flat: Flatness) -> dict[str, Any]:
+    if kind == "neighborhood":
+        return {name: getattr(flat.neighborhood, name).tolist() for name in ("std", "mean", "variance")}
+    assert flat.eigenpairs is not None
+    return {"values": flat.eigenpairs.values.tolist()}
+
+
+def _read(record: Record) -> dict[str, dict[str, Any]]:
+    """Return the saved measurements of a run."""
+    path = record.folder / "reproduced.json"
+    try:
+        found: dict[str, dict[str, Any]] = json.loads(path.read_text()) if path.exists() else {}
+    except ValueError:
+        raise RecordError(f"{path} is damaged: remove it to measure again") from None
+    return found

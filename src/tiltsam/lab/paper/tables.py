@@ -1,0 +1,335 @@
+"""Our numbers next to the paper's: the tables of a recipe, on the screen and as JSON."""
+
+from __future__ import annotations
+
+import math
+import sys
+import textwrap
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import tiltsam
+from tiltsam.lab import files
+from tiltsam.lab.paper import numbers
+from tiltsam.lab.paper.numbers import PaperNumber
+from tiltsam.lab.paper.recipes import RecipeCell
+from tiltsam.lab.paper.reproduce import Reproduction, ReproductionPlan
+from tiltsam.lab.paper.settings import COLUMNS
+from tiltsam.lab.screen import print_table
+from tiltsam.lab.stats import Mean, format_mean, mean_of
+from tiltsam.lab.tables import GLUE
+
+__all__ = ["ComparisonTable", "comparison_tables", "our_scores", "print_header", "print_results", "write_numbers"]
+
+NOT_RUN = "not run"
+NO_NUMBER = "–"  # only a figure of the paper shows it, or we have none
+FRACTIONS = (0.25, 0.5, 0.75, 1.0)  # of a run, at which curves are compared
+
+
+@dataclass(frozen=True)
+class ComparisonTable:
+    """A table of our numbers and the paper's. The first row is the heading."""
+
+    title: str
+    rows: list[list[str]]
+
+
+def comparison_tables(found: Reproduction) -> list[ComparisonTable]:
+    """Return the tables of a recipe."""
+    return _KINDS[found.plan.recipe.kind](found)
+
+
+def our_scores(found: Reproduction, cell: RecipeCell) -> list[Mean]:
+    """Return the final test scores of a cell's finished runs in percent, one mean per metric."""
+    results = found.results(cell)
+    return [mean_of([100 * result[f"test_{metric}"] for result in results]) for metric in _metrics(cell)]
+
+
+def _metrics(cell: RecipeCell) -> tuple[str, ...]:
+    """Return as many metrics of the task as the paper prints, at least the first."""
+    task = cell.config.task
+    metrics = GLUE[task.removeprefix("glue/")].metrics if task.startswith("glue/") else ("accuracy",)
+    return metrics[: max(1, len(cell.paper))]
+
+
+# ------------------------------------------------------------------------------------------------- results of training
+
+
+def _score_tables(found: Reproduction) -> list[ComparisonTable]:
+    tables = []
+    for column, cells in _by_column(found):
+        rows = [["", f"ours: test {' / '.join(_metrics(cells[0]))} ×100", "paper", "passes", "minutes", "runs"]]
+        for cell in cells:
+            scores = " / ".join(_ours(score, 2) for score in our_scores(found, cell))
+            costs = _ours(_passes(found, cell), 0, error=False), _ours(_minutes(found, cell), 1, error=False)
+            rows.append([cell.row, scores, _paper(cell.paper), *costs, _runs(found, cell)])
+        tables.append(ComparisonTable(_title(found, column), rows))
+    if found.plan.recipe.name == "glue":
+        rows = [["", "ours", "paper"]]
+        for method, mean in _glue_averages(found).items():
+            rows.append([method.upper(), _ours(mean, 2), _paper(numbers.GLUE_AVERAGE[method])])
+        tables.append(ComparisonTable(f"GLUE, mean of all numbers ({found.plan.recipe.source})", rows))
+    return tables
+
+
+def _glue_averages(found: Reproduction) -> dict[str, Mean]:
+    """Return the mean of all numbers in a method's row, by method; NaN until all of them exist."""
+    averages = {}
+    for method in dict.fromkeys(cell.config.method for cell in found.plan.recipe.cells):
+        cells = [cell for cell in found.plan.recipe.cells if cell.config.method == method]
+        means = [mean for cell in cells for mean in our_scores(found, cell)]
+        error = math.sqrt(math.fsum(mean.error**2 for mean in means)) / len(means)
+        value = math.fsum(mean.value for mean in means) / len(means)
+        averages[method] = Mean(value, error, min(mean.runs for mean in means))
+    return averages
+
+
+def _minute_tables(found: Reproduction) -> list[ComparisonTable]:
+    tables = []
+    for column, cells in _by_column(found):
+        means = {cell.row: _minutes(found, cell) for cell in cells}
+        erm, printed = means.get("ERM", mean_of([])), numbers.MINUTES[column]["erm"][0].value
+        rows = [["", "ours: minutes", "paper: minutes", "ours: times ERM", "paper: times ERM", "runs"]]
+        for cell in cells:
+            mean = means[cell.row]
+            ratio = f"{mean.value / erm.value:.2f}" if erm.runs and mean.runs else NOT_RUN
+            paper = _paper(cell.paper), f"{cell.paper[0].value / printed:.2f}"
+            rows.append([cell.row, _ours(mean, 2), paper[0], ratio, paper[1], _runs(found, cell)])
+        tables.append(ComparisonTable(_title(found, column), rows))
+    return tables
+
+
+def _curve_tables(found: Reproduction) -> list[ComparisonTable]:
+    tables = []
+    for column, cells in _by_column(found):
+        at = [f"ours: at {100 * fraction:g}%" for fraction in FRACTIONS]
+        rows = [["test accuracy ×100", *at, "ours: at best validation", "paper: at the end", "runs"]]
+        for cell in cells:
+            means = [_ours(mean, 2) for mean in (*_curve(found, cell), _at_best_validation(found, cell))]
+            rows.append([cell.row, *means, _paper(cell.paper), _runs(found, cell)])
+            if cell.stopped_early:
+                early = _paper(cell.stopped_early)
+                rows.append([f"{cell.row}, stopped early", *[""] * len(FRACTIONS), means[-1], early, ""])
+        tables.append(ComparisonTable(_title(found, column), rows))
+    return tables
+
+
+def _curve(found: Reproduction, cell: RecipeCell) -> list[Mean]:
+    """Return our test accuracy in percent at each of the fractions of training."""
+    runs = [rows for record in found.records(cell) if (rows := record.metrics()[0])]
+    return [mean_of([100 * _accuracy_at(rows, fraction) for rows in runs]) for fraction in FRACTIONS]
+
+
+def _accuracy_at(rows: Sequence[dict[str, Any]], fraction: float) -> float:
+    """Return the test accuracy after the last epoch that ended by then; NaN before the first."""
+    last = fraction * rows[-1]["epoch"]
+    return next((float(row["test_accuracy"]) for row in reversed(rows) if row["epoch"] <= last + 1e-9), math.nan)
+
+
+def _at_best_validation(found: Reproduction, cell: RecipeCell) -> Mean:
+    return mean_of([100 * r.get("score_at_best_validation", math.nan) for r in found.results(cell)])
+
+
+def _passes(found: Reproduction, cell: RecipeCell) -> Mean:
+    return mean_of([result["passes"] for result in found.results(cell)])
+
+
+def _minutes(found: Reproduction, cell: RecipeCell) -> Mean:
+    return mean_of([result["seconds"] / 60 for result in found.results(cell)])
+
+
+# ------------------------------------------------------------------------------------------------- measurements
+
+
+def _loss_tables(found: Reproduction) -> list[ComparisonTable]:
+    tables = []
+    for split, by_objective in numbers.LOSSES.items():
+        rows = [["trained by", *(f"{name}: {who}" for name in by_objective for who in ("ours", "paper")), "runs"]]
+        for cell in found.plan.recipe.cells:
+            method, row = cell.config.method, [cell.row]
+            for objective, printed in by_objective.items():
+                row += [_ours(_measured(found, method, split, objective), 4), _paper(printed[method])]
+            rows.append([*row, _runs(found, cell)])
+        title = f"{split} losses under the objectives of ERM, SAM and TSAM ({found.plan.recipe.source})"
+        tables.append(ComparisonTable(title, rows))
+    return tables
+
+
+def _neighborhood_tables(found: Reproduction) -> list[ComparisonTable]:
+    recipe = found.plan.recipe
+    stds: list[float] = next((n["std"] for seed in found.measured for n in seed.values()), [])
+    tables = []
+    for statistic in ("mean", "variance"):
+        rows = [["std of the noise", *(f"{cell.row}: ours" for cell in recipe.cells)]]
+        for k, std in enumerate(stds):
+            means = [_measured(found, cell.config.method, statistic, k) for cell in recipe.cells]
+            rows.append([f"{std:g}", *(_ours(mean, None) for mean in means)])
+        rows.append(["runs", *(_runs(found, cell) for cell in recipe.cells)])
+        title = f"{statistic} of the training loss around the minimum ({recipe.source}: a figure without numbers)"
+        tables.append(ComparisonTable(title, rows))
+    return tables
+
+
+def _eigenvalue_tables(found: Reproduction) -> list[ComparisonTable]:
+    cells = found.plan.recipe.cells
+    rows = [["", *(f"{cell.row}: {who}" for cell in cells for who in ("ours", "paper"))]]
+    for k in range(5):
+        row = [f"λ{k + 1}"]
+        for cell in cells:
+            row += [_ours(_measured(found, cell.config.method, "values", k), 2), _paper(cell.paper[k : k + 1])]
+        rows.append(row)
+    rows.append(["runs", *(text for cell in cells for text in (_runs(found, cell), ""))])
+    return [
+        ComparisonTable(f"largest eigenvalues of the Hessian of the training loss ({found.plan.recipe.source})", rows)
+    ]
+
+
+def _measured(found: Reproduction, method: str, first: str, second: str | int) -> Mean:
+    """Return the mean over seeds of one measured number; a short list has none at a late index."""
+    values = []
+    for seed in found.measured:
+        group: Any = seed[method][first] if method in seed else []
+        if isinstance(second, str):
+            values += [group[second]] if group else []
+        else:
+            values += group[second : second + 1]
+    return mean_of([float(value) for value in values])
+
+
+_KINDS: dict[str, Callable[[Reproduction], list[ComparisonTable]]] = {
+    "scores": _score_tables,
+    "minutes": _minute_tables,
+    "curves": _curve_tables,
+    "losses": _loss_tables,
+    "neighborhood": _neighborhood_tables,
+    "eigenvalues": _eigenvalue_tables,
+}
+
+
+# ------------------------------------------------------------------------------------------------- text
+
+
+def _by_column(found: Reproduction) -> list[tuple[str, list[RecipeCell]]]:
+    recipe = found.plan.recipe
+    return [(column, [cell for cell in recipe.cells if cell.column == column]) for column in recipe.columns]
+
+
+def _title(found: Reproduction, column: str) -> str:
+    return f"{COLUMNS[column].title} ({found.plan.recipe.source})"
+
+
+def _ours(mean: Mean, digits: int | None, *, error: bool = True) -> str:
+    return format_mean(mean if error else mean._replace(error=math.nan), digits) if mean.runs else NOT_RUN
+
+
+def _paper(printed: Sequence[PaperNumber]) -> str:
+    if not printed:
+        return NO_NUMBER
+    return " / ".join(f"{n.value:.{n.digits}f}" + ("" if n.error is None else f" ({n.error:g})") for n in printed)
+
+
+def _runs(found: Reproduction, cell: RecipeCell) -> str:
+    """Return how many seeds have a number, and how many diverged."""
+    configs = found.plan.configs(cell)
+    if found.plan.recipe.measured:
+        done = sum(cell.config.method in seed for seed in found.measured)
+    else:
+        done = len(found.results(cell))
+    diverged = sum(config in found.diverged for config in configs)
+    text = f"{done}" if done == len(configs) else f"{done} of {len(configs)}"
+    return text + (f", {diverged} diverged" if diverged else "")
+
+
+# ------------------------------------------------------------------------------------------------- output
+
+
+def print_header(plan: ReproductionPlan) -> None:
+    """Print what is run, what the paper leaves open, and how the plan deviates from the recipe."""
+    recipe = plan.recipe
+    print(f"{recipe.name} ({recipe.source}): {recipe.description[0]}")
+    for paragraph in recipe.description[1:]:
+        print(textwrap.fill(paragraph, 120))
+    print("The paper does not state all settings, such as learning rates: docs/reproduce.md lists those chosen here.")
+    for line in plan.deviations():
+        print(line)
+    sys.stdout.flush()
+
+
+def print_results(found: Reproduction) -> None:
+    """Print the tables, then every deviation from the paper."""
+    plan = found.plan
+    for table in comparison_tables(found):
+        print_table(table.title, table.rows)
+    ours = "1 seed" if plan.seeds == 1 else f"{plan.seeds} seeds, mean ± standard error"
+    print(f"\nours: {ours}; paper: printed error in parentheses; {NO_NUMBER}: no number")
+    for line in plan.deviations():
+        print(line)
+    for column, difference in found.data.items():
+        print(f"{column}: {difference}")
+    for column, reason in found.missing.items():
+        print(f"{column} was not run: {reason}")
+    for seed, reason in found.unmeasured.items():
+        print(f"seed {seed} was not measured: {reason}")
+
+
+def write_numbers(found: Reproduction, path: Path) -> None:
+    """Write everything that the tables show as JSON: our numbers, the paper's with their source, and the deviations."""
+    plan, recipe = found.plan, found.plan.recipe
+    cells = []
+    for cell in recipe.cells:
+        more: dict[str, Any] = {}
+        if recipe.kind == "curves":
+            curve = zip(FRACTIONS, _curve(found, cell), strict=True)
+            more["along"] = {f"{fraction:g}": mean._asdict() for fraction, mean in curve}
+            more["at_best_validation"] = _at_best_validation(found, cell)._asdict()
+            more["stopped_early"] = [asdict(number) for number in cell.stopped_early]
+        if recipe.kind == "losses":
+            more["paper_losses"] = {
+                split: {objective: by[cell.config.method][0].value for objective, by in table.items()}
+                for split, table in numbers.LOSSES.items()
+            }
+        scores = zip(_metrics(cell), our_scores(found, cell), strict=True)
+        cells.append(
+            {
+                "column": cell.column,
+                "row": cell.row,
+                "config": asdict(plan.configs(cell)[0]),
+                "runs": [str(record.folder) for record in found.records(cell)],
+                "ours": {metric: mean._asdict() for metric, mean in scores},
+                "passes": _passes(found, cell)._asdict(),
+                "minutes": _minutes(found, cell)._asdict(),
+                "paper": [asdict(number) for number in cell.paper],
+                **more,
+            }
+        )
+    content = {
+        "tiltsam": tiltsam.__version__,
+        "recipe": recipe.name,
+        "source": recipe.source,
+        "scale": plan.scale,
+        "seeds": plan.seeds,
+        "changes": plan.deviations(),
+        "data": found.data,
+        "not_run": found.missing,
+        "not_measured": found.unmeasured,
+        "cells": cells,
+        "measured": found.measured,
+    }
+    if recipe.name == "glue":
+        content["average"] = {
+            method: {"ours": mean._asdict(), "paper": asdict(numbers.GLUE_AVERAGE[method][0])}
+            for method, mean in _glue_averages(found).items()
+        }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    files.write_json(path, _finite(content))
+
+
+def _finite(x: Any) -> Any:
+    """Replace numbers that are not finite by null, as JSON has none."""
+    if isinstance(x, dict):
+        return {key: _finite(value) for key, value in x.items()}
+    if isinstance(x, list | tuple):
+        return [_finite(value) for value in x]
+    return None if isinstance(x, float) and not math.isfinite(x) else x

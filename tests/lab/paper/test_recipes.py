@@ -1,0 +1,51 @@
+import pytest
+
+from tiltsam.lab.errors import RecipeError
+from tiltsam.lab.paper.recipes import RECIPES, find_recipe, select_methods
+from tiltsam.lab.tasks import find_task
+
+
+def test_recipes_cover_the_papers_tables_and_figures():
+    assert list(RECIPES) == [
+        *("images", "glue", "samples", "hmc-steps", "tilt", "schedule", "naive", "convergence", "runtime", "losses"),
+        *("sharpness", "eigenvalues"),
+    ]
+    assert len(find_recipe("images").cells) == 8 * 7
+    assert len(find_recipe("glue").cells) == 9 * 5
+    assert [(c.row, c.config.num_samples, c.config.ascent_steps) for c in find_recipe("hmc-steps/dtd-vit").cells] == [
+        ("TSAM, N=1 (s=3)", 3, 1),
+        ("TSAM, N=1 (s=5)", 5, 1),
+        ("TSAM, N=2 (s=3)", 3, 2),
+        ("TSAM, N=3 (s=3)", 3, 3),
+    ]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipe_cells_have_the_common_settings(name):
+    recipe = find_recipe(name)
+    assert recipe.source
+    assert recipe.description[0].endswith(".")
+    for cell in recipe.cells:
+        find_task(cell.config.task)
+        assert (cell.config.schedule, cell.config.momentum, cell.config.batch_size) == ("constant", 0.9, 64)
+
+
+def test_select_restricts_columns_and_methods():
+    recipe = find_recipe("images").select(columns=["dtd-vit", "dtd-wrn"], methods=["erm", "sam"])
+    assert recipe.name == "images/dtd-vit+dtd-wrn"
+    assert [(c.column, c.config.method) for c in recipe.cells] == [
+        *(("dtd-vit", "erm"), ("dtd-vit", "sam"), ("dtd-wrn", "erm"), ("dtd-wrn", "sam"))
+    ]
+    with pytest.raises(RecipeError, match="nonsense"):
+        recipe.select(columns=["nonsense"])
+    with pytest.raises(RecipeError, match="tsam"):
+        recipe.select(methods=["tsam"])
+
+
+def test_select_methods_drops_recipes_without_them():
+    recipes = [find_recipe(name) for name in ("images", "samples", "hmc-steps")]
+    assert select_methods(recipes, None) == recipes
+    selected = select_methods(recipes, ["erm", "sam"])
+    assert [(r.name, sorted(r.methods)) for r in selected] == [("images", ["erm", "sam"]), ("samples", ["sam"])]
+    with pytest.raises(RecipeError, match="nonsense"):
+        select_methods(recipes, ["sam", "nonsense"])

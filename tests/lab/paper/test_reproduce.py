@@ -1,0 +1,298 @@
+"""Every recipe trains, stops, continues and measures."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+import lab_files
+from tiltsam.cli import main
+from tiltsam.lab import compare as compare_module
+from tiltsam.lab import loading
+from tiltsam.lab.augment import normalise
+from tiltsam.lab.errors import DataError
+from tiltsam.lab.loading import load_data, load_model
+from tiltsam.lab.paper import cost
+from tiltsam.lab.paper import reproduce as reproduce_module
+from tiltsam.lab.paper.recipes import RECIPES, find_recipe
+from tiltsam.lab.paper.reproduce import ReproductionPlan, reproduce
+from tiltsam.lab.paper.tables import comparison_tables, our_scores, write_numbers
+from tiltsam.lab.record import Record
+from tiltsam.lab.tables import GLUE
+from tiltsam.lab.train import TrainError
+
+NEED_TRANSFORMERS = {"dtd-vit", *GLUE}
+
+
+def scale_of_two_steps(config):
+    """Return the scale at which a run takes two steps if an epoch is one batch; ESAM1 trains for s times its epochs."""
+    return 2 / (config.epochs * (config.num_samples if config.method == "esam1" else 1))
+
+
+@pytest.mark.parametrize(
+    ("name", "column"), [(name, column) for name, make in RECIPES.items() for column in make().columns]
+)
+def test_recipe_runs_two_steps(name, column, here, narrow, request, monkeypatch):
+    """All cells with one seed. Recipes share runs. Predicted steps and passes equal those taken."""
+    if column in NEED_TRANSFORMERS:
+        request.getfixturevalue("pretrained")
+    monkeypatch.chdir(here)
+    recipe = find_recipe(f"{name}/{column}")
+    examples = len(load_data(recipe.cells[0].config, here / "data").train)
+    for scale in dict.fromkeys(scale_of_two_steps(cell.config) for cell in recipe.cells):
+        cells = tuple(cell for cell in recipe.cells if scale_of_two_steps(cell.config) == scale)
+        plan = ReproductionPlan(dataclasses.replace(recipe, cells=cells), seeds=1, scale=scale, device="cpu")
+        found = reproduce(plan, here / "runs", root=here / "data")
+        for cell in cells:
+            (config,) = plan.configs(cell)
+            changed = {"epochs": cell.config.epochs * scale, "device": "cpu"}
+            assert config == dataclasses.replace(cell.config, **changed)  # scaling changes nothing else
+            (result,) = found.results(cell)
+            assert result["steps"] == cost.num_steps(config, examples) == 2
+            assert result["passes"] == pytest.approx(cost.num_passes(config, examples), abs=1e-3)
+        shown = [table.rows for table in comparison_tables(found)]
+        ratios = (
+            [row.pop(3) for rows in shown for row in rows] if recipe.kind == "minutes" else []
+        )  # ERM may be missing
+        assert "not run" not in {text for rows in shown for row in rows for text in row}
+        assert ratios or recipe.kind != "minutes"
+        write_numbers(found, here / "numbers.json")
+        assert len(json.loads((here / "numbers.json").read_text())["cells"]) == len(cells)
+
+
+def test_real_resnet18_takes_two_steps(here, tmp_path):
+    recipe = find_recipe("images/cifar100-resnet18").select(methods=["erm"])
+    found = reproduce(ReproductionPlan(recipe, seeds=1, scale=0.01, device="cpu"), tmp_path, root=here / "data")
+    (record,) = found.records(recipe.cells[0])
+    assert record.result()["steps"] == 2
+    assert sum(v.numel() for k, v in record.model().items() if "running" not in k) == pytest.approx(11.2e6, rel=0.01)
+
+
+# -------------------------------------------------------------------------------- the plan
+
+
+def test_plan_scales_to_whole_epochs():
+    """200 · 0.07 is 14.000000000000002 in floating point: a fifteenth epoch of one step."""
+    recipe = find_recipe("images/tiny-resnet18")
+    (config,) = ReproductionPlan(recipe, seeds=1, scale=0.07).configs(recipe.cells[0])
+    assert config.epochs == 14
+
+
+def test_plan_lists_deviations():
+    full = ReproductionPlan(find_recipe("sharpness"))
+    assert full.deviations() == []
+    assert (full.num_examples, full.num_draws) == (5000, 500)
+    epochs, examples, draws, rest = ReproductionPlan(find_recipe("sharpness"), scale=0.01).deviations()
+    assert epochs.endswith("epochs 200 → 2")
+    assert examples.endswith("5000 → 100")
+    assert draws.endswith("500 → 5")
+    assert "batch size" in rest
+    assert "measure" in ReproductionPlan(find_recipe("losses"), scale=0.01).deviations()[-1]  # on all examples
+    half = ReproductionPlan(find_recipe("sharpness"), precision="bf16")
+    assert ["bf16" in line for line in half.deviations()] == [True]
+    assert half.configs(half.recipe.cells[0])[0].precision == "bf16"
+
+
+# -------------------------------------------------------------------------------- training
+
+
+def test_reproduce_reuses_runs_and_averages_over_seeds(narrow, places):
+    recipe = find_recipe("images/cifar100-resnet18").select(methods=["erm", "sam"])
+    plan = ReproductionPlan(recipe, seeds=3, scale=0.01, device="cpu")
+    found = reproduce(plan, **places)
+    scores = [Record.of(places["out"], config).result()["score"] for config in plan.configs(recipe.cells[0])]
+    (mean,) = our_scores(found, recipe.cells[0])
+    assert mean.value == pytest.approx(100 * sum(scores) / 3)
+    trained = []
+    reproduce(plan, **places, report=lambda config, progress: trained.append(config))
+    assert trained == []
+    (table,) = comparison_tables(found)
+    assert table.rows[1][0] == "ERM"
+    assert table.rows[1][1].startswith(f"{mean.value:.2f} ± ")
+    assert table.rows[1][2] == "71.39 (0.2)"
+    assert table.rows[1][-1] == "3"
+
+
+@pytest.fixture
+def loads(monkeypatch):
+    """Return the list of data sets that are loaded, as (task, seed)."""
+    found, load = [], loading.load_data
+
+    def counted(config, *args, **options):
+        found.append((config.task, config.seed))
+        return load(config, *args, **options)
+
+    monkeypatch.setattr(loading, "load_data", counted)
+    return found
+
+
+def test_columns_share_their_data(narrow, places, loads):
+    recipe = find_recipe("images").select(columns=["tiny-resnet18", "tiny-resnet34"], methods=["erm"])
+    reproduce(ReproductionPlan(recipe, seeds=2, scale=0.005, device="cpu"), **places)
+    assert loads == [("tiny-imagenet", 0), ("tiny-imagenet", 1)]
+
+
+@pytest.mark.parametrize("name", ["losses", "sharpness"])
+def test_measuring_uses_the_data_of_training(name, narrow, places, loads):
+    recipe = find_recipe(name).select(methods=["erm"])
+    plan = ReproductionPlan(recipe, seeds=1, scale=0.005, device="cpu")
+    reproduce(plan, **places)
+    reproduce(plan, **places)  # all is done: nothing is loaded
+    assert loads == [("cifar100", 0)]
+
+
+def test_missing_data_skips_the_column(narrow, tmp_path):
+    lab_files.cifar(tmp_path / "data", fine=True, n=6)
+    said = []
+    recipe = find_recipe("images").select(columns=["tiny-resnet18", "cifar100-resnet18"], methods=["erm"])
+    found = reproduce(ReproductionPlan(recipe, 1, 0.01), tmp_path / "runs", root=tmp_path / "data", say=said.append)
+    (line,) = said
+    assert "tiny-resnet18" in line
+    assert "tiny-imagenet-200" in line
+    first, second = comparison_tables(found)
+    assert first.rows[1][1] != "not run"
+    assert second.rows[1][1:3] == ["not run", "71.10 (0.2)"]
+    assert second.rows[1][-1] == "0 of 1"
+    with pytest.raises(DataError, match="wnids"):
+        reproduce(
+            ReproductionPlan(find_recipe("images/tiny-resnet18"), 1, 0.01), tmp_path / "runs", root=tmp_path / "none"
+        )
+
+
+def test_missing_data_of_all_columns_is_an_error(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["reproduce", "samples", "--data-root", "nowhere", "--device", "cpu"]) == 2
+    printed = capsys.readouterr()
+    assert (printed.out + printed.err).count(" is missing") == len(find_recipe("samples").columns) + 1
+    assert "no column of samples" in printed.err
+
+
+def test_data_of_another_size_is_reported(here, narrow, tmp_path, capsys):
+    run = ["reproduce", "images/dtd-wrn", "--scale", "0.01", "--seeds", "1", "--methods", "erm", "--device", "cpu"]
+    for root in (here / "data", tmp_path / "gone"):  # the second time the finished run is enough
+        assert main([*run, "--data-root", str(root), "--out", str(tmp_path)]) == 0
+        out = capsys.readouterr().out
+        assert out.index("| ERM") < out.index("dtd-wrn: not the paper's data: steps per epoch 1 instead of 29")
+    numbers = json.loads((tmp_path / "reproduced" / "images-dtd-wrn" / "numbers.json").read_text())
+    assert "29" in numbers["data"]["dtd-wrn"]
+
+
+def test_data_of_the_published_size_is_not_reported(narrow, places, monkeypatch):
+    monkeypatch.setattr(reproduce_module, "training_examples", lambda config: 6)
+    plan = ReproductionPlan(find_recipe("images/dtd-wrn").select(methods=["erm", "esam1"]), 1, 0.01, "cpu")
+    assert reproduce(plan, **places).data == {}
+
+
+def test_diverged_run_is_named_by_its_row(here, narrow, tmp_path, capsys, monkeypatch):
+    def diverge(config, record, **rest):
+        raise TrainError("the loss is nan")
+
+    monkeypatch.setattr(compare_module, "train", diverge)
+    run = ["reproduce", "hmc-steps/cifar100-resnet18", "--scale", "0.005", "--seeds", "1"]
+    assert main([*run, "--data-root", str(here / "data"), "--out", str(tmp_path), "--device", "cpu"]) == 0
+    assert "cifar100 TSAM, N=2 (s=3) seed 0: the loss is nan" in capsys.readouterr().out
+
+
+# -------------------------------------------------------------------------------- measuring
+
+
+def loss_uphill(record, root, rho):
+    """Return the training loss of a run's model after a step of length rho along the gradient; there is one batch."""
+    data = load_data(record.config(), root)
+    model = load_model(record, data).eval()
+    images = normalise(data.train.inputs["image"], data.mean, data.std)
+
+    def loss():
+        return torch.nn.functional.cross_entropy(model(images), data.train.targets)
+
+    gradient = torch.autograd.grad(loss(), list(model.parameters()))
+    length = torch.cat([g.flatten() for g in gradient]).norm()
+    with torch.no_grad():
+        for p, g in zip(model.parameters(), gradient, strict=True):
+            p += rho * g / length
+        return loss().item()
+
+
+def test_losses_are_measured_once(narrow, places, monkeypatch):
+    recipe = find_recipe("losses").select(methods=["erm", "tsam"])
+    plan = ReproductionPlan(recipe, seeds=2, scale=0.01, device="cpu")
+    found = reproduce(plan, **places)
+    for seed, measured in enumerate(found.measured):
+        for cell in recipe.cells:
+            losses, result = measured[cell.config.method], found.results(cell)[seed]
+            assert losses["test"]["ERM"] == pytest.approx(result["test_loss"], rel=1e-4)  # as training reported it
+    train, _ = comparison_tables(found)
+    values = [measured["tsam"]["train"]["SAM"] for measured in found.measured]
+    error = torch.tensor(values).double().std().item() / 2**0.5
+    assert train.rows[2][0] == "TSAM"
+    assert train.rows[2][3:5] == [f"{sum(values) / 2:.4f} ± {error:.4f}", "0.27"]
+    assert values[0] == pytest.approx(loss_uphill(found.records(recipe.cells[1])[0], places["root"], 0.05), rel=1e-4)
+    monkeypatch.setattr(reproduce_module, "cross_runs", None)  # fails if called
+    assert reproduce(plan, **places).measured == found.measured
+
+
+def test_unmeasured_seed_is_reported(here, narrow, tmp_path, capsys, monkeypatch):
+    real, calls = reproduce_module.cross_runs, []
+
+    def sharp(*args, **options):
+        calls.append(args)
+        if len(calls) == 1:
+            raise ValueError("the loss around tsam is not finite")
+        return real(*args, **options)
+
+    monkeypatch.setattr(reproduce_module, "cross_runs", sharp)
+    run = ["reproduce", "losses", "--scale", "0.005", "--seeds", "2", "--methods", "tsam"]
+    run += ["--data-root", str(here / "data"), "--out", str(tmp_path), "--device", "cpu"]
+    assert main(run) == 0
+    out = capsys.readouterr().out
+    assert out.index("| TSAM") < out.rindex("seed 0 was not measured: the loss around tsam is not finite")
+    assert "1 of 2" in out
+    numbers = json.loads((tmp_path / "reproduced" / "losses" / "numbers.json").read_text())
+    assert numbers["not_measured"] == {"0": "the loss around tsam is not finite"}
+    first, second = numbers["measured"]
+    assert first == {}
+    assert set(second["tsam"]) == {"train", "test"}
+
+
+# -------------------------------------------------------------------------------- the command
+
+
+def test_reproduce_command_prints_deviations_and_writes_files(here, narrow, tmp_path, capsys):
+    run = ["reproduce", "sharpness", "--scale", "0.01", "--seeds", "1", "--methods", "erm", "tsam"]
+    run += ["--data-root", str(here / "data"), "--out", str(tmp_path), "--device", "cpu"]
+    assert main(run) == 0
+    out = capsys.readouterr().out
+    deviations = ReproductionPlan(find_recipe("sharpness"), scale=0.01).deviations()
+    assert all(out.count(line) == 2 for line in deviations)  # before and after
+    assert "mean of the training loss around the minimum (fig:sharpness" in out
+    folder = tmp_path / "reproduced" / "sharpness"
+    assert f"report: {folder / 'report.html'}" in out
+    assert (folder / "report.html").exists()
+    numbers = json.loads((folder / "numbers.json").read_text())
+    assert numbers["scale"] == 0.01
+    assert numbers["changes"] == deviations
+    assert [cell["row"] for cell in numbers["cells"]] == ["ERM", "TSAM"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "value"),
+    [
+        (["nonsense"], "'nonsense'"),
+        ([], "images, glue, samples"),
+        (["--list", "nonsense"], "'nonsense'"),
+        (["--list", "--methods", "nonsense"], "'nonsense'"),
+        (["images/nonsense"], "'nonsense'"),
+        (["glue", "--methods", "pgn"], "'pgn'"),
+        (["images", "--scale", "0"], "(0, 1], got 0"),
+        (["images", "--scale", "nan"], "(0, 1], got nan"),
+        (["images", "--seeds", "0"], "at least 1, got 0"),
+        (["images/cifar100-resnet18", "--data-root", "nowhere"], "nowhere/cifar-100-binary/train.bin"),
+        (["naive", "--device", "cuda:99"], "99"),
+    ],
+)
+def test_reproduce_command_mistakes(arguments, value, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["reproduce", *arguments]) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert value in line

@@ -1,0 +1,47 @@
+import pytest
+
+import tiltsam
+from tiltsam.lab.config import TrainConfig
+from tiltsam.lab.record import Record
+from tiltsam.lab.train import train
+
+
+def watch(monkeypatch, method, name):
+    """Return a list to which every step appends the value of a setting."""
+    seen = []
+    aggregate = method.aggregate
+
+    def watched(self, step):
+        seen.append(self.param_groups[0][name])
+        return aggregate(self, step)
+
+    monkeypatch.setattr(method, "aggregate", watched)
+    return seen
+
+
+@pytest.mark.parametrize("direction", ["constant", "up", "down"])
+def test_t_schedule(direction, tmp_path, monkeypatch):
+    seen = watch(monkeypatch, tiltsam.TSAM, "t")
+    config = TrainConfig(
+        "digits", "tsam", epochs=2, t=8.0, num_samples=1, t_schedule=direction, batch_size=200, device="cpu"
+    )
+    train(config, Record.of(tmp_path, config))
+    steps = len(seen)
+    assert steps == 10
+    expected = {"constant": [8.0] * steps, "up": [8 * k / steps for k in range(steps)]}
+    expected["down"] = [8 * (1 - k / steps) for k in range(steps)]
+    assert seen == pytest.approx(expected[direction])
+
+
+@pytest.mark.parametrize("direction", ["constant", "up", "down"])
+@pytest.mark.parametrize("given", [0.4, None])
+def test_rho_schedule(direction, given, tmp_path, monkeypatch):
+    seen = watch(monkeypatch, tiltsam.SAM, "rho")
+    config = TrainConfig("digits", "sam", epochs=2, rho=given, rho_schedule=direction, batch_size=200, device="cpu")
+    train(config, Record.of(tmp_path, config), until=0.5)
+    train(config, Record.of(tmp_path, config))  # resumes from the initial rho, not from the scheduled one
+    rho, steps = given or 0.05, len(seen)
+    assert steps == 10
+    shares = {"constant": [1.0] * steps, "up": [k / steps for k in range(steps)]}
+    shares["down"] = [1 - k / steps for k in range(steps)]
+    assert seen == pytest.approx([rho * share for share in shares[direction]])

@@ -91,7 +91,7 @@ def random_direction(
             ratio = weight.reshape(rows).norm(dim=1) / draw.reshape(rows).norm(dim=1)
             direction[name] = (draw.reshape(rows) * ratio[:, None]).view_as(weight)
     if not any(bool(part.any()) for part in direction.values()):
-        warn("the direction is zero: no trainable parameter has filters; pass normalize='none'")
+        warn("the direction is zero: no trainable parameter has filters; pass normalize='none'", UserWarning)
     return direction
 
 

@@ -6,10 +6,10 @@ import random
 
 import numpy as np
 import torch
-from tiltsam.streams import stream_seed
 from torch.utils.data import DataLoader, TensorDataset
 
 from tiltsam.flatness.randomness import Purpose, RandomSources, generator
+from tiltsam.space.randomness import derive_seed
 
 CPU = torch.device("cpu")
 
@@ -24,7 +24,7 @@ def test_generators_are_independent() -> None:
 
 def test_generator_uses_the_seeds_of_the_optimizer() -> None:
     """And of no step that a training run takes."""
-    expected = stream_seed(3, Purpose.NEIGHBORHOOD, 5)
+    expected = derive_seed(3, Purpose.NEIGHBORHOOD, 5)
     assert generator(CPU, Purpose.NEIGHBORHOOD, 3, 5).initial_seed() == expected
     assert min(Purpose) >= 2**32
 

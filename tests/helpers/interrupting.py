@@ -29,6 +29,7 @@ class Interrupter:
         return self.trace
 
     def run(self, action):
+        sys._getframe().f_trace_opcodes = True  # Python 3.12 traces opcodes only if a frame asked for it before
         sys.settrace(self)
         try:
             action()

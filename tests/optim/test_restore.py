@@ -393,6 +393,8 @@ def test_step_after_an_interrupt_while_the_space_is_built(rebuild):
     first.run(lambda: optimizer.step(problem.closure))
     expected = finished(problem, optimizer)
     places = [place for place in first.seen if place[0].co_name in ("begin", "current_space", "allocate")]
+    if not first.seen:
+        pytest.skip("this Python does not trace opcodes")
     assert len(places) > 100
     for place in places:
         problem, optimizer = fresh()

@@ -145,7 +145,7 @@ class HessianOperator:
         for name, (pattern, _) in _SUBSTITUTES.items():
             if name not in self.substitutes and re.search(pattern, str(error)):
                 self.substitutes.append(name)
-                warn(f"a kernel has no second derivative; measuring with {name}")
+                warn(f"a kernel has no second derivative; measuring with {name}", UserWarning)
                 return
         raise error
 

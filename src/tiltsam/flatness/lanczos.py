@@ -27,6 +27,8 @@ from tiltsam.flatness.numerics import block_length, total_norm
 
 __all__ = ["Operator", "RitzPairs", "Which", "quadrature", "thick_restart"]
 
+ROUNDING = 64  # a remainder of this many eps is the rounding of products in float32, seen up to 20
+
 Which: TypeAlias = Literal["largest", "smallest", "magnitude"]
 """Which end of the spectrum: the largest, the smallest (most negative) or the largest in magnitude."""
 
@@ -104,7 +106,7 @@ def thick_restart(
         filled += 1
         products += 1
         scale = max(scale, math.hypot(float(column.norm()), beta))
-        if beta <= eps * scale:  # the remainder is rounding error, not a direction
+        if beta <= ROUNDING * eps * scale:  # the remainder is rounding error, not a direction
             beta = 0.0
             exhausted = True
             if filled < operator.size:

@@ -107,4 +107,7 @@ def write_sum(out: Sequence[Tensor], start: Iterable[Tensor], offsets: Iterable[
                 lost.append((offset.to(point) * (x - point)).sum())
                 squares.append(offset.square().sum())
     if lost and abs(sum(x.item() for x in lost)) > 0.1 * sum(x.item() for x in squares):
-        warn("low-precision weights round a step this small away, or up; measure a float32 copy of the model")
+        warn(
+            "low-precision weights round a step this small away, or up; measure a float32 copy of the model",
+            UserWarning,
+        )

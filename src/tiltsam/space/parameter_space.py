@@ -67,6 +67,9 @@ class ParameterSpace(TensorLists):
         group_of = [g for p, g in members if p.numel()]
         super().__init__(here, group_of, [p.dim() for p in self.params], sharding=sharding, dtype=dtype)
         self.dim = sum(p.numel() * (2 if p.is_complex() else 1) for p in self.params)
+        on_gpu = self.device.type == "cuda"
+        self.on_device: AbstractContextManager[object] = torch.cuda.device(self.device) if on_gpu else nullcontext()
+        """Context that makes the parameters' GPU the current one: Triton launches there."""
         self.scalars = DeviceScalars(len(groups), dtype, self.device)
         self.radius = self.scalars.tensors["radius"]
         self.generators = NoiseGenerators([x.device for x in here])
@@ -104,7 +107,8 @@ class ParameterSpace(TensorLists):
         if self._saved or self._unfinished:  # an earlier restore failed: do not overwrite its backup
             self.roll_back()
         try:
-            self._point = self._local_tensors()  # p.data may be another tensor than at the last step
+            if self._views:
+                self._point = self._local_tensors()  # p.data may be another tensor than at the last step
             self._at_center, self._distance = True, self.zero
             self.gradient_mean.begin_step()
             self.evaluator.begin_step(closures, ascent_closure, scaler)
@@ -177,10 +181,6 @@ class ParameterSpace(TensorLists):
                 self.model_state.roll_back()
                 self.sampler_state.roll_back()
                 self._unfinished = False
-
-    def on_device(self) -> AbstractContextManager[object]:
-        """Make the parameters' GPU the current one: Triton launches there."""
-        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
     def _local_tensors(self) -> list[Tensor]:
         return [as_real(local_part(p)) for p in self.params] if self._views else list(self.params)

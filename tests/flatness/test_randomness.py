@@ -24,7 +24,7 @@ def test_generators_are_independent() -> None:
 
 def test_generator_uses_the_seeds_of_the_optimizer() -> None:
     """And of no step that a training run takes."""
-    expected = derive_seed(3, Purpose.NEIGHBORHOOD, 5)
+    expected = derive_seed(3, Purpose.NEIGHBORHOOD, 5, 0)
     assert generator(CPU, Purpose.NEIGHBORHOOD, 3, 5).initial_seed() == expected
     assert min(Purpose) >= 2**32
 

@@ -184,6 +184,7 @@ def test_interrupted_forward_pass_leaves_backward_on():
             return trace
 
         optimizer.step(problem.closure)
+        sys._getframe().f_trace_opcodes = True  # Python 3.12 traces opcodes only if a frame asked for it before
         sys.settrace(trace)
         try:
             optimizer.step(problem.closure)

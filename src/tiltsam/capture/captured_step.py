@@ -104,7 +104,7 @@ class CapturedStep:
         if self.reason is not None:
             return self.optimizer.step(closures, ascent_closure)
         step = self.optimizer.begin(closures, ascent_closure)
-        with torch.cuda.device(step.space.device):
+        with step.space.on_device():
             key = self._key(batch, step)
             self._drop_if_stale(key, step.space)
             seen = self._seen.get(key, _Seen())

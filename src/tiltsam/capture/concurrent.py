@@ -35,9 +35,12 @@ class Scratch(NamedTuple):
 
 
 def allocate_scratch(space: ParameterSpace, number: int) -> list[Scratch]:
-    """Allocate scratch weights for so many concurrent samples."""
+    """Return scratch weights for so many concurrent samples.
+
+    The first uses the memory that eager steps save θ in: a replay never runs during an eager step.
+    """
     on_gpu = space.device.type == "cuda"
-    points = [allocate(space.center)[0] for _ in range(number)]
+    points = [space.center, *(allocate(space.center)[0] for _ in range(number - 1))]
     return [Scratch(point, torch.cuda.Stream(space.device) if on_gpu else None) for point in points]
 
 

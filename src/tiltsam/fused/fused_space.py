@@ -20,7 +20,9 @@ Noise is Philox in counter mode, indexed by (seed, sample, element): the same ea
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import importlib
 from collections.abc import Sequence
 from typing import Any, Self
 
@@ -35,17 +37,24 @@ from tiltsam.space.step_record import HEADER, StepRecord, Weighting, unpack
 from tiltsam.space.tensor_lists import is_dense
 from tiltsam.tilting import StreamingTilt
 
-try:
-    from tiltsam.fused import kernels
-except ImportError:  # torch comes without Triton on some platforms
-    kernels = None  # type: ignore[assignment]
-
 __all__ = ["AddressTables", "FusedSpace"]
 
 CHUNK = 4096  # elements of a program: four normals from each of 1024 Philox counters
 LANES = CHUNK // 4
 WARPS = 4
 FILTER_BLOCK = 1024
+
+
+kernels: Any = None  # the module of kernels, once loaded
+
+
+def _load_kernels() -> bool:
+    """Import the kernels when they are first needed; return False on platforms without Triton."""
+    global kernels
+    if kernels is None:
+        with contextlib.suppress(ImportError):
+            kernels = importlib.import_module("tiltsam.fused.kernels")
+    return kernels is not None
 
 
 class FusedSpace(ParameterSpace):
@@ -56,7 +65,7 @@ class FusedSpace(ParameterSpace):
         """Return whether the kernels can take these parameters: float32, dense, aligned, on one CUDA device."""
         params = [p for group in groups for p in group if p.requires_grad and p.numel()]
         return (
-            kernels is not None
+            _load_kernels()
             and not any(is_sharded(p) for p in params)
             and len({p.device for p in params}) == 1
             and all(p.is_cuda and p.dtype == torch.float32 and is_dense(p) for p in params)

@@ -253,7 +253,7 @@ class SharpnessAware(Optimizer):
             self._stepping = True
             with torch.no_grad():
                 step = self.begin(closures, ascent_closure, scaler)
-                with step.space.on_device:
+                with step.space.on_device():
                     info = self.aggregate(step)
                     update(step, info)
                 self.finish(step, info)

@@ -46,6 +46,8 @@ class ModelState:
         self.same_dropout = same_dropout and model is not None
         self.num_passes = 0
         self._gpus = sorted({d.index for d in devices if d.type == "cuda" and d.index is not None})
+        self._module_list: list[torch.nn.Module] = []
+        self._child_ids: list[int] = []
         self._random_state: tuple[Tensor, list[Tensor]] | None = None
         self._before_step = BufferSnapshot()
         self._after_first_pass = BufferSnapshot()  # without the layers in _tracking
@@ -118,15 +120,13 @@ class ModelState:
             self._paused = False
 
     def _modules(self) -> list[torch.nn.Module]:
-        """Return all modules of the model. ``model.modules()`` also builds their names, which takes longer."""
-        found: dict[int, torch.nn.Module] = {}
-        pending = [] if self.model is None else [self.model]
-        while pending:
-            module = pending.pop()
-            if id(module) not in found:
-                found[id(module)] = module
-                pending += [child for child in module._modules.values() if child is not None]
-        return list(found.values())
+        """Return all modules of the model; the list is made again only if a module was added, removed or replaced."""
+        if self.model is not None:
+            children = [id(child) for module in self._module_list for child in module._modules.values()]
+            if not self._module_list or children != self._child_ids:
+                self._module_list = list(self.model.modules())
+                self._child_ids = [id(child) for module in self._module_list for child in module._modules.values()]
+        return self._module_list
 
 
 def _tracks_statistics(layer: _BatchNorm) -> bool:

@@ -67,9 +67,6 @@ class ParameterSpace(TensorLists):
         group_of = [g for p, g in members if p.numel()]
         super().__init__(here, group_of, [p.dim() for p in self.params], sharding=sharding, dtype=dtype)
         self.dim = sum(p.numel() * (2 if p.is_complex() else 1) for p in self.params)
-        on_gpu = self.device.type == "cuda"
-        self.on_device: AbstractContextManager[object] = torch.cuda.device(self.device) if on_gpu else nullcontext()
-        """Context that makes the parameters' GPU the current one: Triton launches there."""
         self.scalars = DeviceScalars(len(groups), dtype, self.device)
         self.radius = self.scalars.tensors["radius"]
         self.generators = NoiseGenerators([x.device for x in here])
@@ -121,6 +118,7 @@ class ParameterSpace(TensorLists):
                 self.copy_(self._center, self._point)
                 self._saved = True
             yield
+            self._gradient.clear()  # the mean has what is needed of it
             self._restore()
             self.model_state.end_step()
         except BaseException:
@@ -184,6 +182,10 @@ class ParameterSpace(TensorLists):
 
     def _local_tensors(self) -> list[Tensor]:
         return [as_real(local_part(p)) for p in self.params] if self._views else list(self.params)
+
+    def on_device(self) -> AbstractContextManager[object]:
+        """Make the parameters' GPU the current one: Triton launches there."""
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
     def replica(self, point: list[Tensor]) -> Self:
         """Return a space over the same parameters and numbers whose point is ``point`` and whose centre is θ itself.

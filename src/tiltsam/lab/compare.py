@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 
-from tiltsam.lab import download as downloads
 from tiltsam.lab.config import TrainConfig
-from tiltsam.lab.loading import data_loader
+from tiltsam.lab.data import LoadingCallback, data_loader
 from tiltsam.lab.record import Record
 from tiltsam.lab.train import Progress, TrainError, train
 
@@ -48,7 +47,7 @@ def compare(
     *,
     root: Path | None = None,
     download: bool = False,
-    loading: downloads.Progress | None = None,
+    loading: LoadingCallback | None = None,
     tensorboard: bool = False,
     report: Callable[[TrainConfig, Progress], None] = lambda config, progress: None,
     tick: Callable[[TrainConfig, Progress], None] = lambda config, progress: None,

@@ -15,12 +15,10 @@ from torch import Tensor, nn
 import tiltsam
 from tiltsam.lab.budget import passes_of
 from tiltsam.lab.config import TrainConfig
-from tiltsam.lab.data import Data, Split
+from tiltsam.lab.data import GLUE, Data, Split, find_task
 from tiltsam.lab.devices import resolve_device, suited_to
 from tiltsam.lab.models import build
 from tiltsam.lab.recipes.settings import DISTILBERT, VIT
-from tiltsam.lab.tables import GLUE
-from tiltsam.lab.tasks import find_task
 
 __all__ = [
     "EXAMPLES",

@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from tiltsam.flatness.objectives import ErmLoss, Objective, SamLoss, TsamLoss
-from tiltsam.lab import download as downloads
+from tiltsam.lab.data import LoadingCallback, load
 from tiltsam.lab.files import write_json
 from tiltsam.lab.flat import cross_runs, measure_runs, save_flatness
 from tiltsam.lab.flatness import PAPER_STDS, Flatness, FlatnessPlan
-from tiltsam.lab.loading import load_data
 from tiltsam.lab.recipes.settings import column_config
 from tiltsam.lab.record import Record, RecordError
 
@@ -110,7 +109,7 @@ def measure(
 
 
 def trained_on(
-    records: Sequence[Record], root: Path | None = None, loading: downloads.Progress | None = None
+    records: Sequence[Record], root: Path | None = None, loading: LoadingCallback | None = None
 ) -> list[Numbers]:
     """The number of classes and of training examples of each run, looked up once and remembered beside it.
 
@@ -124,7 +123,7 @@ def trained_on(
     """
     fresh = [record for record in records if "data" not in _recall(record)]
     if fresh:
-        data = load_data(fresh[0].config(), root, progress=loading)
+        data = load(fresh[0].config(), root, progress=loading)
         for record in fresh:
             _remember(record, "data", {"classes": data.num_classes, "examples": len(data.train)})
     return [_recall(record)["data"] for record in records]

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from tiltsam.lab import download as downloads
 from tiltsam.lab.compare import compare
 from tiltsam.lab.config import TrainConfig
+from tiltsam.lab.data import LoadingCallback
 from tiltsam.lab.devices import resolve_device
 from tiltsam.lab.errors import DataError
 from tiltsam.lab.recipes.book import Cell, Recipe, RecipeError
@@ -119,7 +119,7 @@ def reproduce(
     *,
     root: Path | None = None,
     download: bool = False,
-    loading: downloads.Progress | None = None,
+    loading: LoadingCallback | None = None,
     report: Callable[[TrainConfig, Progress], None] = lambda config, progress: None,
     say: Callable[[str], None] = lambda line: None,
     measuring: Callable[[str], Any] | None = None,
@@ -182,7 +182,7 @@ def reproduce(
     return outcome
 
 
-def _look_at_data(outcome: Outcome, column: str, root: Path | None, loading: downloads.Progress | None) -> None:
+def _look_at_data(outcome: Outcome, column: str, root: Path | None, loading: LoadingCallback | None) -> None:
     """Whether a column's finished runs were trained on as much as the paper's."""
     cells = [cell for cell in outcome.plan.recipe.cells if cell.column == column]
     records = [record for cell in cells for record in outcome.records(cell)]

@@ -30,7 +30,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tiltsam.lab.config import TrainConfig
-from tiltsam.lab.tables import GLUE
+from tiltsam.lab.data import GLUE
 
 __all__ = ["COLUMNS", "DISTILBERT", "VIT", "Column", "column_config"]
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import tiltsam
 from tiltsam.lab import files
+from tiltsam.lab.data import GLUE
 from tiltsam.lab.recipes import paper
 from tiltsam.lab.recipes.book import Cell
 from tiltsam.lab.recipes.paper import Number
@@ -17,7 +18,6 @@ from tiltsam.lab.recipes.reproduce import MEASURED, Outcome
 from tiltsam.lab.recipes.settings import COLUMNS
 from tiltsam.lab.report.settings import Mean, mean_of
 from tiltsam.lab.report.tables import number_cell
-from tiltsam.lab.tables import GLUE
 
 __all__ = ["Table", "ours", "tables", "write_json"]
 

@@ -1,8 +1,8 @@
-"""Fetching data sets from their authors, without trusting what arrives.
+"""Download public data sets and verify them.
 
-A file is streamed beside its destination, checked against the published checksum and only then renamed, so that a name
-either holds the whole file or does not exist. An archive is unpacked into a folder of its own first, member by member:
-absolute paths, ``..``, links and devices are refused, and nothing is moved into place unless all of it was good.
+A download is streamed to a temporary file, checked against the published checksum, and then renamed: a file is complete
+or does not exist. An archive is first unpacked into a temporary folder. If a member is a link or a device, or its path
+leaves the folder, nothing of the archive is kept.
 """
 
 from __future__ import annotations
@@ -20,47 +20,36 @@ import urllib.error
 import urllib.request
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import IO
 
+from tiltsam.lab.data.dataset import LoadingCallback, Request
 from tiltsam.lab.errors import DataError
 
-__all__ = ["SOURCES", "Progress", "Remote", "download", "extract", "fetch"]
-
-Progress = Callable[[str, int, int | None], None]
-"""Called with what is going on, how much is done, and how much there is (None where that is not known)."""
+__all__ = ["SOURCES", "Remote", "download", "extract", "fetch", "require"]
 
 _CHUNK = 1 << 20
 _TIMEOUT = 60.0  # seconds without a byte
-# What the standard library raises for a damaged archive; an OSError with a number is the disk's instead.
-_DAMAGE = (
-    tarfile.TarError,
-    zipfile.BadZipFile,
-    zlib.error,
-    lzma.LZMAError,
-    EOFError,
-    OSError,
-    RuntimeError,  # an encrypted zip; also a compression that is not implemented
-)
+# What the standard library raises for a damaged archive. An OSError with an errno comes from the disk instead, and a
+# RuntimeError from an encrypted zip.
+_DAMAGED = (tarfile.TarError, zipfile.BadZipFile, zlib.error, lzma.LZMAError, EOFError, OSError, RuntimeError)
 
 
 @dataclass(frozen=True)
 class Remote:
-    """A file at the home of a data set."""
+    """A file to download."""
 
     url: str
     checksum: str
     """``md5:…`` or ``sha256:…``, whichever is published."""
-    name: str = ""
-    """File to write; the last part of the address where empty."""
 
     @property
     def filename(self) -> str:
-        """Name of the file once it is here."""
-        return self.name or self.url.rsplit("/", 1)[-1]
+        """Name of the downloaded file."""
+        return self.url.rsplit("/", 1)[-1]
 
     @property
     def is_archive(self) -> bool:
@@ -97,7 +86,7 @@ SOURCES: dict[str, tuple[Remote, ...]] = {
     "glue/sst2": (
         Remote(f"{_GLUE}/SST-2.zip", "sha256:d67e16fb55739c1b32cdce9877596db1c127dc322d93c082281f64057c16deaa"),
     ),
-    # The authors of GLUE may not host MRPC: it comes from SentEval, with GLUE's list of the pairs of the dev set.
+    # GLUE may not distribute MRPC: it comes from SentEval, with GLUE's list of the pairs in the dev set.
     "glue/mrpc": (
         Remote(
             f"{_SENTEVAL}/msr_paraphrase_train.txt",
@@ -124,19 +113,52 @@ SOURCES: dict[str, tuple[Remote, ...]] = {
         Remote(f"{_GLUE}/WNLI.zip", "sha256:ae0e8e4d16f4d46d4a0a566ec7ecceccfd3fbfaa4a7a4b4e02848c0f2561ac46"),
     ),
 }
-"""Where the authors of each data set keep it, with the checksum of what they published."""
+"""Files of each data set, with their published checksums."""
 
 
-def fetch(remotes: tuple[Remote, ...], folder: Path, progress: Progress | None = None) -> None:
-    """Download files into a folder and unpack the archives among them there.
+def require(
+    request: Request,
+    source: str,
+    paths: Sequence[Path],
+    folder: Path,
+    *,
+    prepare: Callable[[Path], None] | None = None,
+) -> None:
+    """Check that a data set's files exist; download them if that was requested.
 
     Args:
-        remotes: What to fetch.
-        folder: Made if it does not exist.
-        progress: Told how far each file is.
+        request: The request.
+        source: Key of :data:`SOURCES`.
+        paths: The files.
+        folder: Folder to download into.
+        prepare: Called with the folder after the download.
 
     Raises:
-        DataError: No network, a wrong checksum, an archive that reaches outside, a folder that cannot be written.
+        DataError: If files are missing; the message says what to put where.
+    """
+    missing = [path for path in paths if not path.exists()]
+    if missing and request.download:
+        fetch(SOURCES[source], folder, request.progress)
+        if prepare is not None:
+            prepare(folder)
+        missing = [path for path in paths if not path.exists()]
+    if missing:
+        raise DataError(
+            f"{missing[0]} is missing: pass --download, or put the files of {SOURCES[source][0].url} into {folder}; "
+            f"{request.name} needs {request.files}"
+        )
+
+
+def fetch(remotes: Sequence[Remote], folder: Path, progress: LoadingCallback | None = None) -> None:
+    """Download files into a folder and unpack the archives among them.
+
+    Args:
+        remotes: The files.
+        folder: Created if it does not exist.
+        progress: Called with the progress of each file.
+
+    Raises:
+        DataError: As :func:`download` and :func:`extract`.
     """
     for remote in remotes:
         path = download(remote, folder, progress)
@@ -145,60 +167,45 @@ def fetch(remotes: tuple[Remote, ...], folder: Path, progress: Progress | None =
             path.unlink()
 
 
-def download(remote: Remote, folder: Path, progress: Progress | None = None) -> Path:
-    """Download one file, check it, and only then give it its name.
-
-    Args:
-        remote: What to fetch; http and https only.
-        folder: Made if it does not exist.
-        progress: Told how far it is.
-
-    Returns:
-        The file.
+def download(remote: Remote, folder: Path, progress: LoadingCallback | None = None) -> Path:
+    """Download one file, verify it, and return its path.
 
     Raises:
-        DataError: No network, a short answer, a wrong checksum, a folder that cannot be written.
+        DataError: If there is no network, the checksum differs, or the folder cannot be written.
     """
     if not remote.url.startswith(("https://", "http://")):
-        raise DataError(f"{remote.url}: only http and https addresses are fetched")
+        raise DataError(f"the URL must start with http:// or https://, got {remote.url}")
     algorithm, _, expected = remote.checksum.partition(":")
     if algorithm not in ("md5", "sha256") or not expected:
         raise DataError(f"{remote.url}: the checksum must be md5:… or sha256:…, got {remote.checksum!r}")
     target = folder / remote.filename
-    with _writable(folder), _temporary(folder, remote.filename) as part:
+    with _writing(folder), _temporary_file(folder, remote.filename) as part:
         digest = hashlib.new(algorithm, usedforsecurity=False)
         try:
             _stream(remote.url, part, digest.update, remote.filename, progress)
         except (urllib.error.URLError, http.client.HTTPException, TimeoutError, ConnectionError) as error:
             if isinstance(error, urllib.error.HTTPError):
-                error.close()  # it is an open answer as well as an error
-            raise DataError(f"{remote.url} could not be fetched ({error}); put it into {folder} yourself") from error
+                error.close()  # it is an open response, too
+            raise DataError(f"{remote.url} cannot be downloaded ({error}): put it into {folder} by hand") from error
         if digest.hexdigest() != expected.lower():
-            raise DataError(
-                f"{remote.url}: {algorithm} is {digest.hexdigest()}, published is {expected}; nothing was kept"
-            )
+            raise DataError(f"{remote.url}: {algorithm} must be {expected}, got {digest.hexdigest()}; nothing was kept")
         os.replace(part, target)
     return target
 
 
-def extract(archive: Path, folder: Path, progress: Progress | None = None) -> None:
-    """Unpack a tar or zip archive into a folder, and never outside it.
-
-    Args:
-        archive: ``.zip``, or a tar with any compression of the standard library.
-        folder: Where its files go; files of the same name are replaced.
-        progress: Told how many members are done.
+def extract(archive: Path, folder: Path, progress: LoadingCallback | None = None) -> None:
+    """Unpack a zip or tar archive into a folder; existing files of the same name are replaced.
 
     Raises:
-        DataError: The archive is damaged, or a member is a link, a device, or has a path that leaves the folder. Then
-            nothing of it is put into ``folder``.
+        DataError: If the archive is damaged, or a member is a link, a device, or outside the folder. Then nothing of it
+            is kept.
     """
-    with _writable(folder):
+    with _writing(folder):
         staging = Path(tempfile.mkdtemp(prefix=f".{archive.name}.", dir=folder))
         try:
             members = _zip_members if zipfile.is_zipfile(archive) else _tar_members
             for done, (name, source) in enumerate(members(archive), 1):
-                path = staging / _inside(archive, name)
+                path = staging / _relative_path(archive, name)
                 if source is None:
                     path.mkdir(parents=True, exist_ok=True)
                 else:
@@ -211,22 +218,24 @@ def extract(archive: Path, folder: Path, progress: Progress | None = None) -> No
                 final = folder / path.relative_to(staging)
                 final.parent.mkdir(parents=True, exist_ok=True)
                 os.replace(path, final)
-        except _DAMAGE as error:
+        except _DAMAGED as error:
             if isinstance(error, OSError) and error.errno is not None:
                 raise
-            raise DataError(f"{archive} is damaged and was not unpacked ({error}); remove it and try again") from error
+            raise DataError(f"{archive} is damaged and was not unpacked ({error}): remove it and try again") from error
         finally:
             shutil.rmtree(staging, ignore_errors=True)
 
 
-def _stream(url: str, part: Path, update: Callable[[bytes], object], what: str, progress: Progress | None) -> None:
-    """Copy an address to a file, a chunk at a time."""
+def _stream(
+    url: str, part: Path, update: Callable[[bytes], object], what: str, progress: LoadingCallback | None
+) -> None:
+    """Copy a URL to a file in chunks."""
     request = urllib.request.Request(url, headers={"User-Agent": "tiltsam"})
-    with urllib.request.urlopen(request, timeout=_TIMEOUT) as answer, part.open("wb") as out:
-        length = answer.headers.get("Content-Length")
+    with urllib.request.urlopen(request, timeout=_TIMEOUT) as response, part.open("wb") as out:
+        length = response.headers.get("Content-Length")
         total = int(length) if length is not None and length.isdigit() else None
         done = 0
-        while chunk := _read(answer):
+        while chunk := _read_chunk(response):
             out.write(chunk)
             update(chunk)
             done += len(chunk)
@@ -238,51 +247,46 @@ def _stream(url: str, part: Path, update: Callable[[bytes], object], what: str, 
         os.fsync(out.fileno())
 
 
-def _read(answer: http.client.HTTPResponse) -> bytes:
-    """The next chunk; an error here is the network's, not the disk's."""
+def _read_chunk(response: http.client.HTTPResponse) -> bytes:
     try:
-        return answer.read(_CHUNK)
-    except OSError as error:
+        return response.read(_CHUNK)
+    except OSError as error:  # from the network, not from the disk
         raise ConnectionError(f"the connection broke: {error}") from error
 
 
 def _tar_members(archive: Path) -> Iterator[tuple[str, IO[bytes] | None]]:
-    """Name and content of each member; None for a folder."""
+    """Yield the name and content of each member; the content of a folder is None."""
     with tarfile.open(archive, "r:*") as tar:
         for member in tar:
-            if member.isdir():
-                yield member.name, None
-            elif member.isreg():
-                yield member.name, tar.extractfile(member)
-            else:
-                raise DataError(f"{archive} holds {member.name!r}, a link or device; nothing was unpacked")
+            if not (member.isdir() or member.isreg()):
+                raise DataError(f"{archive} contains {member.name!r}, a link or device; nothing was unpacked")
+            yield member.name, tar.extractfile(member)
 
 
 def _zip_members(archive: Path) -> Iterator[tuple[str, IO[bytes] | None]]:
-    """Name and content of each member; None for a folder."""
+    """Yield the name and content of each member; the content of a folder is None."""
     with zipfile.ZipFile(archive) as zipped:
         for member in zipped.infolist():
-            kind = stat.S_IFMT(member.external_attr >> 16)
-            if kind not in (0, stat.S_IFREG, stat.S_IFDIR):
-                raise DataError(f"{archive} holds {member.filename!r}, a link or device; nothing was unpacked")
+            if stat.S_IFMT(member.external_attr >> 16) not in (0, stat.S_IFREG, stat.S_IFDIR):
+                raise DataError(f"{archive} contains {member.filename!r}, a link or device; nothing was unpacked")
             yield member.filename, None if member.is_dir() else zipped.open(member)
 
 
-def _inside(archive: Path, name: str) -> PurePosixPath:
-    """The path of a member, if it stays below where the archive is unpacked."""
+def _relative_path(archive: Path, name: str) -> PurePosixPath:
+    """Return the path of a member; raise a DataError if it leaves the folder."""
     path = PurePosixPath(name)
-    drive = len(name) > 1 and name[1] == ":"
-    if path.is_absolute() or ".." in path.parts or "\\" in name or "\0" in name or drive:
-        raise DataError(f"{archive} holds {name!r}, which would be written outside the folder; nothing was unpacked")
+    has_drive = len(name) > 1 and name[1] == ":"
+    if path.is_absolute() or ".." in path.parts or "\\" in name or "\0" in name or has_drive:
+        raise DataError(f"{archive} contains {name!r}, which is outside the folder; nothing was unpacked")
     return path
 
 
 @contextmanager
-def _temporary(folder: Path, name: str) -> Iterator[Path]:
-    """A file of our own in the folder, gone afterwards unless it was renamed."""
+def _temporary_file(folder: Path, name: str) -> Iterator[Path]:
+    """Create a file and remove it afterwards, unless it was renamed."""
     handle, path = tempfile.mkstemp(prefix=f".{name}.", suffix=".part", dir=folder)
     os.close(handle)
-    os.chmod(path, 0o644)  # mkstemp's file is for its owner alone; a data root is often shared
+    os.chmod(path, 0o644)  # mkstemp makes it readable by its owner only, but a data root is often shared
     try:
         yield Path(path)
     finally:
@@ -290,8 +294,8 @@ def _temporary(folder: Path, name: str) -> Iterator[Path]:
 
 
 @contextmanager
-def _writable(folder: Path) -> Iterator[None]:
-    """Turn what a disk can refuse into one line."""
+def _writing(folder: Path) -> Iterator[None]:
+    """Create the folder; raise a DataError that names it if the file system refuses to write."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         yield

@@ -14,9 +14,10 @@ from torch.overrides import TorchFunctionMode
 import tiltsam
 from helpers.interrupting import CONTEXTS, interrupted_everywhere
 from tiltsam import averaging, buffers
-from tiltsam.lab.batches import Batches
 from tiltsam.lab.config import TrainConfig
-from tiltsam.lab.loading import load_data, load_model
+from tiltsam.lab.data import load
+from tiltsam.lab.data.loader import Batches
+from tiltsam.lab.models import load_model
 from tiltsam.lab.record import Record
 from tiltsam.lab.scoring import reestimate_batchnorm, score
 from tiltsam.lab.train import train
@@ -252,7 +253,7 @@ def test_the_average_is_what_is_tested_and_kept_and_training_does_not_notice(tmp
     rows = [record.metrics()[0] for record in (plain, averaged)]
     assert [row["train_loss"] for row in rows[0]] == [row["train_loss"] for row in rows[1]]
     assert all(a["validation_loss"] != b["validation_loss"] for a, b in zip(*rows, strict=True))
-    data = load_data(CONFIG)
+    data = load(CONFIG)
     model, batches = load_model(averaged, data).eval(), Batches(data, CONFIG.batch_size)
     assert any(not torch.equal(a, b) for a, b in zip(plain.model().values(), averaged.model().values(), strict=True))
     found = score(lambda part: model(*batches.inputs(part)), data, data.test)
@@ -283,7 +284,7 @@ def with_batchnorm(folder):
 def test_the_model_of_a_run_that_pauses_is_the_one_that_was_tested(tmp_path):
     config, record = with_batchnorm(tmp_path), Record(tmp_path / "run")
     row = train(config, record, until=0.5)
-    data = load_data(config)
+    data = load(config)
     model, batches = load_model(record, data).eval(), Batches(data, config.batch_size)
     found = score(lambda part: model(*batches.inputs(part)), data, data.test)
     assert found["loss"] == pytest.approx(row["test_loss"], rel=1e-5)
@@ -293,7 +294,7 @@ def test_the_model_of_a_run_that_pauses_is_the_one_that_was_tested(tmp_path):
 def test_statistics_are_those_of_the_averaged_weights(tmp_path):
     config, record = with_batchnorm(tmp_path), Record(tmp_path / "run")
     train(config, record)
-    data = load_data(config)
+    data = load(config)
     model = load_model(record, data)
     kept = {name: b.clone() for name, b in model.named_buffers() if "running" in name}
     assert kept

@@ -10,14 +10,15 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: nothing h
 import pytest
 import torch
 
-import lab_files
+from helpers import lab_files
 from tiltsam.cli import main
 from tiltsam.lab import compare as compare_module
 from tiltsam.lab import models
-from tiltsam.lab.augment import normalise
 from tiltsam.lab.config import TrainConfig
+from tiltsam.lab.data import GLUE, find_task, load
+from tiltsam.lab.data.loader import normalise
 from tiltsam.lab.errors import DataError
-from tiltsam.lab.loading import load_data, load_model
+from tiltsam.lab.models import load_model
 from tiltsam.lab.recipes import cost, measures, paper
 from tiltsam.lab.recipes.book import RECIPES, find_recipe
 from tiltsam.lab.recipes.measures import Thoroughness
@@ -25,8 +26,6 @@ from tiltsam.lab.recipes.reproduce import Outcome, Plan, reproduce
 from tiltsam.lab.recipes.settings import COLUMNS, DISTILBERT, VIT, column_config
 from tiltsam.lab.recipes.tables import ours, tables, write_json
 from tiltsam.lab.record import Record
-from tiltsam.lab.tables import GLUE
-from tiltsam.lab.tasks import find_task
 from tiltsam.lab.train import TrainError
 
 # -------------------------------------------------------------------------------- two steps of every recipe
@@ -86,7 +85,7 @@ def test_every_recipe_runs_two_steps(name, column, here, narrow, request, monkey
         request.getfixturevalue("pretrained")
     monkeypatch.chdir(here)
     recipe = find_recipe(f"{name}/{column}")
-    seen = len(load_data(recipe.cells[0].config, here / "data").train)
+    seen = len(load(recipe.cells[0].config, here / "data").train)
     for scale in dict.fromkeys(scale_of_two_steps(cell.config) for cell in recipe.cells):
         cells = tuple(cell for cell in recipe.cells if scale_of_two_steps(cell.config) == scale)
         plan = Plan(dataclasses.replace(recipe, cells=cells), seeds=1, scale=scale, device="cpu")
@@ -283,7 +282,7 @@ def test_other_data_than_the_papers_is_told(here, narrow, tmp_path, capsys, monk
     assert out.index("| ERM") < out.index(told)
     numbers = json.loads((tmp_path / "reproduced" / "images-dtd-wrn" / "numbers.json").read_text())
     assert numbers["data"] == {"dtd-wrn": told.removeprefix("dtd-wrn: ")}
-    monkeypatch.setattr(measures, "load_data", None)  # would fail if called: it is remembered beside the run
+    monkeypatch.setattr(measures, "load", None)  # would fail if called: it is remembered beside the run
     assert main(run) == 0
     assert told in capsys.readouterr().out
 
@@ -407,7 +406,7 @@ def test_runs_are_called_as_their_rows(here, narrow, tmp_path, capsys, monkeypat
 
 def loss_uphill(record, root, rho):
     """The training loss of a run's model after a step of that length along the gradient; there is one batch."""
-    data = load_data(record.config(), root)
+    data = load(record.config(), root)
     model = load_model(record, data).eval()
     images = normalise(data.train.inputs["image"], data.mean, data.std)
 

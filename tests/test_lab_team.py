@@ -11,11 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lab_processes import files_named, wait_for
 from helpers.ranks import Ranks
+from lab_processes import files_named, wait_for
 from tiltsam.cli import main
 from tiltsam.lab.config import ConfigError, TrainConfig
-from tiltsam.lab.loading import load_data
+from tiltsam.lab.data import load
 from tiltsam.lab.record import Record
 from tiltsam.lab.team import Team, team_of_this_process
 from tiltsam.lab.train import Run
@@ -182,8 +182,8 @@ def masks(rank, folder, split, epochs):
             return super().forward(x.flatten(1))
 
     config = TrainConfig(task="digits", method="sam", epochs=epochs, batch_size=512)
-    with mock.patch("tiltsam.lab.train.build_model", side_effect=lambda *_: Drawing(64, 10)):
-        Run(config, Record(Path(folder)), load_data(config), Team(rank, 2, split)).run(lambda progress: None, 0.0)
+    with mock.patch("tiltsam.lab.train.build", side_effect=lambda *_: Drawing(64, 10)):
+        Run(config, Record(Path(folder)), load(config), Team(rank, 2, split)).run(lambda progress: None, 0.0)
     return drawn
 
 

@@ -9,7 +9,7 @@ The splits are:
   development sets are the test sets here; they are never used for model selection. Data without a test set (``digits``,
   the user's own) is split once, in the same way for every seed.
 
-The modules: ``vision``, ``glue`` and ``user`` each read a kind of task; ``images``, ``text`` and ``download`` read their
+The modules: ``vision``, ``glue`` and ``user`` read the tasks; ``images``, ``text`` and ``download`` are about their
 files; ``dataset`` turns examples into splits; ``loader`` makes batches of them.
 """
 

@@ -28,6 +28,7 @@ from typing import IO
 
 from tiltsam.lab.data.dataset import LoadingCallback, Request
 from tiltsam.lab.errors import DataError
+from tiltsam.lab.files import drafted
 
 __all__ = ["SOURCES", "Remote", "download", "extract", "fetch", "require"]
 
@@ -60,7 +61,6 @@ class Remote:
 _TORONTO = "https://www.cs.toronto.edu/~kriz"
 _ZALANDO = "https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion"
 _GLUE = "https://dl.fbaipublicfiles.com/glue/data"
-_SENTEVAL = "https://dl.fbaipublicfiles.com/senteval/senteval_data"
 
 SOURCES: dict[str, tuple[Remote, ...]] = {
     "cifar10": (Remote(f"{_TORONTO}/cifar-10-binary.tar.gz", "md5:c32a1d4ab5d03f1284b67883e8d87530"),),
@@ -80,38 +80,27 @@ SOURCES: dict[str, tuple[Remote, ...]] = {
             "md5:fff73e5086ae6bdbea199a49dfb8a4c1",
         ),
     ),
-    "glue/cola": (
-        Remote(f"{_GLUE}/CoLA.zip", "sha256:f212fcd832b8f7b435fb991f101abf89f96b933ab400603bf198960dfc32cbff"),
-    ),
-    "glue/sst2": (
-        Remote(f"{_GLUE}/SST-2.zip", "sha256:d67e16fb55739c1b32cdce9877596db1c127dc322d93c082281f64057c16deaa"),
-    ),
     # GLUE may not distribute MRPC: it comes from SentEval, with GLUE's list of the pairs in the dev set.
     "glue/mrpc": (
         Remote(
-            f"{_SENTEVAL}/msr_paraphrase_train.txt",
+            "https://dl.fbaipublicfiles.com/senteval/senteval_data/msr_paraphrase_train.txt",
             "sha256:60a9b09084528f0673eedee2b69cb941920f0b8cd0eeccefc464a98768457f89",
         ),
         Remote(f"{_GLUE}/mrpc_dev_ids.tsv", "sha256:971d7767d81b997fd9060ade0ec23c4fc31cbb226a55d1bd4a1bac474eb81dc7"),
     ),
-    "glue/stsb": (
-        Remote(f"{_GLUE}/STS-B.zip", "sha256:e60a6393de5a8b5b9bac5020a1554b54e3691f9d600b775bd131e613ac179c85"),
-    ),
-    "glue/qqp": (
-        Remote(f"{_GLUE}/QQP-clean.zip", "sha256:40e7c862c04eb26ee04b67fd900e76c45c6ba8e6d8fab4f8f1f8072a1a3fbae0"),
-    ),
-    "glue/mnli": (
-        Remote(f"{_GLUE}/MNLI.zip", "sha256:e7c1d896d26ed6caf700110645df426cc2d8ebf02a5ab743d5a5c68ac1c83633"),
-    ),
-    "glue/qnli": (
-        Remote(f"{_GLUE}/QNLIv2.zip", "sha256:e634e78627a29adaecd4f955359b22bf5e70f2cbd93b493f2d624138a0c0e5f5"),
-    ),
-    "glue/rte": (
-        Remote(f"{_GLUE}/RTE.zip", "sha256:6bf86de103ecd335f3441bd43574d23fef87ecc695977a63b82d5efb206556ee"),
-    ),
-    "glue/wnli": (
-        Remote(f"{_GLUE}/WNLI.zip", "sha256:ae0e8e4d16f4d46d4a0a566ec7ecceccfd3fbfaa4a7a4b4e02848c0f2561ac46"),
-    ),
+    **{
+        f"glue/{name}": (Remote(f"{_GLUE}/{file}", f"sha256:{digest}"),)
+        for name, file, digest in (
+            ("cola", "CoLA.zip", "f212fcd832b8f7b435fb991f101abf89f96b933ab400603bf198960dfc32cbff"),
+            ("sst2", "SST-2.zip", "d67e16fb55739c1b32cdce9877596db1c127dc322d93c082281f64057c16deaa"),
+            ("stsb", "STS-B.zip", "e60a6393de5a8b5b9bac5020a1554b54e3691f9d600b775bd131e613ac179c85"),
+            ("qqp", "QQP-clean.zip", "40e7c862c04eb26ee04b67fd900e76c45c6ba8e6d8fab4f8f1f8072a1a3fbae0"),
+            ("mnli", "MNLI.zip", "e7c1d896d26ed6caf700110645df426cc2d8ebf02a5ab743d5a5c68ac1c83633"),
+            ("qnli", "QNLIv2.zip", "e634e78627a29adaecd4f955359b22bf5e70f2cbd93b493f2d624138a0c0e5f5"),
+            ("rte", "RTE.zip", "6bf86de103ecd335f3441bd43574d23fef87ecc695977a63b82d5efb206556ee"),
+            ("wnli", "WNLI.zip", "ae0e8e4d16f4d46d4a0a566ec7ecceccfd3fbfaa4a7a4b4e02848c0f2561ac46"),
+        )
+    },
 }
 """Files of each data set, with their published checksums."""
 
@@ -179,17 +168,16 @@ def download(remote: Remote, folder: Path, progress: LoadingCallback | None = No
     if algorithm not in ("md5", "sha256") or not expected:
         raise DataError(f"{remote.url}: the checksum must be md5:… or sha256:…, got {remote.checksum!r}")
     target = folder / remote.filename
-    with _writing(folder), _temporary_file(folder, remote.filename) as part:
+    with _writing(folder), drafted(target) as draft:
         digest = hashlib.new(algorithm, usedforsecurity=False)
         try:
-            _stream(remote.url, part, digest.update, remote.filename, progress)
+            _stream(remote.url, draft, digest.update, remote.filename, progress)
         except (urllib.error.URLError, http.client.HTTPException, TimeoutError, ConnectionError) as error:
             if isinstance(error, urllib.error.HTTPError):
                 error.close()  # it is an open response, too
             raise DataError(f"{remote.url} cannot be downloaded ({error}): put it into {folder} by hand") from error
         if digest.hexdigest() != expected.lower():
             raise DataError(f"{remote.url}: {algorithm} must be {expected}, got {digest.hexdigest()}; nothing was kept")
-        os.replace(part, target)
     return target
 
 
@@ -227,11 +215,11 @@ def extract(archive: Path, folder: Path, progress: LoadingCallback | None = None
 
 
 def _stream(
-    url: str, part: Path, update: Callable[[bytes], object], what: str, progress: LoadingCallback | None
+    url: str, path: Path, update: Callable[[bytes], object], what: str, progress: LoadingCallback | None
 ) -> None:
     """Copy a URL to a file in chunks."""
     request = urllib.request.Request(url, headers={"User-Agent": "tiltsam"})
-    with urllib.request.urlopen(request, timeout=_TIMEOUT) as response, part.open("wb") as out:
+    with urllib.request.urlopen(request, timeout=_TIMEOUT) as response, path.open("wb") as out:
         length = response.headers.get("Content-Length")
         total = int(length) if length is not None and length.isdigit() else None
         done = 0
@@ -279,18 +267,6 @@ def _relative_path(archive: Path, name: str) -> PurePosixPath:
     if path.is_absolute() or ".." in path.parts or "\\" in name or "\0" in name or has_drive:
         raise DataError(f"{archive} contains {name!r}, which is outside the folder; nothing was unpacked")
     return path
-
-
-@contextmanager
-def _temporary_file(folder: Path, name: str) -> Iterator[Path]:
-    """Create a file and remove it afterwards, unless it was renamed."""
-    handle, path = tempfile.mkstemp(prefix=f".{name}.", suffix=".part", dir=folder)
-    os.close(handle)
-    os.chmod(path, 0o644)  # mkstemp makes it readable by its owner only, but a data root is often shared
-    try:
-        yield Path(path)
-    finally:
-        Path(path).unlink(missing_ok=True)
 
 
 @contextmanager

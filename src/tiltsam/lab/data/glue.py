@@ -15,6 +15,7 @@ from tiltsam.lab.data.dataset import Data, Request, assemble
 from tiltsam.lab.data.download import require
 from tiltsam.lab.data.text import TextTable, column_index, read_lines, tokenize
 from tiltsam.lab.errors import DataError
+from tiltsam.lab.files import drafted
 
 __all__ = ["GLUE", "GlueTask", "glue", "read_glue"]
 
@@ -167,6 +168,5 @@ def _split_mrpc(folder: Path) -> None:
     is_dev = [tuple(row.split("\t")[1:3]) in dev for row in rows]
     for name, wanted in (("train.tsv", False), ("dev.tsv", True)):
         lines = [header, *(row for row, chosen in zip(rows, is_dev, strict=True) if chosen == wanted)]
-        part = folder / f".{name}.part"
-        part.write_text("\n".join(lines) + "\n", encoding="utf-8")
-        part.replace(folder / name)
+        with drafted(folder / name) as draft:
+            draft.write_text("\n".join(lines) + "\n", encoding="utf-8")

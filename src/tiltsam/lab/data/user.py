@@ -25,7 +25,6 @@ from tiltsam.lab.errors import DataError, reading
 
 __all__ = ["fingerprint", "load_arrays", "load_images", "load_text", "read_npz", "read_table"]
 
-TEST_FRACTION = 0.2  # of data that has no test set
 MAX_CLASSES = 1 << 16  # more classes than this, and than examples: the labels are something else
 VALIDATION_NAMES = {"val", "valid", "validation", "dev"}
 
@@ -67,8 +66,21 @@ def _digest_of_state(path: Path, *_: int) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _metrics(num_classes: int) -> tuple[str, ...]:
-    return ("pearson", "spearman") if num_classes == 1 else ("accuracy",)
+def _assemble(
+    request: Request, digest: str, splits: Sequence[Split], num_classes: int, augment: Sequence[str] = ()
+) -> Data:
+    """Assemble the data from training and test examples; without the latter, split off a test set."""
+    pool, *test = splits
+    data = assemble(
+        request,
+        pool,
+        test[0] if test else None,
+        num_classes,
+        test_fraction=0.2,
+        metrics=("pearson", "spearman") if num_classes == 1 else ("accuracy",),
+        augment=augment,
+    )
+    return replace(data, fingerprint=digest)
 
 
 def _warn_validation_ignored(places: Sequence[str]) -> None:
@@ -97,10 +109,8 @@ def load_images(request: Request) -> Data:
         images = read_images(files, request.image_size, what=what, progress=request.progress)
         labels = [number[name] for name, paths in classes.items() for _ in paths]
         splits.append(Split({"image": images}, torch.tensor(labels)))
-    test = splits[1] if len(splits) == 2 else None
     # No flip: a mirrored letter or traffic sign may be another one.
-    data = assemble(request, splits[0], test, len(number), test_fraction=TEST_FRACTION, augment=("crop",))
-    return replace(data, fingerprint=digest)
+    return _assemble(request, digest, splits, len(number), augment=("crop",))
 
 
 def _image_folders(folder: Path) -> list[Path]:
@@ -133,16 +143,7 @@ def load_text(request: Request) -> Data:
         names = _class_names(tables[0])
         num_classes = len(names)
         targets = [torch.tensor(table.classes(names)) for table in tables]
-    pool, *test = tokenize(request, tables, targets)
-    data = assemble(
-        request,
-        pool,
-        test[0] if test else None,
-        num_classes,
-        test_fraction=TEST_FRACTION,
-        metrics=_metrics(num_classes),
-    )
-    return replace(data, fingerprint=digest)
+    return _assemble(request, digest, tokenize(request, tables, targets), num_classes)
 
 
 def read_table(path: Path) -> tuple[TextTable, bool]:
@@ -235,15 +236,7 @@ def load_arrays(request: Request) -> Data:
         targets = torch.cat([split.targets for split in splits])
         num_classes = 1 + int(targets.max())
         _check_gaps(what, targets)
-    data = assemble(
-        request,
-        splits[0],
-        splits[1] if len(splits) == 2 else None,
-        num_classes,
-        test_fraction=TEST_FRACTION,
-        metrics=_metrics(num_classes),
-    )
-    return replace(data, fingerprint=digest)
+    return _assemble(request, digest, splits, num_classes)
 
 
 def read_npz(path: Path) -> Mapping[str, np.ndarray]:

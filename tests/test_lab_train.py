@@ -361,7 +361,7 @@ def test_samples_that_share_the_batch_out_cost_one(tmp_path):
     for other in ({"share_ascent": True}, {"ascent_fraction": 0.5}, {"every": 2}):
         with pytest.raises(ConfigError, match="split goes with neither"):
             replace(config, **other)
-    with pytest.raises(ConfigError, match=r"a pass sees 1 of \d+ training examples"):
+    with pytest.raises(ConfigError, match=r"got 1 of \d+ training examples"):
         train(replace(config, batch_size=4), Record(tmp_path / "small"))
 
 
@@ -618,9 +618,9 @@ def test_a_run_that_is_held_is_refused(tmp_path, capsys):
         (["train", "digits", "--validation", "1.5"], "validation must be in [0, 1), got 1.5"),
         (["train", "digits", "--device", "gpu"], "unknown device 'gpu'"),
         (["train", "digits", "--device", "meta"], "device 'meta' is not available"),
-        (["train", "digits", "--batch-size", "1"], "BatchNorm needs more than one example"),
+        (["train", "digits", "--batch-size", "1"], "got 1 of 1078 training examples"),
         (["train", "digits", "--validation", "0.999"], "1 of 1 training examples"),
-        (["train", "digits", "--batch-size", "4", "--ascent-fraction", "0.25"], "more than one example"),
+        (["train", "digits", "--batch-size", "4", "--ascent-fraction", "0.25"], "got 1 of 1078 training examples"),
         (["train", "digits", "--split", "--num-samples", "65"], "a batch of 64 cannot be split among 65 samples"),
         (["train", "digits", "--seed", str(2**63)], f"seed must be in [0, 2^63), got {2**63}"),
         (["train", "digits", "--seed", "-1"], "seed must be in [0, 2^63), got -1"),

@@ -14,13 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tiltsam.lab.data.dataset import LoadingCallback
+from tiltsam.lab.data.dataset import LoadingCallback, Request, Split
 from tiltsam.lab.errors import DataError, reading
 
 if TYPE_CHECKING:
     import PIL.Image
 
-__all__ = ["class_folders", "read_images"]
+__all__ = ["class_folders", "image_split", "read_images"]
 
 _SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".ppm", ".pgm", ".tif", ".tiff"}
 
@@ -49,6 +49,13 @@ def class_folders(folder: Path) -> dict[str, list[Path]]:
     if len(found) < 2:
         raise DataError(f"{folder} must have at least 2 classes, one folder of images each, got {len(found)}")
     return found
+
+
+def image_split(request: Request, files: Sequence[tuple[Path, int]], what: str) -> Split:
+    """Decode image files and return them with their classes; ``what`` describes them in progress reports."""
+    paths = [path for path, _ in files]
+    images = read_images(paths, request.image_size, what=what, progress=request.progress)
+    return Split({"image": images}, torch.tensor([label for _, label in files]))
 
 
 def read_images(

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from tiltsam.lab.data.dataset import Data, Request, Split, assemble
-from tiltsam.lab.data.images import class_folders, read_images
+from tiltsam.lab.data.images import class_folders, image_split
 from tiltsam.lab.data.text import TextTable, column_index, read_lines, tokenize
 from tiltsam.lab.errors import DataError, reading
 
@@ -104,11 +104,8 @@ def load_images(request: Request) -> Data:
     for folder, classes in zip(folders, found, strict=True):
         if unknown := sorted(set(classes) - set(number)):
             raise DataError(f"{folder / unknown[0]} is a class that {folders[0]} lacks")
-        files = [path for paths in classes.values() for path in paths]
-        what = f"images of {folder.name}"
-        images = read_images(files, request.image_size, what=what, progress=request.progress)
-        labels = [number[name] for name, paths in classes.items() for _ in paths]
-        splits.append(Split({"image": images}, torch.tensor(labels)))
+        files = [(path, number[name]) for name, paths in classes.items() for path in paths]
+        splits.append(image_split(request, files, f"images of {folder.name}"))
     # No flip: a mirrored letter or traffic sign may be another one.
     return _assemble(request, digest, splits, len(number), augment=("crop",))
 

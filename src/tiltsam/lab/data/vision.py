@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tiltsam.lab.data.dataset import Data, Request, Split, assemble
 from tiltsam.lab.data.download import require
-from tiltsam.lab.data.images import class_folders, read_images
+from tiltsam.lab.data.images import class_folders, image_split
 from tiltsam.lab.data.text import read_lines
 from tiltsam.lab.errors import DataError, reading
 
@@ -86,7 +86,7 @@ def tiny_imagenet(request: Request) -> Data:
         if wnid not in number:
             raise DataError(f"{annotations} is damaged: line {row} has class {wnid!r}, which {names} lacks")
         test.append((_listed_file(folder / "val" / "images", name, annotations), number[wnid]))
-    splits = [_image_split(request, files, f"{what} images") for what, files in (("training", train), ("test", test))]
+    splits = [image_split(request, files, f"{what} images") for what, files in (("training", train), ("test", test))]
     return assemble(request, splits[0], splits[1], len(number), augment=PHOTOS)
 
 
@@ -107,7 +107,7 @@ def dtd(request: Request) -> Data:
     splits = []
     for path, listed in zip(lists, lines, strict=True):
         files = [(_listed_file(folder / "images", line, path), number[line.split("/")[0]]) for line in listed]
-        splits.append(_image_split(request, files, f"images of {path.stem}"))
+        splits.append(image_split(request, files, f"images of {path.stem}"))
     train, validation, test = splits
     pool = Split(
         {"image": torch.cat([train.inputs["image"], validation.inputs["image"]])},
@@ -171,13 +171,6 @@ def read_idx(path: Path, dimensions: int) -> Tensor:
     if len(raw) != size or not size:
         raise DataError(f"{path} is damaged: it must have {size} bytes after its header")
     return torch.from_numpy(np.frombuffer(raw, dtype=np.uint8).reshape(shape).copy())
-
-
-def _image_split(request: Request, files: Sequence[tuple[Path, int]], what: str) -> Split:
-    """Decode image files with known classes."""
-    paths = [path for path, _ in files]
-    images = read_images(paths, request.image_size, what=what, progress=request.progress)
-    return Split({"image": images}, torch.tensor([label for _, label in files]))
 
 
 def _listed_file(folder: Path, name: str, source: Path) -> Path:

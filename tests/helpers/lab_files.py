@@ -31,6 +31,18 @@ def tokenizer(folder):
     return f"hf:{folder}"
 
 
+def bert(folder, **settings):
+    """Save a BERT of 2 layers without an output layer, and its tokenizer; return its name as a model."""
+    name = tokenizer(folder)
+    import transformers
+
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    config = transformers.BertConfig(vocab_size=len(WORDS), max_position_embeddings=32, **sizes, **settings)
+    torch.manual_seed(0)
+    transformers.BertModel(config).save_pretrained(folder)
+    return name
+
+
 def cifar(root, fine, n=40):
     folder = root / ("cifar-100-binary" if fine else "cifar-10-batches-bin")
     folder.mkdir(parents=True)

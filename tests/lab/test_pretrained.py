@@ -10,7 +10,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: no test m
 import pytest
 import torch
 
-from helpers.lab_files import WORDS, check, glue, load, tokenizer
+from helpers.lab_files import WORDS, bert, check, glue, load
 from helpers.lab_files import dtd as dtd_files
 from tiltsam.cli import main
 from tiltsam.lab import data as lab_data
@@ -28,13 +28,8 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Save a BERT of 2 layers without an output layer, and its tokenizer."""
     place = tmp_path_factory.mktemp("bert")
-    tokenizer(place)
-    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
-    config = transformers.BertConfig(vocab_size=len(WORDS), max_position_embeddings=32, **sizes)
-    torch.manual_seed(0)
-    transformers.BertModel(config).save_pretrained(place)
+    bert(place)
     return place
 
 

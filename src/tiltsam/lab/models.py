@@ -1,7 +1,7 @@
-"""Networks of the paper's experiments, in torch alone.
+"""Networks of the paper's experiments in plain torch, and what builds or loads the model of a run.
 
-Residual networks carry the stem that suits their images: a 3×3 convolution for 32 pixels, the same with stride 2 for
-64. Inputs are (batch, channels, height, width); outputs are logits.
+Inputs are (batch, channels, height, width), outputs are logits. The first convolution of a residual network is 3×3; its
+stride is 1 for images of up to 32 pixels, and 2 for larger ones.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ class _BasicBlock(nn.Module):
 
 
 def _he_normal(model: nn.Module) -> None:
-    """He's initialisation of the convolutions, as the networks were published.
+    """Initialise the convolutions by He's method, as the networks were published.
 
-    PyTorch's own are shorter, 2.2 times for a ResNet-18. Before BatchNorm that leaves the function alone, and makes a
-    perturbation of a given length as much stronger.
+    PyTorch's default weights are shorter, 2.2 times for a ResNet-18. Before BatchNorm that does not change the function,
+    but makes a perturbation of a given length as much stronger.
     """
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
@@ -95,7 +95,7 @@ class ResNet(nn.Module):
         _he_normal(self)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits."""
+        """Return the logits."""
         h: Tensor = self.blocks(torch.relu(self.bn(self.stem(x))))
         logits: Tensor = self.head(h.mean((2, 3)))
         return logits
@@ -132,7 +132,7 @@ class WideResNet(nn.Module):
     def __init__(self, depth: int = 16, widen: int = 8, num_classes: int = 100, *, channels: int = 3) -> None:
         super().__init__()
         if (depth - 4) % 6:
-            raise ValueError(f"the depth of a wide residual network is 6n+4, got {depth}")
+            raise ValueError(f"depth must be 6n+4, got {depth}")
         widths = [16 * widen, 32 * widen, 64 * widen]
         self.stem = nn.Conv2d(channels, 16, 3, 1, 1, bias=False)
         blocks, width_in = [], 16
@@ -146,7 +146,7 @@ class WideResNet(nn.Module):
         _he_normal(self)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits."""
+        """Return the logits."""
         h = torch.relu(self.bn(self.blocks(self.stem(x))))
         logits: Tensor = self.head(h.mean((2, 3)))
         return logits
@@ -180,7 +180,7 @@ class ViT(nn.Module):
     ) -> None:
         super().__init__()
         if image_size % patch_size:
-            raise ValueError(f"patches of {patch_size} do not tile an image of {image_size}")
+            raise ValueError(f"patch_size must divide image_size {image_size}, got {patch_size}")
         self.patches = nn.Conv2d(channels, width, patch_size, patch_size)
         self.token = nn.Parameter(torch.zeros(1, 1, width))
         self.position = nn.Parameter(0.02 * torch.randn(1, 1 + (image_size // patch_size) ** 2, width))
@@ -189,7 +189,7 @@ class ViT(nn.Module):
         self.head = nn.Linear(width, num_classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits."""
+        """Return the logits."""
         tokens = self.patches(x).flatten(2).transpose(1, 2)
         tokens = torch.cat([self.token.expand(len(x), -1, -1), tokens], 1) + self.position
         logits: Tensor = self.head(self.blocks(tokens)[:, 0])
@@ -215,7 +215,7 @@ def wrn16_8(num_classes: int = 100, *, image_size: int = 32) -> WideResNet:
 def vit_small(num_classes: int = 100, *, image_size: int = 32) -> ViT:
     """ViT-S: 64 patches, 12 blocks of width 384, 21.4 million parameters."""
     if image_size < 8:
-        raise ValueError(f"vit-s takes images of 8 pixels and more, got {image_size}")
+        raise ValueError(f"vit-s needs images of at least 8 pixels, got {image_size}")
     return ViT(num_classes, image_size=image_size, patch_size=image_size // 8)
 
 

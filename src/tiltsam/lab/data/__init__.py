@@ -200,7 +200,7 @@ TASKS: dict[str, Task] = {
         *(
             Task(
                 f"glue/{name}",
-                f"{task.description} ({', '.join(task.metrics)})",
+                f"GLUE: {task.description} ({', '.join(task.metrics)})",
                 f"glue/{task.folder}/{task.train} and {task.dev[0]}",
                 partial(glue, name=name),
             )
@@ -215,7 +215,7 @@ TASKS: dict[str, Task] = {
         ),
         Task(
             "text:PATH",
-            "your sentences, or pairs of sentences",
+            "your sentences, or pairs of sentences (with --model hf:… or minilm)",
             "PATH: a .csv or .tsv file with columns text[,text2],label (score instead of label for a regression), or a "
             "folder with train.csv and test.csv",
             user.load_text,

@@ -65,7 +65,7 @@ GLUE: dict[str, GlueTask] = {
         metrics=("accuracy", "f1"),
     ),
     "stsb": GlueTask(
-        "how similar are two sentences? (regression: score / 5)",
+        "how similar are two sentences, from 0 to 1?",
         "STS-B",
         *_PAIR,
         label=("score", "label"),
@@ -82,7 +82,7 @@ GLUE: dict[str, GlueTask] = {
         skip_short=True,
     ),
     "mnli": GlueTask(
-        "does a sentence follow from another, contradict it, or neither? (matched)",
+        "does a sentence follow from another, contradict it, or neither?",
         "MNLI",
         ("sentence1", "premise"),
         ("sentence2", "hypothesis"),

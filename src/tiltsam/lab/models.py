@@ -53,8 +53,8 @@ class _BasicBlock(nn.Module):
 def _he_normal(model: nn.Module) -> None:
     """Initialise the convolutions by He's method, as the networks were published.
 
-    PyTorch's default weights are shorter, 2.2 times for a ResNet-18. Before BatchNorm that does not change the function,
-    but makes a perturbation of a given length as much stronger.
+    PyTorch's default weights are shorter, 2.2 times for a ResNet-18. Before BatchNorm that does not change the
+    function, but makes a perturbation of a given length as much stronger.
     """
     for module in model.modules():
         if isinstance(module, nn.Conv2d):

@@ -14,9 +14,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from tiltsam.lab.batches import Batches
 from tiltsam.lab.config import TrainConfig
-from tiltsam.lab.loading import load_data
+from tiltsam.lab.data import load
+from tiltsam.lab.data.loader import Batches
 from tiltsam.lab.models import resnet18
 
 LENGTHS = (0.05, 0.1, 0.2, 0.4)
@@ -47,7 +47,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data-root", type=Path, help="folder of the data sets (default: $TILTSAM_DATA, or data)")
     args = parser.parse_args()
-    data = load_data(TrainConfig(task="cifar100-noisy"), args.data_root)
+    data = load(TrainConfig(task="cifar100-noisy"), args.data_root)
     images, targets = next(Batches(data, 128).epoch(0, 0))
     for name in ("PyTorch's default", "He's"):
         torch.manual_seed(0)

@@ -14,9 +14,10 @@ from torch.overrides import TorchFunctionMode
 import tiltsam
 from helpers.interrupting import CONTEXTS, interrupted_everywhere
 from tiltsam import averaging
-from tiltsam.lab.batches import Batches
 from tiltsam.lab.config import TrainConfig
-from tiltsam.lab.loading import load_data, load_model
+from tiltsam.lab.data import load
+from tiltsam.lab.data.loader import Batches
+from tiltsam.lab.models import load_model
 from tiltsam.lab.record import Record
 from tiltsam.lab.scoring import reestimate_batchnorm, score
 from tiltsam.lab.train import train
@@ -251,7 +252,7 @@ def test_lab_tests_and_saves_the_average(tmp_path):
     rows = [record.metrics()[0] for record in (plain, averaged)]
     assert [row["train_loss"] for row in rows[0]] == [row["train_loss"] for row in rows[1]]
     assert all(a["validation_loss"] != b["validation_loss"] for a, b in zip(*rows, strict=True))
-    data = load_data(CONFIG)
+    data = load(CONFIG)
     model, batches = load_model(averaged, data).eval(), Batches(data, CONFIG.batch_size)
     assert any(not torch.equal(a, b) for a, b in zip(plain.model().values(), averaged.model().values(), strict=True))
     found = score(lambda part: model(*batches.inputs(part)), data, data.test)
@@ -282,7 +283,7 @@ def with_batchnorm(folder):
 def test_lab_saves_the_tested_model_of_a_paused_run(tmp_path):
     config, record = with_batchnorm(tmp_path), Record(tmp_path / "run")
     row = train(config, record, until=0.5)
-    data = load_data(config)
+    data = load(config)
     model, batches = load_model(record, data).eval(), Batches(data, config.batch_size)
     found = score(lambda part: model(*batches.inputs(part)), data, data.test)
     assert found["loss"] == pytest.approx(row["test_loss"], rel=1e-5)
@@ -292,7 +293,7 @@ def test_lab_saves_the_tested_model_of_a_paused_run(tmp_path):
 def test_lab_batchnorm_statistics_are_those_of_the_average(tmp_path):
     config, record = with_batchnorm(tmp_path), Record(tmp_path / "run")
     train(config, record)
-    data = load_data(config)
+    data = load(config)
     model = load_model(record, data)
     kept = {name: b.clone() for name, b in model.named_buffers() if "running" in name}
     assert kept

@@ -13,10 +13,10 @@ from tiltsam.cli import main
 from tiltsam.lab import flat as lab_flat
 from tiltsam.lab.compare import compare, format_rows
 from tiltsam.lab.config import TrainConfig
+from tiltsam.lab.data import load
 from tiltsam.lab.errors import DataError
 from tiltsam.lab.flat import find_runs, measure_runs, save_flatness
 from tiltsam.lab.flatness import FlatnessPlan
-from tiltsam.lab.loading import load_data
 from tiltsam.lab.record import Record, RecordError
 from tiltsam.lab.report import write_report
 from tiltsam.lab.train import train
@@ -35,7 +35,7 @@ def made(tmp_path_factory):
     rng = np.random.default_rng(0)
     np.savez(folder / "a.npz", x=rng.normal(size=(60, 3)), y=np.arange(60) % 2)
     config = TrainConfig(f"npz:{folder / 'a.npz'}", method="sam", epochs=4, batch_size=32, optimizer="adamw")
-    data = load_data(config)
+    data = load(config)
     for name, until in (("finished", 1.0), ("paused", 0.5)):
         train(config, Record.of(folder / name, config), data=lambda _: data, until=until, checkpoint_seconds=0)
     for flat, about in measure_runs(runs := find_runs([folder / "finished"]), plan=QUICK, examples=40):

@@ -11,10 +11,10 @@ import torch
 from tiltsam.cli import main
 from tiltsam.lab import flat as lab_flat
 from tiltsam.lab.config import ConfigError, TrainConfig
+from tiltsam.lab.data import load as load_task
 from tiltsam.lab.flat import find_runs, measure_runs
 from tiltsam.lab.flatness import FlatnessPlan
 from tiltsam.lab.flatness_plots import plot_slices
-from tiltsam.lab.loading import load_data
 from tiltsam.lab.record import Record, RecordError
 from tiltsam.lab.report import write_report
 from tiltsam.lab.train import train
@@ -234,7 +234,7 @@ def test_mistakes(runs, tmp_path, capsys):
 def test_batches_are_of_many_classes_though_one_comes_after_the_other(tmp_path):
     targets = np.repeat(np.arange(5), 80)
     np.savez(tmp_path / "sorted.npz", x=np.random.default_rng(0).normal(size=(400, 3)), y=targets)
-    data = load_data(TrainConfig(task=f"npz:{tmp_path / 'sorted.npz'}"))
+    data = load_task(TrainConfig(task=f"npz:{tmp_path / 'sorted.npz'}"))
     for split, whole in (("train", data.train), ("test", data.test)):
         some = [y for _, y in lab_flat._batches(data, split, 40, 20, torch.device("cpu"))]
         assert [len(y) for y in some] == [20, 20]

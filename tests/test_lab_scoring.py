@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from tiltsam.lab.data import Split
+from tiltsam.lab.data.dataset import Split
 from tiltsam.lab.scoring import reestimate_batchnorm
 
 

@@ -11,11 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from helpers.lab_files import bert
 from helpers.ranks import Ranks
 from lab_processes import files_named, wait_for
 from tiltsam.cli import main
 from tiltsam.lab.config import ConfigError, TrainConfig
-from tiltsam.lab.loading import load_data
+from tiltsam.lab.data import load
 from tiltsam.lab.record import Record
 from tiltsam.lab.team import Team, team_of_this_process
 from tiltsam.lab.train import Run
@@ -67,7 +68,7 @@ def children(pid):
 @pytest.fixture
 def texts(tmp_path):
     """Two kinds of text, for a model without BatchNorm: with it, each process of a team sees other statistics."""
-    kinds = ["a good film, a joy to see", "a bad film, a bore to see"]
+    kinds = ["he said more", "no reply"]
     rows = [f'"{kinds[i % 2]} {i % 7}",{i % 2}' for i in range(120)]
     path = tmp_path / "texts.csv"
     path.write_text("text,label\n" + "\n".join(rows) + "\n")
@@ -98,6 +99,8 @@ def test_a_team_that_has_ended_leaves_no_threads_behind(tmp_path, split):
 def test_a_team_trains_what_one_process_trains(tmp_path, texts, split):
     flags = ["--epochs", "1", "--batch-size", "32"]  # the longer, the likelier that rounding switches some ReLU
     task = "digits" if split == "samples" else texts
+    if split == "data":
+        flags += ["--model", bert(tmp_path / "bert", hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)]
     one = start(tmp_path / "one", *flags, task=task)
     two = start(tmp_path / "two", *flags, "--parallel", split, processes=2, task=task)
     ended(one)
@@ -149,7 +152,7 @@ def test_on_every_host_one_process_speaks(monkeypatch, capsys):
         monkeypatch.setenv("RANK", str(rank))
         monkeypatch.setenv("LOCAL_RANK", str(local))
         assert main(["train", "nothing"]) == 2
-        assert ("no task named" in capsys.readouterr().err) == (local == 0)
+        assert ("'nothing'" in capsys.readouterr().err) == (local == 0)
 
 
 def test_one_process_is_a_team_of_its_own():
@@ -182,8 +185,8 @@ def masks(rank, folder, split, epochs):
             return super().forward(x.flatten(1))
 
     config = TrainConfig(task="digits", method="sam", epochs=epochs, batch_size=512)
-    with mock.patch("tiltsam.lab.train.build_model", side_effect=lambda *_: Drawing(64, 10)):
-        Run(config, Record(Path(folder)), load_data(config), Team(rank, 2, split)).run(lambda progress: None, 0.0)
+    with mock.patch("tiltsam.lab.train.build", side_effect=lambda *_: Drawing(64, 10)):
+        Run(config, Record(Path(folder)), load(config), Team(rank, 2, split)).run(lambda progress: None, 0.0)
     return drawn
 
 

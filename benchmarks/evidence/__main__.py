@@ -35,12 +35,11 @@ from evidence.tables import (
 from tiltsam.flatness.objectives import ErmLoss, Objective, SamLoss, TsamLoss
 from tiltsam.lab.budget import passes_per_step
 from tiltsam.lab.config import TrainConfig
-from tiltsam.lab.data import Data
+from tiltsam.lab.data import Data, data_key, load
 from tiltsam.lab.devices import suited_to
 from tiltsam.lab.files import drafted, write_json
 from tiltsam.lab.flat import cross_runs, measure_runs, save_flatness
 from tiltsam.lab.flatness import FlatnessPlan
-from tiltsam.lab.loading import data_key, load_data
 from tiltsam.lab.record import Record
 from tiltsam.lab.train import Diverged, Run, train
 from timing import best_of, environment, print_table
@@ -154,7 +153,7 @@ def _milliseconds(configs: Mapping[str, TrainConfig], root: Path | None) -> dict
         data: Data | None = None
         for label, config in configs.items():
             if data is None:
-                data = load_data(config, root) if root or config.model != "resnet18" else random_cifar(2048, 64)
+                data = load(config, root) if root or config.model != "resnet18" else random_cifar(2048, 64)
             run = Run(config, Record(Path(folder)), data)
             run.model.train()
             steps[label] = partial(run.take_step, next(run.batches.epoch(0, 0)))
@@ -183,11 +182,11 @@ def work(
     """
 
     @lru_cache(2)
-    def load(key: TrainConfig) -> Data:
-        return load_data(key, root)
+    def cached(key: TrainConfig) -> Data:
+        return load(key, root)
 
     def data(config: TrainConfig) -> Data:
-        return load(data_key(config))
+        return cached(data_key(config))
 
     while True:
         cells = [cell for study in studies for cell in study.left(out, rates.get(study.family, {}), labels)]

@@ -253,10 +253,10 @@ def _known_mistakes() -> tuple[type[Exception], ...]:
 
 
 def _train(args: argparse.Namespace) -> None:
+    from tiltsam.lab.data import find_task
     from tiltsam.lab.flags import from_arguments, remarks
     from tiltsam.lab.record import Record
     from tiltsam.lab.screen import Screen
-    from tiltsam.lab.tasks import find_task
     from tiltsam.lab.team import team_of_this_process
     from tiltsam.lab.train import train
 
@@ -295,11 +295,11 @@ def _train(args: argparse.Namespace) -> None:
 def _compare(args: argparse.Namespace) -> None:
     from tiltsam.lab.compare import compare, format_rows
     from tiltsam.lab.config import NOTHING_TO_WEIGH, tilts_nothing
+    from tiltsam.lab.data import find_task
     from tiltsam.lab.flags import from_arguments, given, parse_method
     from tiltsam.lab.record import Record
     from tiltsam.lab.report.command import report
     from tiltsam.lab.screen import Screen, print_table
-    from tiltsam.lab.tasks import find_task
 
     if args.seeds < 1:
         raise UserError(f"--seeds must be at least 1, got {args.seeds}")
@@ -420,7 +420,7 @@ def _sharpness(args: argparse.Namespace) -> None:
 
 
 def _tasks(args: argparse.Namespace) -> None:
-    from tiltsam.lab.tasks import TASKS, data_root
+    from tiltsam.lab.data import TASKS, data_root
 
     width = max(len(name) for name in TASKS)
     for name, task in TASKS.items():

@@ -3,12 +3,10 @@
 import sys
 from pathlib import Path
 
-from tiltsam.lab.encoders import source_of, tokenizer_of
-from tiltsam.lab.tables import GLUE, read_glue
+from tiltsam.lab.data.glue import GLUE, read_glue
+from tiltsam.lab.pretrained import load_tokenizer, text_source
 
-source = source_of("minilm")
-assert source is not None
-tokens = tokenizer_of(source)
+tokens = load_tokenizer(text_source("minilm"))
 for task in ("rte", "mrpc", "wnli", "stsb", "cola"):
     table = read_glue(Path(sys.argv[1]) / "glue" / task / "train.tsv", GLUE[task])
     pairs = [table.first] if table.second is None else [table.first, table.second]

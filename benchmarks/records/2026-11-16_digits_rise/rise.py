@@ -10,7 +10,7 @@ import torch
 from evidence.studies import STUDIES
 from evidence.study import Variants
 from tiltsam.lab.config import TrainConfig
-from tiltsam.lab.loading import load_data
+from tiltsam.lab.data import load
 from tiltsam.lab.record import Record
 from tiltsam.lab.train import Run
 from timing import environment
@@ -21,7 +21,7 @@ SHOWN = (1, 5, 15, 30, 60)
 def rises(config: TrainConfig) -> list[str]:
     """Mean loss of an epoch's batches before and after the ascent."""
     with tempfile.TemporaryDirectory() as folder:
-        run = Run(config, Record(Path(folder)), load_data(config))
+        run = Run(config, Record(Path(folder)), load(config))
         run.model.train()
         found = []
         for epoch in range(max(SHOWN)):

@@ -12,10 +12,8 @@ from typing import Any
 
 import torch
 
-from tiltsam.lab import download as downloads
 from tiltsam.lab.config import TrainConfig
-from tiltsam.lab.data import Data
-from tiltsam.lab.loading import data_loader
+from tiltsam.lab.data import Data, LoadingCallback, data_loader
 from tiltsam.lab.record import Record
 from tiltsam.lab.stats import Mean, format_mean, mean_of
 from tiltsam.lab.train import Progress, TrainError, train
@@ -49,7 +47,7 @@ def compare(
     *,
     root: Path | None = None,
     download: bool = False,
-    loading: downloads.Progress | None = None,
+    loading: LoadingCallback | None = None,
     data: Callable[[TrainConfig], Data] | None = None,
     tensorboard: bool = False,
     report: Callable[[TrainConfig, Progress], None] = lambda config, progress: None,
@@ -69,7 +67,7 @@ def compare(
         root: Where data sets lie.
         download: Fetch what is missing.
         loading: Told how far downloads and the decoding of images are.
-        data: Returns the data of a config; by default a :func:`tiltsam.lab.loading.data_loader` of the three above.
+        data: Returns the data of a config; by default a :func:`tiltsam.lab.data.data_loader` of the three above.
         tensorboard: Write the metrics for TensorBoard, too.
         report: Called after every epoch.
         tick: Called about twice a second within one.

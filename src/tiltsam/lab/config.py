@@ -84,8 +84,7 @@ class TrainConfig:
     method: str = "tsam"
     """erm, sam, esam1, asam, esam2, pgn, rsam or tsam."""
     model: str = "auto"
-    """mlp, cnn, resnet18, resnet34, wrn16-8, vit-s, bag-of-words; pretrained minilm or hf:FOLDER-OR-NAME; auto picks
-    by the task."""
+    """mlp, cnn, resnet18, resnet34, wrn16-8, vit-s; pretrained: minilm, hf:FOLDER-OR-NAME; auto chooses by the task."""
 
     epochs: float = 60.0
     """How long, in passes through the training examples; with a budget below, how long at most."""

@@ -20,13 +20,13 @@ from torch import Tensor, nn
 
 from tiltsam.flatness.loss_surface import ProgressCallback
 from tiltsam.flatness.objectives import CrossEntry, CrossTable, Objective, cross_objectives
-from tiltsam.lab.augment import normalise
 from tiltsam.lab.config import ConfigError, TrainConfig
-from tiltsam.lab.data import Data
+from tiltsam.lab.data import Data, data_key, data_loader
+from tiltsam.lab.data.loader import normalise
 from tiltsam.lab.devices import resolve_device, suited_to
 from tiltsam.lab.files import drafted
 from tiltsam.lab.flatness import Flatness, FlatnessPlan, measure
-from tiltsam.lab.loading import data_key, data_loader, load_model
+from tiltsam.lab.models import load_model
 from tiltsam.lab.record import Record, RecordError, folders_of_runs
 from tiltsam.lab.report.runs import Reading, Run
 from tiltsam.lab.report.settings import arrange
@@ -228,7 +228,7 @@ def _plain(x: Any) -> Any:
 def _batches(data: Data, split: str, examples: int, batch_size: int, device: torch.device) -> list[Any]:
     """Some examples, mixed: the first ones, or those of a batch, may otherwise all be of one class."""
     whole = data.train if split == "train" else data.test
-    part = whole[whole.mixed()[:examples]].to(device)
+    part = whole[whole.fixed_permutation()[:examples]].to(device)
     inputs = dict(part.inputs)
     if "image" in inputs:
         inputs["image"] = normalise(inputs["image"], data.mean, data.std)

@@ -1,7 +1,7 @@
-"""Networks of the paper's experiments, in torch alone.
+"""Networks of the paper's experiments in plain torch, and what builds or loads the model of a run.
 
-Residual networks carry the stem that suits their images: a 3×3 convolution for 32 pixels, the same with stride 2 for
-64. Inputs are (batch, channels, height, width); outputs are logits.
+Inputs are (batch, channels, height, width), outputs are logits. The first convolution of a residual network is 3×3; its
+stride is 1 for images of up to 32 pixels, and 2 for larger ones.
 """
 
 from __future__ import annotations
@@ -11,17 +11,19 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
-from tiltsam.lab.data import Data
-from tiltsam.lab.encoders import PACKAGED, Encoder, ImageEncoder, source_of
+from tiltsam.lab.config import ConfigError
+from tiltsam.lab.data.dataset import Data
+from tiltsam.lab.pretrained import ImageEncoder, TextEncoder, source_of, text_source
+from tiltsam.lab.record import Record
 
 __all__ = [
     "MODELS",
-    "BagOfWords",
     "ResNet",
     "ViT",
     "WideResNet",
     "build",
     "cnn",
+    "load_model",
     "mlp",
     "resnet18",
     "resnet34",
@@ -49,10 +51,10 @@ class _BasicBlock(nn.Module):
 
 
 def _he_normal(model: nn.Module) -> None:
-    """He's initialisation of the convolutions, as the networks were published.
+    """Initialise the convolutions by He's method, as the networks were published.
 
-    PyTorch's own are shorter, 2.2 times for a ResNet-18. Before BatchNorm that leaves the function alone, and makes a
-    perturbation of a given length as much stronger.
+    PyTorch's default weights are shorter, 2.2 times for a ResNet-18. Before BatchNorm that does not change the
+    function, but makes a perturbation of a given length as much stronger.
     """
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
@@ -93,7 +95,7 @@ class ResNet(nn.Module):
         _he_normal(self)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits."""
+        """Return the logits."""
         h: Tensor = self.blocks(torch.relu(self.bn(self.stem(x))))
         logits: Tensor = self.head(h.mean((2, 3)))
         return logits
@@ -130,7 +132,7 @@ class WideResNet(nn.Module):
     def __init__(self, depth: int = 16, widen: int = 8, num_classes: int = 100, *, channels: int = 3) -> None:
         super().__init__()
         if (depth - 4) % 6:
-            raise ValueError(f"the depth of a wide residual network is 6n+4, got {depth}")
+            raise ValueError(f"depth must be 6n+4, got {depth}")
         widths = [16 * widen, 32 * widen, 64 * widen]
         self.stem = nn.Conv2d(channels, 16, 3, 1, 1, bias=False)
         blocks, width_in = [], 16
@@ -144,7 +146,7 @@ class WideResNet(nn.Module):
         _he_normal(self)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits."""
+        """Return the logits."""
         h = torch.relu(self.bn(self.blocks(self.stem(x))))
         logits: Tensor = self.head(h.mean((2, 3)))
         return logits
@@ -178,7 +180,7 @@ class ViT(nn.Module):
     ) -> None:
         super().__init__()
         if image_size % patch_size:
-            raise ValueError(f"patches of {patch_size} do not tile an image of {image_size}")
+            raise ValueError(f"patch_size must divide image_size {image_size}, got {patch_size}")
         self.patches = nn.Conv2d(channels, width, patch_size, patch_size)
         self.token = nn.Parameter(torch.zeros(1, 1, width))
         self.position = nn.Parameter(0.02 * torch.randn(1, 1 + (image_size // patch_size) ** 2, width))
@@ -187,7 +189,7 @@ class ViT(nn.Module):
         self.head = nn.Linear(width, num_classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits."""
+        """Return the logits."""
         tokens = self.patches(x).flatten(2).transpose(1, 2)
         tokens = torch.cat([self.token.expand(len(x), -1, -1), tokens], 1) + self.position
         logits: Tensor = self.head(self.blocks(tokens)[:, 0])
@@ -213,7 +215,7 @@ def wrn16_8(num_classes: int = 100, *, image_size: int = 32) -> WideResNet:
 def vit_small(num_classes: int = 100, *, image_size: int = 32) -> ViT:
     """ViT-S: 64 patches, 12 blocks of width 384, 21.4 million parameters."""
     if image_size < 8:
-        raise ValueError(f"vit-s takes images of 8 pixels and more, got {image_size}")
+        raise ValueError(f"vit-s needs images of at least 8 pixels, got {image_size}")
     return ViT(num_classes, image_size=image_size, patch_size=image_size // 8)
 
 
@@ -245,68 +247,65 @@ def cnn(num_classes: int, *, channels: int = 1, width: int = 32) -> nn.Sequentia
     )
 
 
-class BagOfWords(nn.Module):
-    """The mean of a text's token embeddings, through one hidden layer: a baseline that needs no download.
+def build(name: str, data: Data) -> nn.Module:
+    """Build a model with the inputs and outputs of a task and its initial weights.
 
     Args:
-        num_classes: Number of outputs.
-        vocabulary: Number of tokens.
-        width: Size of an embedding.
-    """
-
-    def __init__(self, num_classes: int, vocabulary: int = 8192, width: int = 128) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(vocabulary, width)
-        self.hidden = nn.Linear(width, width)
-        self.head = nn.Linear(width, num_classes)
-
-    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """Logits."""
-        weight = attention_mask.unsqueeze(-1).to(self.tokens.weight.dtype)
-        mean = (self.tokens(input_ids) * weight).sum(1) / weight.sum(1).clamp_min(1.0)
-        logits: Tensor = self.head(torch.relu(self.hidden(mean)))
-        return logits
-
-
-def build(name: str, data: Data) -> nn.Module:
-    """The model of that name with the inputs and outputs that a task has; ``auto`` picks one by the task.
+        name: Name of the model, as in a config; ``auto`` chooses one that fits the task.
+        data: The task's data.
 
     Raises:
-        ValueError: If there is no such model, or it cannot take such inputs.
-        DataError: If it is a pretrained one whose files are not here.
+        ConfigError: If there is no such model, or it does not fit the inputs.
+        DataError: If the files of a pretrained model are missing.
     """
     inputs = data.train.inputs
-    if "image" in inputs:
-        model = _for_images(name, inputs["image"][0], data.num_classes)
-        return _tried(model, name.removeprefix("hf:"), inputs) if isinstance(model, ImageEncoder) else model
-    if "input_ids" in inputs:
-        if name in ("auto", "bag-of-words"):
-            return BagOfWords(data.num_classes)
-        if (source := source_of(name)) is not None:
-            return _tried(Encoder(source, data.num_classes), source, inputs)
-        raise ValueError(f"no model {name!r} for texts: bag-of-words, {', '.join(PACKAGED)}, hf:FOLDER-OR-NAME")
-    if name in ("auto", "mlp"):
-        return mlp(inputs["x"][0].numel(), data.num_classes)
-    raise ValueError(f"no model {name!r} for rows of numbers: mlp")
+    try:
+        if "image" in inputs:
+            model = _image_model(name, inputs["image"][0], data.num_classes)
+        elif "input_ids" in inputs:
+            model = TextEncoder(text_source(name), data.num_classes)
+        elif name in ("auto", "mlp"):
+            model = mlp(inputs["x"][0].numel(), data.num_classes)
+        else:
+            raise ConfigError(f"model must be mlp for rows of features, got {name!r}")
+        if isinstance(model, (ImageEncoder, TextEncoder)):
+            _check_input_size(model, name, inputs)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    return model
+
+
+def load_model(record: Record, data: Data) -> nn.Module:
+    """Load the model of a run with its trained weights; those of the newest checkpoint if training has not finished.
+
+    Raises:
+        RecordError: If the run's data are the user's own, and have changed.
+    """
+    config = record.config()
+    if config.task == data.name:
+        record.check_data(data.fingerprint)
+    model = build(config.model, data)
+    not_saved = dict(model.named_buffers()).keys() - model.state_dict().keys()  # a file may contain them nevertheless
+    model.load_state_dict({name: x for name, x in record.model().items() if name not in not_saved})
+    return model
 
 
 @torch.no_grad()
-def _tried(model: nn.Module, source: str, inputs: Mapping[str, Tensor]) -> nn.Module:
-    """A pretrained model that has taken an example: each kind has its own error for one of the wrong size."""
+def _check_input_size(model: nn.Module, name: str, inputs: Mapping[str, Tensor]) -> None:
+    """Run a pretrained model on one example: each kind has its own error for a wrong size."""
     if "image" in inputs:
         height, width = inputs["image"].shape[2:]
-        what, advice = f"images of {height} by {width}", "choose another --image-size"
+        what, advice = f"images of {height}x{width}", "choose another --image-size"
     else:
         what, advice = f"texts of {inputs['input_ids'].shape[1]} tokens", "lower --max-length"
     try:
         model.eval()(*(x[:1] if x.dtype == torch.int64 else x[:1].float() for x in inputs.values()))
     except (ValueError, IndexError, RuntimeError) as error:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ValueError(f"{source} cannot take {what} ({first}): {advice}") from error
-    return model
+        raise ConfigError(f"{name} cannot take {what} ({first}): {advice}") from error
 
 
-def _for_images(name: str, image: Tensor, num_classes: int) -> nn.Module:
+def _image_model(name: str, image: Tensor, num_classes: int) -> nn.Module:
     channels, height, width = image.shape
     if name == "auto":
         name = "mlp" if width < 16 else "cnn" if width < 32 or channels != 3 else "resnet18"
@@ -315,11 +314,11 @@ def _for_images(name: str, image: Tensor, num_classes: int) -> nn.Module:
     if name == "mlp":
         return mlp(image.numel(), num_classes)
     if name not in MODELS and not name.startswith("hf:"):
-        raise ValueError(f"no model {name!r} for images: mlp, cnn, {', '.join(MODELS)}, hf:FOLDER-OR-NAME")
+        raise ConfigError(f"model must be mlp, cnn, {', '.join(MODELS)} or hf:FOLDER-OR-NAME for images, got {name!r}")
     if channels != 3:
-        raise ValueError(f"model {name} takes images of 3 channels, the task's have {channels}: use cnn or mlp")
+        raise ConfigError(f"{name} needs images with 3 channels, got {channels}: use cnn or mlp")
     if name == "vit-s" and height != width:
-        raise ValueError(f"model vit-s takes square images, the task's are {height} by {width}")
+        raise ConfigError(f"vit-s needs square images, got {height}x{width}")
     if name in MODELS:
         return MODELS[name](num_classes, image_size=width)
     return ImageEncoder(str(source_of(name)), num_classes)

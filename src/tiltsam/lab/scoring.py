@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tiltsam.averaging import WeightAverage
-from tiltsam.lab.data import Data, Split
+from tiltsam.lab.data.dataset import Data, Split
 from tiltsam.lab.metrics import METRICS
 from tiltsam.space.model_state import restored_buffers
 
@@ -64,7 +64,7 @@ def reestimate_batchnorm(model: nn.Module, outputs_of: Outputs, split: Split) ->
         m.momentum = None  # a plain average
     model.train()
     size = min(EVAL_BATCH, len(split))
-    order = split.mixed()
+    order = split.fixed_permutation()
     for k in range(min(BATCHNORM_BATCHES, len(split) // size)):
         outputs_of(split[order[k * size : (k + 1) * size]])
     for m, momentum in zip(layers, momenta, strict=True):

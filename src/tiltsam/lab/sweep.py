@@ -12,18 +12,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tiltsam.lab import download as downloads
-from tiltsam.lab import own
 from tiltsam.lab.config import METHOD_SETTINGS, TrainConfig
+from tiltsam.lab.data import LoadingCallback, find_task, fingerprint, load
 from tiltsam.lab.files import write_json
 from tiltsam.lab.flags import parse_method
-from tiltsam.lab.loading import load_data
 from tiltsam.lab.sweeping.grids import Point, SweepError, points
 from tiltsam.lab.sweeping.plan import Desk, Plan
 from tiltsam.lab.sweeping.standing import Standing, to_json
 from tiltsam.lab.sweeping.store import sqlite_url
 from tiltsam.lab.sweeping.workers import run_workers
-from tiltsam.lab.tasks import find_task
 
 __all__ = ["Outcome", "sweep"]
 
@@ -66,7 +63,7 @@ def sweep(
     workers: int = 1,
     root: Path | None = None,
     download: bool = False,
-    loading: downloads.Progress | None = None,
+    loading: LoadingCallback | None = None,
     heartbeat: float = 10.0,
     begin: Callable[[Plan], None] = lambda plan: None,
     report: Callable[[Sequence[Standing]], None] = lambda standings: None,
@@ -150,7 +147,7 @@ def sweep(
         download=download,
         heartbeat=heartbeat,
         notes=notes + (_what_ends_tests(base, final) if seeds else []) + _shared_clock(base, found, final, workers),
-        data=own.fingerprint(base.task),
+        data=fingerprint(base.task),
     )
     out.mkdir(parents=True, exist_ok=True)
     return _carry_out(plan, base, workers, begin, report, say, loading)
@@ -199,7 +196,7 @@ def _carry_out(
     begin: Callable[[Plan], None],
     report: Callable[[Sequence[Standing]], None],
     say: Callable[[str], None],
-    loading: downloads.Progress | None,
+    loading: LoadingCallback | None,
 ) -> Outcome:
     devices = base.device.split(",")
     path = plan.folder / "sweep.json"
@@ -224,7 +221,7 @@ def _carry_out(
                 desk.work()
             else:
                 if plan.download:  # once, before several look for it
-                    load_data(replace(base, device=devices[0]), plan.root, download=True, progress=loading)
+                    load(replace(base, device=devices[0]), plan.root, download=True, progress=loading)
                 dealt = [devices[k % len(devices)] for k in range(workers)]
                 run_workers(plan, dealt, lambda: report(desk.look()), say)
         except KeyboardInterrupt:

@@ -17,16 +17,14 @@ import torch
 from torch import Tensor, nn
 
 import tiltsam
-from tiltsam.lab import download as downloads
-from tiltsam.lab import own
-from tiltsam.lab.batches import Batches
 from tiltsam.lab.budget import Budget, passes_of
 from tiltsam.lab.checkpoints import seconds_between
 from tiltsam.lab.config import ConfigError, TrainConfig, settings_of
-from tiltsam.lab.data import Data, Split
+from tiltsam.lab.data import Data, LoadingCallback, Split, fingerprint, load
+from tiltsam.lab.data.loader import Batches
 from tiltsam.lab.devices import Leash, resolve_device, suited_to
 from tiltsam.lab.interrupts import Interrupted, Stop, stopping
-from tiltsam.lab.loading import build_model, load_data
+from tiltsam.lab.models import build
 from tiltsam.lab.record import Checkpoint, Record, RecordError
 from tiltsam.lab.schedules import set_rates
 from tiltsam.lab.scoring import as_tested, reestimate_batchnorm, score
@@ -66,7 +64,7 @@ def train(
     *,
     root: Path | None = None,
     download: bool = False,
-    loading: downloads.Progress | None = None,
+    loading: LoadingCallback | None = None,
     data: Callable[[TrainConfig], Data] | None = None,
     tensorboard: bool = False,
     report: Callable[[Progress], None] = lambda progress: None,
@@ -83,7 +81,7 @@ def train(
         root: Where data sets lie.
         download: Fetch what is missing.
         loading: Told how far downloads and the decoding of images are.
-        data: Gives the task's data, where the caller has it; by default :func:`load_data` with the three above.
+        data: Returns the data of a config; by default :func:`tiltsam.lab.data.load` with the three arguments above.
         tensorboard: Write the metrics for TensorBoard, too; see :mod:`tiltsam.lab.tensorboard`.
         report: Called after every epoch.
         tick: Called about twice a second within an epoch; does not wait for the device.
@@ -104,7 +102,7 @@ def train(
         board = stack.enter_context(Board(record)) if tensorboard and team.first else None
         finished: dict[str, Any] | None = team.tell(record.result())
         if finished is not None:
-            record.check_data(own.fingerprint(config.task))
+            record.check_data(fingerprint(config.task))
             if team.first:
                 record.tidy()  # the process that finished it may have been killed in its last moment
             if board is not None and not (record.folder / "tensorboard").exists():
@@ -118,7 +116,7 @@ def train(
                 board.update(progress.steps)
             report(progress)
 
-        found = data(config) if data else load_data(config, root, download=download, progress=loading)
+        found = data(config) if data else load(config, root, download=download, progress=loading)
         run = Run(config, record, found, team)
         # Processes of a team would have to agree on the step to stop after: they end at once.
         with stopping() if team.size == 1 else nullcontext(Stop()) as stop:
@@ -155,7 +153,7 @@ class Run:
         self.device = resolve_device(self.team.device or config.device)
         self.data = data.to(self.device)
         torch.manual_seed(config.seed)
-        self.model = build_model(config, data).to(self.device)
+        self.model = build(config.model, data).to(self.device)
         if self.device.type == "cuda":
             self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.trained = self.team.wrap(self.model)

@@ -5,10 +5,10 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: no test m
 import pytest
 import torch
 
-import lab_files
+from helpers import lab_files
 from tiltsam.lab import models
+from tiltsam.lab.data import GLUE
 from tiltsam.lab.paper.settings import DISTILBERT, VIT
-from tiltsam.lab.tables import GLUE
 
 
 @pytest.fixture(scope="session")

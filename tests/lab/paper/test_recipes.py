@@ -1,8 +1,8 @@
 import pytest
 
+from tiltsam.lab.data import find_task
 from tiltsam.lab.errors import RecipeError
 from tiltsam.lab.paper.recipes import RECIPES, find_recipe, select_methods
-from tiltsam.lab.tasks import find_task
 
 
 def test_recipes_cover_the_papers_tables_and_figures():

@@ -6,20 +6,21 @@ import json
 import pytest
 import torch
 
-import lab_files
+from helpers import lab_files
 from tiltsam.cli import main
 from tiltsam.lab import compare as compare_module
-from tiltsam.lab import loading
-from tiltsam.lab.augment import normalise
+from tiltsam.lab import data as lab_data
+from tiltsam.lab.data import GLUE
+from tiltsam.lab.data import load as load_data
+from tiltsam.lab.data.loader import normalise
 from tiltsam.lab.errors import DataError
-from tiltsam.lab.loading import load_data, load_model
+from tiltsam.lab.models import load_model
 from tiltsam.lab.paper import cost
 from tiltsam.lab.paper import reproduce as reproduce_module
 from tiltsam.lab.paper.recipes import RECIPES, find_recipe
 from tiltsam.lab.paper.reproduce import ReproductionPlan, reproduce
 from tiltsam.lab.paper.tables import comparison_tables, our_scores, write_numbers
 from tiltsam.lab.record import Record
-from tiltsam.lab.tables import GLUE
 from tiltsam.lab.train import TrainError
 
 NEED_TRANSFORMERS = {"dtd-vit", *GLUE}
@@ -117,13 +118,13 @@ def test_reproduce_reuses_runs_and_averages_over_seeds(narrow, places):
 @pytest.fixture
 def loads(monkeypatch):
     """Return the list of data sets that are loaded, as (task, seed)."""
-    found, load = [], loading.load_data
+    found, load = [], lab_data.load
 
     def counted(config, *args, **options):
         found.append((config.task, config.seed))
         return load(config, *args, **options)
 
-    monkeypatch.setattr(loading, "load_data", counted)
+    monkeypatch.setattr(lab_data, "load", counted)
     return found
 
 

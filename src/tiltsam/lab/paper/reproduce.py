@@ -14,16 +14,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tiltsam.flatness.objectives import ErmLoss, Objective, SamLoss, TsamLoss
-from tiltsam.lab import download as downloads
 from tiltsam.lab.compare import compare
 from tiltsam.lab.config import TrainConfig
-from tiltsam.lab.data import Data
+from tiltsam.lab.data import Data, data_key, data_loader
 from tiltsam.lab.devices import resolve_device
 from tiltsam.lab.errors import DataError, RecipeError, RecordError
 from tiltsam.lab.files import write_json
 from tiltsam.lab.flat import cross_runs, measure_runs, save_flatness
 from tiltsam.lab.flatness import PAPER_STDS, Flatness, FlatnessPlan
-from tiltsam.lab.loading import data_key, data_loader
 from tiltsam.lab.paper.recipes import Recipe, RecipeCell
 from tiltsam.lab.paper.settings import column_config, training_examples
 from tiltsam.lab.record import Record
@@ -131,7 +129,7 @@ def reproduce(
     *,
     root: Path | None = None,
     download: bool = False,
-    loading: downloads.Progress | None = None,
+    loading: LoadingCallback | None = None,
     report: Callable[[TrainConfig, Progress], None] = lambda config, progress: None,
     say: Callable[[str], None] = lambda line: None,
     measuring: Callable[[str], Any] | None = None,

@@ -29,7 +29,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tiltsam.lab.config import TrainConfig
-from tiltsam.lab.tables import GLUE
+from tiltsam.lab.data import GLUE
 
 __all__ = ["COLUMNS", "DISTILBERT", "PUBLISHED_EXAMPLES", "VIT", "Column", "column_config", "training_examples"]
 

@@ -13,10 +13,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from tiltsam.lab import download as downloads
-from tiltsam.lab import own
 from tiltsam.lab.config import TrainConfig
-from tiltsam.lab.loading import data_loader
+from tiltsam.lab.data import LoadingCallback, data_loader, fingerprint
 from tiltsam.lab.record import Record, task_folder
 from tiltsam.lab.sweeping.board import Board, Job, Ticket
 from tiltsam.lab.sweeping.grids import Point, SweepError
@@ -108,7 +106,7 @@ class Desk:
         device: str | None = None,
         pause: Callable[[], None] = lambda: None,
         report: Callable[[], None] = lambda: None,
-        loading: downloads.Progress | None = None,
+        loading: LoadingCallback | None = None,
     ) -> None:
         self.plan, self._device, self._pause, self._report = plan, device, pause, report
         self.store = open_store(plan.storage)
@@ -202,7 +200,7 @@ class Desk:
             self._report()
 
         config = replace(job.config, device=self._device) if self._device else job.config
-        if own.fingerprint(config.task) != self.plan.data:
+        if fingerprint(config.task) != self.plan.data:
             raise SweepError(f"the data of {config.task} have changed since this sweep began: use another --out")
         record = Record.of(self.plan.out, config)
         return train(config, record, data=self._data, report=report, tick=tick)

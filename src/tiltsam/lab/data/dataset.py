@@ -1,0 +1,197 @@
+"""Data of a task as tensors, and what turns raw examples into it: label noise, random splits, statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tiltsam.lab.errors import DataError
+
+__all__ = ["Data", "LoadingCallback", "Request", "Split", "assemble", "noisy_labels", "split_at_random"]
+
+LoadingCallback = Callable[[str, int, int | None], None]
+"""``callback("downloading a.zip", done, total)``; the total is None if it is not known."""
+
+
+@dataclass(frozen=True)
+class Split:
+    """Examples as tensors on one device."""
+
+    inputs: dict[str, Tensor]
+    """Inputs by name, in the order in which the model takes them: ``image`` (n, channels, height, width) uint8;
+    ``x`` (n, features) float32; ``input_ids``, ``attention_mask`` and ``token_type_ids`` (n, length) int64."""
+    targets: Tensor
+    """Classes (n,) int64, or values (n,) float32 for a regression."""
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def __getitem__(self, rows: Tensor | slice) -> Split:
+        """Return some of the examples."""
+        return Split({name: x[rows] for name, x in self.inputs.items()}, self.targets[rows])
+
+    def fixed_permutation(self) -> Tensor:
+        """Return a random order of the examples that is the same in every call: files are often sorted by class."""
+        order = torch.randperm(len(self), generator=torch.Generator().manual_seed(0))
+        return order.to(self.targets.device)
+
+    def to(self, device: torch.device | str) -> Split:
+        """Return a copy on a device."""
+        return Split({name: x.to(device) for name, x in self.inputs.items()}, self.targets.to(device))
+
+
+@dataclass(frozen=True)
+class Data:
+    """The data of a task."""
+
+    name: str
+    """Name of the task."""
+    train: Split
+    validation: Split
+    """Held out of the training examples for model selection. Its labels are as noisy as those of ``train``."""
+    test: Split
+    num_classes: int
+    """Number of classes; 1 for a regression."""
+    metrics: tuple[str, ...] = ("accuracy",)
+    """Names of :data:`tiltsam.lab.metrics.METRICS`; the first one is the score."""
+    mean: tuple[float, ...] = ()
+    """Mean of each channel of the training images, in [0, 1]; empty if the inputs are not images."""
+    std: tuple[float, ...] = ()
+    """Standard deviation of each channel, as ``mean``."""
+    augment: tuple[str, ...] = ()
+    """Augmentation of training images: names of :data:`tiltsam.lab.data.loader.AUGMENTATIONS`."""
+    fingerprint: str = ""
+    """Digest of the user's files when they were read; empty for a public data set."""
+
+    def to(self, device: torch.device | str) -> Data:
+        """Return a copy on a device."""
+        moved = {name: getattr(self, name).to(device) for name in ("train", "validation", "test")}
+        return replace(self, **moved)
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to load: the argument of every task's reader."""
+
+    name: str
+    """Name of the task."""
+    path: Path
+    """The data root, or the path of the user's data."""
+    files: str
+    """Description of the files that the task needs, for error messages."""
+    seed: int
+    """Seed of the validation split and the label noise."""
+    validation: float
+    """Fraction of the training examples held out for validation."""
+    noise: float
+    """Fraction of training and validation labels replaced by wrong ones."""
+    model: str
+    """Name of the model, whose tokenizer splits texts."""
+    max_length: int
+    """Maximum number of tokens in a text."""
+    image_size: int
+    """Height and width to which image files are resized."""
+    download: bool
+    """Whether to download missing files."""
+    progress: LoadingCallback | None
+    """Called with the progress of downloads and of decoding images."""
+
+
+def noisy_labels(labels: Tensor, fraction: float, num_classes: int, generator: torch.Generator) -> Tensor:
+    """Return a copy of the labels in which a fraction is replaced, uniformly by one of the *other* classes.
+
+    Note:
+        This follows the paper's text. Its code draws from all classes, so that some "wrong" labels are right.
+
+    Args:
+        labels: Classes (n,), int64.
+        fraction: Fraction to replace: exactly round(fraction · n) labels.
+        num_classes: Number of classes.
+        generator: Chooses which labels are replaced, and by what.
+    """
+    wrong = torch.randperm(len(labels), generator=generator)[: round(fraction * len(labels))]
+    shift = torch.randint(1, max(2, num_classes), wrong.shape, generator=generator)
+    out = labels.clone()
+    out[wrong] = (labels[wrong] + shift) % num_classes
+    return out
+
+
+def split_at_random(n: int, fraction: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Divide 0…n-1 at random into two sorted parts.
+
+    Args:
+        n: Number of examples.
+        fraction: Size of the second part: round(fraction · n), at least 1 if the fraction is not 0, at most n - 1.
+        generator: Chooses the second part.
+    """
+    size = min(n - 1, max(1, round(fraction * n))) if fraction else 0
+    order = torch.randperm(n, generator=generator)
+    return order[size:].sort().values, order[:size].sort().values
+
+
+def assemble(
+    request: Request,
+    pool: Split,
+    test: Split | None,
+    num_classes: int,
+    *,
+    num_validation: int | None = None,
+    test_fraction: float = 1 / 3,
+    metrics: Sequence[str] = ("accuracy",),
+    augment: Sequence[str] = (),
+) -> Data:
+    """Add label noise, split the examples and compute the statistics of images.
+
+    Args:
+        request: Seed, noise and validation fraction.
+        pool: The training and validation examples.
+        test: The test set; None to take it from the pool, the same one for every seed.
+        num_classes: Number of classes; 1 for a regression.
+        num_validation: Size of a published validation set, at the end of the pool; None to split at random.
+        test_fraction: Fraction of the pool to test on if ``test`` is None.
+        metrics: As in :class:`Data`.
+        augment: As in :class:`Data`.
+
+    Raises:
+        DataError: If there are too few examples, or label noise was requested for a regression.
+    """
+    if test is None:
+        if len(pool) < 4:
+            raise DataError(f"{request.name} must have at least 4 examples to split off a test set, got {len(pool)}")
+        kept, held_out = split_at_random(len(pool), test_fraction, _generator(0, 2))
+        pool, test = pool[kept], pool[held_out]
+    if request.noise:
+        if num_classes < 2:
+            raise DataError(f"{request.name} is a regression: noise must be 0, got {request.noise:g}")
+        labels = noisy_labels(pool.targets, request.noise, num_classes, _generator(request.seed, 1))
+        pool = replace(pool, targets=labels)
+    if num_validation is not None:
+        first, second = torch.arange(len(pool)).split([len(pool) - num_validation, num_validation])
+    else:
+        first, second = split_at_random(len(pool), request.validation, _generator(request.seed, 0))
+    train = pool[first]
+    mean, std = _channel_statistics(train.inputs["image"]) if "image" in train.inputs else ((), ())
+    return Data(request.name, train, pool[second], test, num_classes, tuple(metrics), mean, std, tuple(augment))
+
+
+def _generator(seed: int, purpose: int) -> torch.Generator:
+    """Return a generator for a purpose: 0 the validation split, 1 label noise, 2 the test split."""
+    return torch.Generator().manual_seed((seed * 4 + purpose) % 2**63)
+
+
+def _channel_statistics(images: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return the exact mean and standard deviation of each channel, scaled to [0, 1], from its histogram."""
+    levels = torch.arange(256, dtype=torch.float64) / 255
+    means, deviations = [], []
+    for channel in images.unbind(1):
+        counts = sum(chunk.flatten().bincount(minlength=256) for chunk in channel.split(4096))
+        weights = torch.as_tensor(counts, dtype=torch.float64) / channel.numel()
+        mean = (weights * levels).sum()
+        deviation = float((weights * (levels - mean).square()).sum().sqrt())
+        means.append(float(mean))
+        deviations.append(deviation or 1.0)  # a constant channel becomes zero
+    return tuple(means), tuple(deviations)

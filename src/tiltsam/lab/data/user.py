@@ -1,0 +1,325 @@
+"""The user's own data: a folder of images, a table of sentences, or arrays in an ``.npz``. Nothing is unpickled."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import math
+import os
+import warnings
+import zipfile
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tiltsam.lab.data.dataset import Data, Request, Split, assemble
+from tiltsam.lab.data.images import class_folders, image_split
+from tiltsam.lab.data.text import TextTable, column_index, read_lines, tokenize
+from tiltsam.lab.errors import DataError, reading
+
+__all__ = ["fingerprint", "load_arrays", "load_images", "load_text", "read_npz", "read_table"]
+
+MAX_CLASSES = 1 << 16  # more classes than this, and than examples: the labels are something else
+VALIDATION_NAMES = {"val", "valid", "validation", "dev"}
+
+
+def fingerprint(task: str) -> str:
+    """Return a digest of the user's files, which changes if they are edited.
+
+    Arrays and tables are digested byte by byte; images, which may be many, by their names and sizes.
+
+    Args:
+        task: Name of a task.
+
+    Returns:
+        Hexadecimal digits; empty for a public data set, and if there are no files.
+    """
+    kind, _, name = task.partition(":")
+    path = Path(name).expanduser()
+    if not name or not path.exists():
+        return ""
+    if kind == "images":
+        classes = [class_folders(part) for part in _image_folders(path)]
+        files = [file for part in classes for paths in part.values() for file in paths]
+        parts = [f"{file.relative_to(path)} {file.stat().st_size}" for file in files]
+    else:
+        tables = _table_files(path) if kind == "text" else [path]
+        parts = [_file_digest(table) for table in tables if table.is_file()]
+    return hashlib.sha256(os.fsencode("\n".join(parts))).hexdigest()
+
+
+def _file_digest(path: Path) -> str:
+    with reading(path):
+        state = path.stat()
+        return _digest_of_state(path, state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns)
+
+
+@lru_cache(64)  # a file is read once per process unless it changes
+def _digest_of_state(path: Path, *_: int) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _assemble(
+    request: Request, digest: str, splits: Sequence[Split], num_classes: int, augment: Sequence[str] = ()
+) -> Data:
+    """Assemble the data from training and test examples; without the latter, split off a test set."""
+    pool, *test = splits
+    data = assemble(
+        request,
+        pool,
+        test[0] if test else None,
+        num_classes,
+        test_fraction=0.2,
+        metrics=("pearson", "spearman") if num_classes == 1 else ("accuracy",),
+        augment=augment,
+    )
+    return replace(data, fingerprint=digest)
+
+
+def _warn_validation_ignored(places: Sequence[str]) -> None:
+    if places:
+        warnings.warn(f"ignoring {min(places)}: validation examples are taken from the training set", stacklevel=3)
+
+
+# ------------------------------------------------------------------------------------------------------------ images:
+
+
+def load_images(request: Request) -> Data:
+    """Load a folder with one folder of images per class, or with folders ``train`` and ``test`` of that form."""
+    digest, folders = fingerprint(request.name), _image_folders(request.path)
+    found = [class_folders(folder) for folder in folders]
+    if found[0].keys() <= {"train", "test", *VALIDATION_NAMES}:
+        raise DataError(f"{folders[0]} must have folders named train and test, got {' and '.join(found[0])}")
+    if len(folders) == 2:
+        _warn_validation_ignored([str(p) for p in request.path.iterdir() if p.name in VALIDATION_NAMES])
+    number = {name: i for i, name in enumerate(found[0])}
+    splits = []
+    for folder, classes in zip(folders, found, strict=True):
+        if unknown := sorted(set(classes) - set(number)):
+            raise DataError(f"{folder / unknown[0]} is a class that {folders[0]} lacks")
+        files = [(path, number[name]) for name, paths in classes.items() for path in paths]
+        splits.append(image_split(request, files, f"images of {folder.name}"))
+    # No flip: a mirrored letter or traffic sign may be another one.
+    return _assemble(request, digest, splits, len(number), augment=("crop",))
+
+
+def _image_folders(folder: Path) -> list[Path]:
+    """Return the folders ``train`` and ``test``, or the folder itself."""
+    parts = [folder / "train", folder / "test"]
+    return parts if all(part.is_dir() for part in parts) else [folder]
+
+
+# -------------------------------------------------------------------------------------------------------------- text:
+
+
+def load_text(request: Request) -> Data:
+    """Load a table with columns text[, text2] and label or score, or a folder with tables ``train`` and ``test``."""
+    digest = fingerprint(request.name)
+    if request.path.is_dir():
+        files = [p for p in request.path.iterdir() if p.suffix in (".csv", ".tsv")]
+        _warn_validation_ignored([str(p) for p in files if p.stem in VALIDATION_NAMES])
+    read = [read_table(path) for path in _table_files(request.path)]
+    tables, is_regression = [table for table, _ in read], read[0][1]
+    for table, has_scores in read[1:]:
+        if has_scores != is_regression or (table.second is None) != (tables[0].second is None):
+            raise DataError(f"{table.path} and {tables[0].path} must have the same columns")
+    if len(set(tables[0].labels)) < 2:
+        raise DataError(f"{tables[0].path} must have at least 2 different labels, got only {tables[0].labels[0]!r}")
+    if is_regression:
+        num_classes = 1
+        targets = [torch.tensor(table.values(), dtype=torch.float32) for table in tables]
+        _check_values_differ(f"{tables[0].path}: score", targets[0])
+    else:
+        names = _class_names(tables[0])
+        num_classes = len(names)
+        targets = [torch.tensor(table.classes(names)) for table in tables]
+    return _assemble(request, digest, tokenize(request, tables, targets), num_classes)
+
+
+def read_table(path: Path) -> tuple[TextTable, bool]:
+    """Read a table with a header: ``text``, optionally ``text2``, and ``label`` (classes) or ``score`` (numbers).
+
+    Args:
+        path: A ``.csv`` file, with commas and quotes, or a ``.tsv`` file, with tabs and without quotes.
+
+    Returns:
+        The table, and whether its labels are scores.
+
+    Raises:
+        DataError: If the file is missing, lacks a column, or has a row without a label or with too many cells.
+    """
+    if not path.exists():
+        raise DataError(f"{path} is missing: it must be a .csv or .tsv file with columns text[,text2],label")
+    lines, is_csv = read_lines(path), path.suffix.lower() == ".csv"
+    try:
+        rows = [line.split("\t") for line in lines] if not is_csv else _csv_rows(lines)
+    except csv.Error as error:
+        raise DataError(f"{path} is damaged: {error}") from error
+    if len(rows) < 2:
+        raise DataError(f"{path} has no examples: it must have a header (text,label) and one row per example")
+    header = rows[0]
+    is_regression = "score" in header and "label" not in header
+    names = ["text", *(["text2"] if "text2" in header else []), "score" if is_regression else "label"]
+    columns = [column_index(path, header, [name]) for name in names]
+    for number, row in enumerate(rows[1:], 2):
+        if len(row) <= max(columns):
+            raise DataError(f"{path} is damaged: row {number} has fewer than {1 + max(columns)} columns")
+        if any(row[len(header) :]):  # it is not clear which cell is the label
+            hint = "quote texts that contain commas" if is_csv else "texts must not contain tabs"
+            raise DataError(f"{path}: row {number} must have {len(header)} cells, got {len(row)}: {hint}")
+        if not is_regression and not row[columns[-1]].strip():
+            raise DataError(f"{path}: row {number} has no label")
+    chosen = [[row[column] for column in columns] for row in rows[1:]]
+    second = [row[1] for row in chosen] if len(columns) == 3 else None
+    return TextTable(path, [row[0] for row in chosen], second, [row[-1].strip() for row in chosen]), is_regression
+
+
+def _csv_rows(lines: Sequence[str]) -> list[list[str]]:
+    limit = csv.field_size_limit(sum(len(line) + 1 for line in lines))  # by default 128 KiB per cell
+    try:
+        return list(csv.reader((line + "\n" for line in lines), strict=True))
+    finally:
+        csv.field_size_limit(limit)
+
+
+def _table_files(path: Path) -> list[Path]:
+    """Return the tables ``train`` and ``test`` of a folder, or the table itself."""
+    if not path.is_dir():
+        return [path]
+    files = []
+    for name in ("train", "test"):
+        found = [path / f"{name}{suffix}" for suffix in (".csv", ".tsv") if (path / f"{name}{suffix}").exists()]
+        if not found:
+            raise DataError(f"{path / name}.csv (or .tsv) is missing: a folder must have tables train and test")
+        files.append(found[0])
+    return files
+
+
+def _class_names(table: TextTable) -> list[str]:
+    """Return the labels that occur: in numerical order if all are integers, else in alphabetical order."""
+    names = set(table.labels)
+    if all(name.removeprefix("-").isdecimal() for name in names):
+        return sorted(names, key=lambda name: (int(name), name))
+    return sorted(names)
+
+
+# --------------------------------------------------------------------------------------------------------------- npz:
+
+
+def load_arrays(request: Request) -> Data:
+    """Load uint8 images or rows of features: ``x`` and ``y``, or ``x_train``, ``y_train``, ``x_test``, ``y_test``."""
+    digest, path, arrays = fingerprint(request.name), request.path, read_npz(request.path)
+    names = [("x_train", "y_train"), ("x_test", "y_test")] if "x_train" in arrays else [("x", "y")]
+    if len(names) == 1 and "x_test" in arrays:
+        raise DataError(f"{path} has x_test but no x_train: name the arrays x_train, y_train, x_test, y_test")
+    if len(names) == 2:
+        _warn_validation_ignored([f"{path}: {x}" for x in arrays if x.removeprefix("x_") in VALIDATION_NAMES])
+    splits = [_array_split(path, arrays, x, y) for x, y in names]
+    shapes = [{name: tuple(x.shape[1:]) for name, x in split.inputs.items()} for split in splits]
+    is_regression = splits[0].targets.is_floating_point()
+    if shapes[0] != shapes[-1] or is_regression != splits[-1].targets.is_floating_point():
+        raise DataError(f"{path}: x and y of train and test must have the same shape and type")
+    what = f"{path}: {names[0][1]}"
+    _check_values_differ(what, splits[0].targets)
+    num_classes = 1
+    if not is_regression:
+        targets = torch.cat([split.targets for split in splits])
+        num_classes = 1 + int(targets.max())
+        _check_gaps(what, targets)
+    return _assemble(request, digest, splits, num_classes)
+
+
+def read_npz(path: Path) -> Mapping[str, np.ndarray]:
+    """Read the arrays of an ``.npz`` file.
+
+    Raises:
+        DataError: If the file is missing, a folder, damaged or not an ``.npz``, or contains Python objects.
+    """
+    hint = "write it with numpy.savez(path, x=…, y=…)"
+    if path.is_dir():
+        raise DataError(f"{path} is a folder: pass the .npz file; {hint}")
+    if not path.is_file():
+        raise DataError(f"{path} is missing: {hint}")
+    if not zipfile.is_zipfile(path):
+        raise DataError(f"{path} is damaged or not an .npz file: {hint}")
+    max_bytes = 1100 * path.stat().st_size  # deflate compresses by a factor of 1032 at most
+    found = {}
+    try:
+        with reading(path), zipfile.ZipFile(path) as archive:
+            for name in archive.namelist():
+                if name.endswith(".npy"):
+                    with archive.open(name) as member:
+                        _check_array_size(member, max_bytes)
+                    with archive.open(name) as member:
+                        found[name.removesuffix(".npy")] = np.lib.format.read_array(member, allow_pickle=False)
+    except DataError:
+        raise
+    except Exception as error:  # zipfile, numpy and its header parser raise many types for damaged files
+        raise DataError(f"{path} cannot be read: {error or type(error).__name__}") from error
+    return found
+
+
+def _check_array_size(member: IO[bytes], max_bytes: int) -> None:
+    """Raise ``ValueError`` if the header asks for more than ``max_bytes``, before they are allocated."""
+    version = np.lib.format.read_magic(member)
+    read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}.get(version)
+    if read is None:
+        raise ValueError(f"version {version} of the .npy format is not supported")
+    shape, _, dtype = read(member)
+    if math.prod(shape) * dtype.itemsize > max_bytes:
+        raise ValueError(f"an array of shape {shape} does not fit into the file")
+
+
+def _array_split(path: Path, arrays: Mapping[str, np.ndarray], x_name: str, y_name: str) -> Split:
+    """Check a pair of arrays and convert them to tensors."""
+    for name in (x_name, y_name):
+        if name not in arrays:
+            raise DataError(f"{path} must have arrays x, y or x_train, y_train, x_test, y_test; {name} is missing")
+    x, y = arrays[x_name], arrays[y_name]
+    if y.ndim != 1 or x.ndim < 2 or len(x) != len(y) or not len(y) or not x[0].size:
+        shapes = f"got {x.shape} and {y.shape}"
+        raise DataError(f"{path}: {x_name} and {y_name} must have shapes (n, …) and (n,) with n > 0, {shapes}")
+    if y.dtype.kind not in "iubf" or x.dtype.kind not in "iubf":
+        raise DataError(f"{path}: {x_name} and {y_name} must be numbers, got {x.dtype} and {y.dtype}")
+    for name, array in ((x_name, x), (y_name, y)):
+        if array.dtype.kind == "f" and not (np.abs(array) <= np.finfo(np.float32).max).all():
+            raise DataError(f"{path}: {name} must be finite in float32, got a NaN, an infinity or a larger number")
+    if y.dtype.kind != "f":
+        for label in (int(y.min()), int(y.max())):
+            if not 0 <= label < max(MAX_CLASSES, len(y)):
+                raise DataError(f"{path}: classes in {y_name} must be numbered from 0 without large gaps, got {label}")
+    targets = torch.from_numpy(y.astype(np.float32 if y.dtype.kind == "f" else np.int64))
+    if x.ndim == 2:
+        return Split({"x": torch.from_numpy(x.astype(np.float32))}, targets)
+    if x.dtype != np.uint8 or x.ndim > 4:
+        raise DataError(
+            f"{path}: {x_name} must be numbers (n, features), or uint8 images (n, channels, height, width) or "
+            f"(n, height, width[, channels]), got {x.dtype} of shape {x.shape}"
+        )
+    if x.ndim == 3:
+        x = x[:, None]
+    elif x.shape[1] not in (1, 3) and x.shape[3] in (1, 3):
+        x = x.transpose(0, 3, 1, 2)
+    return Split({"image": torch.from_numpy(np.ascontiguousarray(x))}, targets)
+
+
+def _check_values_differ(what: str, targets: Tensor) -> None:
+    if len(targets.unique()) < 2:
+        raise DataError(f"{what} must have at least 2 different values, got only {targets[0]:g}")
+
+
+def _check_gaps(what: str, targets: Tensor) -> None:
+    """Check that at least half of the classes 0…max occur: labels with larger gaps are identifiers of something."""
+    num_labels, largest = len(targets.unique()), int(targets.max())
+    if largest + 1 > 2 * num_labels:
+        raise DataError(
+            f"{what} has {num_labels} different labels and the largest is {largest}: classes must be numbered from 0 "
+            "and at least half of them must occur; number them with np.unique(targets, return_inverse=True)[1]"
+        )

@@ -1,0 +1,51 @@
+"""Label noise, random splits, and the seed's part in them."""
+
+import pytest
+import torch
+
+from helpers.lab_files import check, load, rows
+from tiltsam.lab.data.dataset import noisy_labels, split_at_random
+
+
+@pytest.mark.parametrize("num_classes", [2, 10])
+def test_noisy_labels_are_uniform_over_other_classes(num_classes):
+    labels = torch.arange(20000) % num_classes
+    noisy = noisy_labels(labels, 0.2, num_classes, torch.Generator().manual_seed(0))
+    wrong = noisy != labels
+    assert wrong.sum() == 4000  # none of the replaced labels is the old one
+    shift = ((noisy - labels) % num_classes)[wrong].bincount(minlength=num_classes)[1:]
+    expected = 4000 / (num_classes - 1)
+    assert (shift - expected).abs().max() <= 5 * expected**0.5
+    again = noisy_labels(labels, 0.2, num_classes, torch.Generator().manual_seed(0))
+    assert torch.equal(noisy, again)
+    assert torch.equal(labels, torch.arange(20000) % num_classes)
+
+
+@pytest.mark.parametrize(
+    ("n", "fraction", "size"), [(10, 0.1, 1), (10, 0.0, 0), (3, 0.01, 1), (2, 0.99, 1), (100, 0.25, 25)]
+)
+def test_split_at_random_sizes(n, fraction, size):
+    first, second = split_at_random(n, fraction, torch.Generator().manual_seed(0))
+    assert len(second) == size
+    assert sorted([*first.tolist(), *second.tolist()]) == list(range(n))
+
+
+def test_seed_changes_validation_split_but_not_test_set():
+    one, same, other = load("digits", seed=1), load("digits", seed=1), load("digits", seed=2)
+    assert torch.equal(one.train.targets, same.train.targets)
+    assert torch.equal(one.validation.inputs["image"], same.validation.inputs["image"])
+    assert not torch.equal(one.validation.inputs["image"], other.validation.inputs["image"])
+    assert torch.equal(one.test.inputs["image"], other.test.inputs["image"])
+
+
+def test_validation_fraction_may_be_zero():
+    data = load("digits", validation=0.0)
+    check(data)
+    assert rows(data) == (1198, 0, 599)
+
+
+def test_fixed_permutation_is_the_same_in_every_call():
+    split = load("digits").train
+    order = split.fixed_permutation()
+    assert torch.equal(order, split.fixed_permutation())
+    assert torch.equal(order.sort().values, torch.arange(len(split)))

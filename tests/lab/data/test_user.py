@@ -1,0 +1,366 @@
+"""The user's own data: images:PATH, text:PATH and npz:PATH."""
+
+import csv
+import hashlib
+import pickle
+import struct
+import zipfile
+
+import numpy as np
+import pytest
+import torch
+
+from helpers.lab_files import check, load, picture, rows, tokenizer
+from tiltsam.lab.data.user import fingerprint
+from tiltsam.lab.errors import DataError
+
+RNG = np.random.default_rng(0)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+# ------------------------------------------------------------------------------------------------------------ images:
+
+
+def test_images_with_and_without_test_folder(tmp_path):
+    for part in ("", "train", "test"):
+        for i in range(6):
+            picture(tmp_path / (part or "flat") / "cats" / f"{i}.png", 10, size=(30, 20))
+            picture(tmp_path / (part or "flat") / "dogs" / "more" / f"{i}.jpeg", 200, size=(20, 50))
+    flat, two = load(f"images:{tmp_path / 'flat'}"), load(f"images:{tmp_path}", image_size=8)
+    check(flat)
+    check(two)
+    assert rows(flat) == (9, 1, 2)
+    assert rows(two) == (11, 1, 12)
+    assert flat.train.inputs["image"].shape[1:] == (3, 64, 64)
+    assert torch.equal(two.test.inputs["image"][:, 0, 4, 4] > 100, two.test.targets == 1)
+
+
+def test_images_split_folders_are_not_classes(tmp_path):
+    for part in ("train", "val"):
+        for name in ("cats", "dogs"):
+            picture(tmp_path / part / name / "0.png", 10)
+    with pytest.raises(DataError, match="train and test, got train and val"):
+        load(f"images:{tmp_path}")
+    for name in ("cats", "dogs"):
+        picture(tmp_path / "test" / name / "0.png", 10)
+    with pytest.warns(UserWarning, match="val"):
+        assert rows(load(f"images:{tmp_path}", image_size=8)) == (1, 1, 2)
+    for name in ("train", "bicycle"):
+        picture(tmp_path / "vehicles" / name / "0.png", 10)
+        picture(tmp_path / "vehicles" / name / "1.png", 10)
+    assert load(f"images:{tmp_path / 'vehicles'}", image_size=8).num_classes == 2
+
+
+def test_images_refuses_wrong_folders(tmp_path):
+    with pytest.raises(DataError, match="no is missing"):
+        load(f"images:{tmp_path / 'no'}")
+    (tmp_path / "a.zip").write_text("")
+    with pytest.raises(DataError, match=r"a\.zip is not a folder"):
+        load(f"images:{tmp_path / 'a.zip'}")
+    with pytest.raises(DataError, match="got 0"):
+        load(f"images:{tmp_path}")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match="empty has no images"):
+        load(f"images:{tmp_path}")
+    (tmp_path / "empty").rmdir()
+    for name in ("train/a", "train/b", "test/a", "test/c"):
+        picture(tmp_path / name / "0.png", 10)
+    with pytest.raises(DataError, match=r"test/c is a class that .*train lacks"):
+        load(f"images:{tmp_path}")
+
+
+# -------------------------------------------------------------------------------------------------------------- text:
+
+
+def test_text_csv_of_pairs(tmp_path, model):
+    path = tmp_path / "mine.csv"
+    path.write_text('text,text2,label\n"he, ""said""\nno",more,yes\n' + "he,no,no\nhe,more,maybe\n" * 5)
+    data = load(f"text:{path}", validation=0.2, model=model)
+    check(data)
+    assert rows(data) == (7, 2, 2)
+    assert data.num_classes == 3
+
+
+def write_tables(folder, train, test):
+    folder.mkdir(exist_ok=True)
+    (folder / "train.tsv").write_text(train)
+    (folder / "test.tsv").write_text(test)
+
+
+@pytest.mark.parametrize(
+    ("train", "test", "targets"),
+    [
+        ("label\ttext\n" + "10\ta\n2\tb\n" * 5, "text\tlabel\nb\t2\na\t10\n", [0, 1]),  # in numerical order
+        (
+            "text\tlabel\n" + "a\t1\na\t01\na\t001\na\t0001\n",
+            "text\tlabel\na\t0001\na\t001\na\t01\na\t1\n",
+            [0, 1, 2, 3],
+        ),
+        ("text\tlabel\n" + "a\t--1\na\t1\n", "text\tlabel\na\t1\n", [1]),
+    ],
+)
+def test_text_class_order(tmp_path, model, train, test, targets):
+    write_tables(tmp_path / "both", train, test)
+    assert load(f"text:{tmp_path / 'both'}", model=model).test.targets.tolist() == targets
+
+
+def test_text_score_is_a_regression(tmp_path, model):
+    write_tables(tmp_path / "both", "text\tscore\n" + "a\t1.5\nb\t2\n" * 5, "text\tscore\na\t-1\n")
+    data = load(f"text:{tmp_path / 'both'}", model=model)
+    check(data)
+    assert (data.num_classes, data.metrics, data.test.targets.tolist()) == (1, ("pearson", "spearman"), [-1.0])
+
+
+def test_text_cells_may_be_long(tmp_path, model):
+    path, before = tmp_path / "books.csv", csv.field_size_limit()
+    path.write_text("text,label\n" + f"{'word ' * 40_000},a\nshort,b\n" * 3)
+    assert rows(load(f"text:{path}", model=model)) == (4, 1, 1)
+    assert csv.field_size_limit() == before
+
+
+def test_text_ignores_empty_cells_beyond_the_header(tmp_path, model):
+    (tmp_path / "a.csv").write_text("text,label\n" + "a,b,,\nc,d,\n" * 5)
+    assert load(f"text:{tmp_path / 'a.csv'}", model=model).num_classes == 2
+
+
+def test_text_warns_of_an_ignored_validation_table(tmp_path, model):
+    for name in ("train.csv", "test.csv", "dev.csv"):
+        (tmp_path / name).write_text("text,label\n" + "a,b\nc,d\n" * 5)
+    with pytest.warns(UserWarning, match=r"dev\.csv"):
+        load(f"text:{tmp_path}", model=model)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.csv", "text,label\n", "no examples"),
+        ("a.csv", "words,label\na,b\n", "column text, got words, label"),
+        ("a.csv", "text,class\na,b\n", "column label, got text, class"),
+        ("a.csv", "text,label\na,b\nc\n", "row 3 "),
+        ("a.csv", "text,label\na,b\nc,b\n", "only 'b'"),
+        ("a.csv", 'text,label\na,"b\n', "damaged"),
+        ("a.csv", "text,score\na,1\nb,high\n", "line 3: .*'high'"),
+        ("a.csv", "text,score\n" + "a,1\nb,1.0\n" * 5, "score .* only 1"),
+        ("a.csv", "text,score\na,1\nb,1e39\n", "line 3: .*'1e39'"),
+        ("a.csv", "text,label\na,b\nc,d\ne,\n", "row 4 has no label"),
+        ("a.csv", "text,label\na,b\nc, b\n", "only 'b'"),
+        ("a.csv", "text,label\na,b\nc, d,b\n", "row 3 must have 2 cells, got 3"),
+        ("a.tsv", "text\tlabel\n" + "a\tb\nc\td\n" * 3 + "e\tf\tb\n", "row 8 must have 2 cells, got 3"),
+    ],
+)
+def test_text_refuses_wrong_tables(tmp_path, name, content, message):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(DataError, match=rf"{name}.*{message}"):
+        load(f"text:{tmp_path / name}")
+
+
+def test_text_refuses_other_encodings(tmp_path):
+    (tmp_path / "a.csv").write_text("text,label\ncafé,a\nthé,b\n", encoding="cp1252")
+    with pytest.raises(DataError, match=r"a\.csv .*byte 14.* UTF-8"):
+        load(f"text:{tmp_path / 'a.csv'}")
+
+
+def test_text_refuses_missing_tables(tmp_path):
+    with pytest.raises(DataError, match=r"no\.csv is missing"):
+        load(f"text:{tmp_path / 'no.csv'}")
+    with pytest.raises(DataError, match=r"train\.csv .*is missing"):
+        load(f"text:{tmp_path}")
+
+
+# --------------------------------------------------------------------------------------------------------------- npz:
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "wanted"),
+    [
+        ((20, 3, 8, 8), np.uint8, (3, 8, 8)),
+        ((20, 8, 8, 3), np.uint8, (3, 8, 8)),
+        ((20, 8, 8), np.uint8, (1, 8, 8)),
+        ((20, 5), np.float64, (5,)),
+        ((20, 5), np.int16, (5,)),
+    ],
+)
+def test_npz_shapes(tmp_path, shape, dtype, wanted):
+    x, y = (RNG.random(shape) * 200).astype(dtype), np.arange(20, dtype=np.int32) % 3
+    np.savez(tmp_path / "one.npz", x=x, y=y)
+    np.savez(tmp_path / "two.npz", x_train=x, y_train=y, x_test=x[:5], y_test=y[:5])
+    for name, sizes in (("one", (14, 2, 4)), ("two", (18, 2, 5))):
+        data = load(f"npz:{tmp_path / name}.npz")
+        check(data)
+        assert rows(data) == sizes
+        assert next(iter(data.train.inputs.values())).shape[1:] == wanted
+        assert data.num_classes == 3
+
+
+def test_npz_float_targets_are_a_regression(tmp_path):
+    np.savez(tmp_path / "a.npz", x=RNG.random((20, 5)), y=RNG.random(20))
+    data = load(f"npz:{tmp_path / 'a.npz'}")
+    check(data)
+    assert (data.num_classes, data.metrics) == (1, ("pearson", "spearman"))
+    with pytest.raises(DataError, match=r"noise .*0\.1"):
+        load(f"npz:{tmp_path / 'a.npz'}", noise=0.1)
+
+
+def test_npz_warns_of_an_ignored_validation_set(tmp_path):
+    x, y = np.zeros((20, 2)), np.arange(20) % 2
+    np.savez(tmp_path / "a.npz", x_train=x, y_train=y, x_test=x, y_test=y, x_val=x, y_val=y, names=np.array(["a", "b"]))
+    with pytest.warns(UserWarning, match=r"a\.npz: x_val"):
+        load(f"npz:{tmp_path / 'a.npz'}")
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ({"x": np.zeros((3, 2))}, "y is missing"),
+        ({"x_train": np.zeros((3, 2)), "y_train": np.zeros(3, int)}, "x_test is missing"),
+        ({"x": np.zeros((3, 2)), "y": np.zeros(4, int)}, r"\(3, 2\) and \(4,\)"),
+        ({"x": np.zeros(3), "y": np.zeros(3, int)}, r"\(3,\) and \(3,\)"),
+        ({"x": np.zeros((0, 2)), "y": np.zeros(0, int)}, r"\(0, 2\) and \(0,\)"),
+        ({"x": np.zeros((9, 3, 8, 8)), "y": np.arange(9)}, r"uint8.* got float64 of shape \(9, 3, 8, 8\)"),
+        ({"x": np.full((9, 2), np.nan), "y": np.arange(9)}, "x .*NaN"),
+        ({"x": np.full((9, 2), 1e39), "y": np.arange(9)}, "x .*float32"),
+        ({"x": np.zeros((9, 2)), "y": np.full(9, 1e39)}, "y .*float32"),
+        ({"x": np.zeros((9, 2)), "y": np.arange(9) - 1}, "got -1"),
+        ({"x": np.zeros((9, 2)), "y": np.arange(9) * 10**9}, "got 8000000000"),
+        ({"x": np.zeros((9, 2)), "y": np.arange(9, dtype=np.uint64) + 2**63}, "got 9223372036854775808"),
+        ({"x": np.zeros((9, 2)), "y": np.zeros(9, int)}, "y .*only 0"),
+        ({"x": np.zeros((9, 2)), "y": np.ones(9, int)}, "y .*only 1"),
+        ({"x": np.zeros((9, 2)), "y": np.full(9, 0.5)}, r"y .*only 0\.5"),
+        (
+            {"x_train": np.zeros((9, 2)), "y_train": np.zeros(9, int), "x_test": np.zeros((2, 2)), "y_test": [0, 1]},
+            "y_train .*only 0",
+        ),
+        ({"x": np.zeros((9, 2)), "y": np.array(["a"] * 9)}, "float64 and <U1"),
+        ({"x": np.zeros((3, 2)), "y": np.arange(3)}, "got 3"),
+        (
+            {"x_train": np.zeros((3, 2)), "y_train": np.arange(3), "x_test": np.zeros((3, 4)), "y_test": np.arange(3)},
+            "same shape",
+        ),
+        ({"x": np.zeros((9, 2)), "y": np.arange(9) % 2, "x_test": np.zeros((9, 2))}, "x_test but no x_train"),
+    ],
+)
+def test_npz_refuses_wrong_arrays(tmp_path, arrays, message):
+    np.savez(tmp_path / "a.npz", **arrays)
+    with pytest.raises(DataError, match=rf"a\.npz.*{message}"):
+        load(f"npz:{tmp_path / 'a.npz'}")
+
+
+@pytest.mark.parametrize("labels", [(0, 1000, 2000), (3, 7)])
+def test_npz_refuses_labels_with_large_gaps(tmp_path, labels):
+    path = tmp_path / "a.npz"
+    y = np.array(labels).repeat(20)
+    np.savez(path, x=np.zeros((len(y), 2)), y=y)
+    with pytest.raises(DataError, match=rf"a\.npz.*{len(labels)} .*{labels[-1]}.*np\.unique"):
+        load(f"npz:{path}")
+    np.savez(path, x=np.zeros((len(y), 2)), y=np.unique(y, return_inverse=True)[1])
+    assert load(f"npz:{path}").num_classes == len(labels)
+
+
+@pytest.mark.parametrize("absent", [(7,), (0,), (1, 2, 3, 4, 5)])
+def test_npz_labels_may_lack_some_classes(tmp_path, absent):
+    y = np.array([label for label in range(10) if label not in absent]).repeat(20)
+    x = np.zeros((len(y), 2))
+    np.savez(tmp_path / "a.npz", x_train=x, y_train=y, x_test=x[:4], y_test=[1, 2, 7, 9])
+    assert load(f"npz:{tmp_path / 'a.npz'}").num_classes == 10
+
+
+def malformed_arrays():
+    """Contents of ``x.npy`` that are not an array, or one that does not fit into the file."""
+
+    def array(shape, descr="'<f8'"):
+        text = f"{{'descr': {descr}, 'fortran_order': False, 'shape': {shape}}}"
+        raw = (text + " " * (-(11 + len(text)) % 64) + "\n").encode()
+        return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(raw)) + raw + bytes(80)
+
+    return {
+        "empty": b"",
+        "garbage": b"not an array",
+        "pickle": pickle.dumps([1, 2]),
+        "objects": array("(1,)", "'|O'"),
+        "10^13 floats": array("(10000000000000,)"),
+        "10^30 floats": array(f"({10**30},)"),
+        "10^13 bytes an entry": array("(1,)", "'|V10000000000000'"),
+        "negative": array("(-5,)"),
+        "nested": array("(" * 3000 + ")" * 3000),
+        "nested type": array("(1,)", "[('a', " * 900 + "'<f8'" + ")]" * 900),
+        "no header": b"\x93NUMPY\x01\x00\xff\xff",
+        "cut off": array("(11,)"),
+        "another version": b"\x93NUMPY\x09\x00" + bytes(100),
+    }
+
+
+@pytest.mark.parametrize("kind", malformed_arrays())
+def test_npz_refuses_malformed_arrays(tmp_path, kind):
+    path = tmp_path / "a.npz"
+    np.savez(path, y=np.arange(9) % 2)
+    with zipfile.ZipFile(path, "a") as archive:
+        archive.writestr("x.npy", malformed_arrays()[kind])
+    with pytest.raises(DataError, match=r"a\.npz"):
+        load(f"npz:{path}")
+
+
+def test_npz_refuses_encrypted_arrays(tmp_path):
+    path = tmp_path / "a.npz"
+    np.savez(path, x=np.zeros((9, 2)), y=np.arange(9) % 2)
+    raw = bytearray(path.read_bytes())
+    for mark, flags in ((b"PK\x03\x04", 6), (b"PK\x01\x02", 8)):
+        raw[raw.index(mark) + flags] |= 1
+    path.write_bytes(raw)
+    with pytest.raises(DataError, match=r"a\.npz"):
+        load(f"npz:{path}")
+
+
+def test_npz_is_never_unpickled(tmp_path):
+    class Evil:
+        def __reduce__(self):
+            return (pytest.fail, ("it was unpickled",))
+
+    np.savez(tmp_path / "object.npz", x=np.zeros((1, 2)), y=np.array([Evil()], dtype=object))
+    (tmp_path / "pickle.npz").write_bytes(pickle.dumps({"x": 1}))
+    for name in ("object.npz", "pickle.npz"):
+        with pytest.raises(DataError, match=name):
+            load(f"npz:{tmp_path / name}")
+
+
+def test_npz_refuses_a_missing_file_and_a_folder(tmp_path):
+    with pytest.raises(DataError, match=r"no\.npz is missing"):
+        load(f"npz:{tmp_path / 'no.npz'}")
+    with pytest.raises(DataError, match=rf"{tmp_path.name} is a folder"):
+        load(f"npz:{tmp_path}")
+
+
+# -------------------------------------------------------------------------------------------------------- fingerprint
+
+
+def test_fingerprint_changes_with_the_files(tmp_path):
+    np.savez(tmp_path / "a.npz", x=np.zeros((9, 2)), y=np.arange(9))
+    (tmp_path / "text").mkdir()
+    for name in ("train", "test"):
+        (tmp_path / "text" / f"{name}.csv").write_text("text,label\na,x\nb,y\n")
+    for name in ("one", "two"):
+        (tmp_path / "images" / name).mkdir(parents=True)
+        (tmp_path / "images" / name / "0.png").write_bytes(b"0000")
+    names = [f"npz:{tmp_path / 'a.npz'}", f"text:{tmp_path / 'text'}", f"images:{tmp_path / 'images'}"]
+    before = [fingerprint(name) for name in names]
+    (tmp_path / "images" / "notes.txt").write_text("not an image")
+    assert [fingerprint(name) for name in names] == before
+    assert load(names[0]).fingerprint == before[0]
+    np.savez(tmp_path / "a.npz", x=np.ones((9, 2)), y=np.arange(9))
+    (tmp_path / "text" / "test.csv").write_text("text,label\na,x\nb,x\n")
+    (tmp_path / "images" / "one" / "0.png").rename(tmp_path / "images" / "one" / "1.png")
+    for name, old in zip(names, before, strict=True):
+        assert fingerprint(name) not in ("", old)
+    assert fingerprint("digits") == fingerprint(f"npz:{tmp_path / 'no.npz'}") == ""
+    assert load("digits").fingerprint == ""
+
+
+def test_fingerprint_reads_a_file_once(tmp_path, monkeypatch):
+    path = tmp_path / "a.npz"
+    np.savez(path, x=np.zeros((9, 2)), y=np.arange(9))
+    fingerprint(f"npz:{path}")
+    monkeypatch.setattr(hashlib, "file_digest", lambda *_: pytest.fail("read again"))
+    fingerprint(f"npz:{path}")

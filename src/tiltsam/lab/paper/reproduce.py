@@ -16,7 +16,7 @@ from typing import Any, Literal
 from tiltsam.flatness.objectives import ErmLoss, Objective, SamLoss, TsamLoss
 from tiltsam.lab.compare import compare
 from tiltsam.lab.config import TrainConfig
-from tiltsam.lab.data import Data, data_key, data_loader
+from tiltsam.lab.data import Data, LoadingCallback, data_key, data_loader
 from tiltsam.lab.devices import resolve_device
 from tiltsam.lab.errors import DataError, RecipeError, RecordError
 from tiltsam.lab.files import write_json

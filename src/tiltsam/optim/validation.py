@@ -182,7 +182,7 @@ def warn_missing_scaler(loss: Tensor, gradient_norms: Tensor) -> None:
 
     A closure cannot be inspected, so this is a heuristic.
     """
-    if torch.maximum(loss.abs(), gradient_norms.max()).item() <= _LARGE:
+    if not torch.maximum(loss.abs(), gradient_norms.max()).item() > _LARGE:  # also NaN: overflow is another matter
         return
     if any(scaler.is_enabled() and scaler._scale is not None for scaler in _instances(torch.amp.GradScaler)):
         warn(f"a loss or gradient exceeds {_LARGE:g} and a GradScaler is in use: pass scaler= if the closure scales")

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from tiltsam.tilting import (
     Linear,
     StreamingTilt,
-    constant,
     effective_sample_size,
     linear_down,
     linear_up,
@@ -174,7 +173,6 @@ def test_effective_sample_size():
 
 
 def test_schedules():
-    assert [constant(3.0)(k) for k in (0, 7)] == [3.0, 3.0]
     assert [linear_up(8.0, 4)(k) for k in (0, 1, 4, 9)] == [0.0, 2.0, 8.0, 8.0]
     assert [linear_down(8.0, 4)(k) for k in (0, 1, 4, 9)] == [8.0, 6.0, 0.0, 0.0]
     assert Linear(1.0, 3.0, 2)(1) == 2.0

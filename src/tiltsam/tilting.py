@@ -7,12 +7,12 @@ For losses ``x_1 .. x_s`` and a tilt ``t >= 0``
     tilted mean      sum_j w_j x_j
     tilted variance  sum_j w_j (x_j - tilted mean)^2       (Definitions 3.4, 3.5: t-sharpness)
 
-At ``t = 0`` these are the plain mean, the uniform weights, the mean and the (biased) variance; as ``t`` grows the
-tilted loss climbs to the maximum. Everything goes through :class:`StreamingTilt`, a log-sum-exp that is shifted by
-the running maximum of the *losses* (not of ``t`` times the losses: the difference of two losses is exact where the
-difference of two huge products is noise), so ``t = 1e6`` with losses of 1e4 stays finite and accurate. A tilt
-beyond the range of float32 counts as the end of that range, which is the limit to the last digit. Losses of +inf
-share all the weight among them if ``t > 0``, and make the tilted loss and mean infinite.
+At ``t = 0`` these are the plain mean, uniform weights, the mean and the (biased) variance; as ``t`` grows the tilted
+loss tends to the maximum. Everything is computed by :class:`StreamingTilt`, a log-sum-exp shifted by the running
+maximum of the *losses* (not of ``t`` times the losses: the difference of two losses is exact where the difference of
+two huge products is rounding error), so ``t = 1e6`` with losses of 1e4 stays finite and accurate. A tilt beyond the
+range of float32 is clamped to it, which gives the limit to the last digit. Losses of +inf share all the weight if
+``t > 0``, and make the tilted loss and mean infinite.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from torch import Tensor
 __all__ = [
     "Linear",
     "StreamingTilt",
-    "constant",
     "effective_sample_size",
     "linear_down",
     "linear_up",
@@ -44,13 +43,12 @@ _TINY = 1e-30  # keeps 0/0 away where nothing valid was added; any mass of a val
 
 
 class StreamingTilt:
-    """A log-sum-exp of ``t * loss`` that takes losses one at a time or in chunks, in any order.
+    """Streaming log-sum-exp of ``t * loss`` over losses that arrive one by one or in chunks, in any order.
 
-    It keeps a handful of scalars whatever the number of losses. Nothing here looks at a value on the host, so a GPU
-    never waits.
+    Keeps six scalars whatever the number of losses, and reads no value back to the host.
 
     Args:
-        t: The tilt, ``>= 0``; a 0-dim tensor is taken as it is, unchecked.
+        t: The tilt, ``>= 0``; a 0-dim tensor is not checked.
 
     Example:
         >>> tilt = StreamingTilt(t=2.0)
@@ -64,15 +62,15 @@ class StreamingTilt:
         self._state: _State | None = None
 
     def add(self, losses: Tensor, valid: Tensor | None = None) -> Tensor:
-        """Take in a loss or a chunk of losses.
+        """Add a loss or a chunk of losses.
 
         Args:
-            losses: A scalar or a tensor of any shape, all of whose elements count.
-            valid: Which of them count (same shape, bool); the others get no weight, whatever their value.
+            losses: A scalar or a tensor of any shape.
+            valid: Mask of the losses that count (same shape, bool); the others get no weight, whatever their value.
 
         Returns:
-            The share of the newcomers in the total weight, a scalar in [0, 1]. A running weighted mean of anything
-            is ``mean += share * (newcomer - mean)``.
+            The share of the added losses in the total weight so far, a scalar in [0, 1]. A running weighted mean is
+            ``mean += share * (new - mean)``.
         """
         losses = _working(losses)
         ok = torch.ones_like(losses, dtype=torch.bool) if valid is None else valid
@@ -103,9 +101,9 @@ class StreamingTilt:
         return share
 
     def loss(self) -> Tensor:
-        """The tilted loss of all that was added: the mean at ``t = 0``; NaN if nothing valid was added."""
+        """Return the tilted loss of all added losses: their mean at ``t = 0``; NaN if none was valid."""
         state = self._added()
-        # log(mass/count): by log1p of the excess where that is small (small t), directly where it is not.
+        # log(mass/count): by log1p of the excess if that is small (small t), else directly.
         ratio = state.excess / state.number
         log_mean = torch.where(ratio > -0.5, ratio.clamp_min(-0.5).log1p(), (state.mass / state.number).log())
         if isinstance(self.t, Tensor):
@@ -114,12 +112,12 @@ class StreamingTilt:
         return state.top + log_mean / self.t if self.t > 0 else self.mean()
 
     def mean(self) -> Tensor:
-        """The tilted mean of all that was added; NaN if nothing valid was added."""
+        """Return the tilted mean of all added losses; NaN if none was valid."""
         state = self._added()
         return state.top + state.weighted / state.mass
 
     def weights(self, losses: Tensor, valid: Tensor | None = None) -> Tensor:
-        """The weights that ``losses`` hold in all that was added; 0 where not valid."""
+        """Return the weights of ``losses`` relative to all added losses; 0 where not valid."""
         state = self._added()
         losses = _working(losses)
         ok = torch.ones_like(losses, dtype=torch.bool) if valid is None else valid
@@ -133,18 +131,18 @@ class StreamingTilt:
 
 
 class _State(NamedTuple):
-    """What a StreamingTilt remembers; all scalars."""
+    """State of a StreamingTilt, all scalars."""
 
     top: Tensor  # the largest valid loss; -inf while there is none
-    shift: Tensor  # the same as a finite number, as losses are
+    shift: Tensor  # the same, clamped to finite numbers
     mass: Tensor  # sum of exp(t (loss - shift))
-    excess: Tensor  # mass - count, kept apart because at small t it is tiny beside both
+    excess: Tensor  # mass - count, kept separately because at small t it is tiny compared with both
     weighted: Tensor  # sum of exp(t (loss - shift)) (loss - shift)
-    number: Tensor  # how many valid losses
+    number: Tensor  # number of valid losses
 
 
 def tilted_loss(losses: Tensor, t: Tilt) -> Tensor:
-    """The tilted loss ``(1/t) log mean exp(t * losses)`` over all elements.
+    """Return the tilted loss ``(1/t) log mean exp(t * losses)`` over all elements.
 
     Never below the mean, never above the maximum, and at least ``max - log(s)/t``. Differentiable: its gradient
     with respect to ``losses`` is :func:`tilted_weights`.
@@ -168,12 +166,12 @@ def tilted_loss(losses: Tensor, t: Tilt) -> Tensor:
 
 
 def tilted_weights(losses: Tensor, t: Tilt, valid: Tensor | None = None) -> Tensor:
-    """The weights ``exp(t * losses) / sum exp(t * losses)``, of the shape of ``losses``.
+    """Return the weights ``exp(t * losses) / sum exp(t * losses)``, in the shape of ``losses``.
 
     Args:
         losses: Any shape, at least one element.
         t: The tilt, ``>= 0``; at 0 the weights are uniform.
-        valid: Which losses take part; the others get weight 0. Where none does, all weights are 0.
+        valid: Mask of the losses that count; the others get weight 0. If none counts, all weights are 0.
 
     Example:
         >>> tilted_weights(torch.tensor([0.0, 0.0]), t=5.0)
@@ -185,14 +183,14 @@ def tilted_weights(losses: Tensor, t: Tilt, valid: Tensor | None = None) -> Tens
 
 
 def tilted_mean(x: Tensor, t: Tilt) -> Tensor:
-    """The tilted mean ``sum w x`` with ``w`` proportional to ``exp(t * x)`` (Definition 3.4)."""
+    """Return the tilted mean ``sum w x`` with ``w`` proportional to ``exp(t * x)`` (Definition 3.4)."""
     tilt = StreamingTilt(t)
     tilt.add(_nonempty(x))
     return tilt.mean()
 
 
 def tilted_var(x: Tensor, t: Tilt) -> Tensor:
-    """The tilted variance ``sum w (x - tilted mean)^2``, ``w`` proportional to ``exp(t * x)`` (Definition 3.4).
+    """Return the tilted variance ``sum w (x - tilted mean)^2``, ``w`` proportional to ``exp(t * x)`` (Def. 3.4).
 
     A point is *t-sharper* than another if the tilted variance of the losses around it is larger. Computed about
     the mean, not as ``sum w x^2 - mean^2``, which loses all digits when losses are large and close together.
@@ -201,20 +199,20 @@ def tilted_var(x: Tensor, t: Tilt) -> Tensor:
     losses = _nonempty(x)
     tilt.add(losses)
     weights = tilt.weights(losses)
-    # What has no weight may be infinitely far away: 0 times inf would be NaN.
+    # A loss without weight may be infinite: 0 times inf would be NaN.
     return (weights * torch.where(weights > 0, losses - tilt.mean(), 0.0).square()).sum()
 
 
 def effective_sample_size(weights: Tensor) -> Tensor:
-    """``(sum w)^2 / sum w^2``: of s draws, how many the weights leave standing (1: one draw decides; s: all alike)."""
+    """Return ``(sum w)^2 / sum w^2``: s for equal weights, 1 if one sample has all the weight."""
     return weights.sum().square() / weights.square().sum().clamp_min(_TINY)
 
 
 @dataclass(frozen=True)
 class Linear:
-    """A value that moves from ``start`` to ``end`` over ``num_steps`` steps and stays there.
+    """Schedule from ``start`` to ``end`` over ``num_steps`` steps, constant afterwards.
 
-    Callable with the step number (0 at the first step); pass it wherever a schedule is taken, ``t`` above all.
+    Callable with the step number, 0 at the first step.
     """
 
     start: float
@@ -226,45 +224,40 @@ class Linear:
             raise ValueError(f"num_steps must be at least 1, got {self.num_steps}")
 
     def __call__(self, step: int) -> float:
-        """The value at ``step``."""
+        """Return the value at ``step``."""
         if step >= self.num_steps:
-            return self.end  # which the sum below may miss by its rounding
+            return self.end  # the sum below may miss it by rounding
         return self.start + (self.end - self.start) * (max(step, 0) / self.num_steps)
 
 
-def constant(value: float) -> Linear:
-    """The same value at every step."""
-    return Linear(value, value, 1)
-
-
 def linear_up(value: float, num_steps: int) -> Linear:
-    """From 0 up to ``value`` over ``num_steps`` steps."""
+    """Return a schedule from 0 to ``value`` over ``num_steps`` steps."""
     return Linear(0.0, value, num_steps)
 
 
 def linear_down(value: float, num_steps: int) -> Linear:
-    """From ``value`` down to 0 over ``num_steps`` steps."""
+    """Return a schedule from ``value`` to 0 over ``num_steps`` steps."""
     return Linear(value, 0.0, num_steps)
 
 
 def _check_tilt(t: float) -> float:
     if not (math.isfinite(t) and t >= 0):
-        raise ValueError(f"the tilt t must be a finite number >= 0, got {t}")
+        raise ValueError(f"t must be a finite number >= 0, got {t}")
     limits = torch.finfo(torch.float32)
     return 0.0 if t < limits.tiny else min(float(t), limits.max)
 
 
 def _nonempty(losses: Tensor) -> Tensor:
     if losses.numel() == 0:
-        raise ValueError("at least one loss is needed, got an empty tensor")
+        raise ValueError("losses must have at least one element, got an empty tensor")
     return _working(losses)
 
 
 def _working(losses: Tensor) -> Tensor:
-    """Losses in a dtype that can hold a log-sum-exp: float32, or float64 if they come so."""
+    """Convert losses to float32, unless they are float64."""
     return losses if losses.dtype == torch.float64 else losses.float()
 
 
 def _finite(x: Tensor) -> Tensor:
-    """Infinities as the largest numbers there are, whose differences are never NaN; NaN stays."""
+    """Clamp infinities to the largest finite numbers, whose differences are never NaN; NaN stays."""
     return x.clamp(-torch.finfo(x.dtype).max, torch.finfo(x.dtype).max)

@@ -324,6 +324,7 @@ def test_average_of_captured_steps():
     average.update()
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # interrupted generators
 def test_applied_can_be_interrupted_at_every_bytecode():
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
     average = tiltsam.WeightAverage(model)

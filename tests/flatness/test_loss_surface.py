@@ -570,6 +570,7 @@ def test_measurements_on_a_gpu(measure: Any, dtype: torch.dtype) -> None:
     assert torch.equal(state, torch.cuda.get_rng_state())
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # interrupted generators
 def test_surface_restores_weights_when_interrupted_at_any_bytecode() -> None:
     model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)).double()
     model[1].requires_grad_(False)

@@ -319,6 +319,7 @@ MODULES = tuple(  # those that move, save or restore something
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # interrupted generators
 def test_step_can_be_interrupted_at_every_bytecode():
     assert all(Path(name).exists() for name in MODULES)
     method = next(m for m in METHODS if m.name == "friendly")  # which keeps a vector
@@ -371,6 +372,7 @@ def test_step_can_be_interrupted_at_every_bytecode():
 
 
 @pytest.mark.parametrize("rebuild", [False, True], ids=["first-step", "later-step"])
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # interrupted generators
 def test_step_after_an_interrupt_while_the_space_is_built(rebuild):
     method = next(m for m in METHODS if m.name == "friendly")  # which has a state vector
 

@@ -163,6 +163,7 @@ def test_line_search_raises_errors_of_the_closure_at_once():
     assert len(calls) == 2
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # interrupted generators
 def test_interrupted_forward_pass_leaves_backward_on():
     """A KeyboardInterrupt is raised before every bytecode of the forward passes in turn."""
     problem = Problem(nn.Linear(6, 3))

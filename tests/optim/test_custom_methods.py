@@ -448,3 +448,36 @@ def test_state_vectors_of_chains():
     for _ in range(2):
         sample_chains(FriendlySAM(sgd(nn.Linear(2, 2).parameters())).sampler, space)
     torch.testing.assert_close(space.state_vector("mean"), torch.full((4, 3), 2 * (1 - 0.9**2)))
+
+
+def test_weights_are_restored_if_the_sampler_keeps_the_point():
+    """The point may be written to after it was reset."""
+
+    @dataclass(frozen=True)
+    class Keeps(Stretch):
+        def sample(self, space, index, shared):
+            point = space.point
+            space.reset_to_center()
+            space.scale_(point, torch.tensor(2.0, dtype=torch.float64))
+            return samplers.evaluated(space.evaluate())
+
+    problem = Problem(dropout=0.0)
+    before = [p.detach().clone() for p in problem.model.parameters()]
+    optimizer = tiltsam.SharpnessAware(sgd(problem.model.parameters(), lr=0.0), Keeps(), {}, model=problem.model)
+    optimizer.step(problem.closure)
+    assert all(torch.equal(p, q) for p, q in zip(problem.model.parameters(), before, strict=True))
+
+
+def test_parameters_that_share_memory_later_are_refused():
+    first, second = (nn.Parameter(torch.ones(4)) for _ in range(2))
+
+    def closure():
+        loss = (first * second).sum()
+        loss.backward()
+        return loss
+
+    optimizer = tiltsam.SAM(sgd([first, second]))
+    optimizer.step(closure)
+    second.data = first.data
+    with pytest.raises(ValueError, match="share memory"):
+        optimizer.step(closure)

@@ -353,7 +353,7 @@ def test_step_can_be_interrupted_at_every_bytecode():
         after = found if after is None else after
         taken = not all(torch.equal(found[k], before[k]) for k in weights)
         wanted = dict(after if taken else before)
-        if place is not None and not taken and (place[0].co_name == "begin_update" or place[0].co_filename in CONTEXTS):
+        if place is not None and not taken and (place[0].co_name == "commit" or place[0].co_filename in CONTEXTS):
             # The base's step has begun, and its update has not.
             wanted |= {k: v for k, v in after.items() if k not in weights and torch.equal(found[k], v)}
         try:

@@ -272,3 +272,30 @@ def test_roll_back_restores_buffers_and_may_be_repeated():
         state.roll_back()
         assert layer.count is before
         assert layer.count == 0
+
+
+def test_buffer_whose_data_is_replaced_moves_once_a_step():
+    class Counting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(2, 1)
+            self.register_buffer("count", torch.zeros(1))
+
+        def forward(self, x):
+            self.count.data = self.count.data + 1
+            return self.linear(x)
+
+    model = Counting()
+    optimizer = tiltsam.SAM(sgd(model.parameters()), model=model)
+
+    def closure():
+        loss = model(torch.ones(3, 2)).square().mean()
+        loss.backward()
+        return loss
+
+    for step in range(1, 4):
+        optimizer.step(closure)
+        assert model.count.item() == step
+    with pytest.raises(ZeroDivisionError):
+        optimizer.step(lambda: closure() / (1 if model.count.item() < 4 else 1 / 0))
+    assert model.count.item() == 3

@@ -87,3 +87,10 @@ def test_record_does_not_keep_gradients():
     record = StepRecord(None)
     record.add(draw(1.0), torch.zeros(()))
     assert record._draws[0].gradient is None
+
+
+def test_fixed_weights_of_a_subset():
+    """A rank that draws samples 1 and 3 uses their weights, not the first two."""
+    weights = FixedWeights(torch.tensor([0.4, 0.3, 0.2, 0.1])).subset([1, 3])
+    shares = [weights.add(torch.tensor(1.0), torch.tensor(True)) for _ in range(2)]
+    torch.testing.assert_close(torch.stack(shares), torch.tensor([1.0, 0.25]))

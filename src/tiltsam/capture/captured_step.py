@@ -185,6 +185,8 @@ class CapturedStep:
 
     def _capture(self, batch: tuple[Any, ...], step: Step, seen: _Seen) -> _Graph:
         optimizer, space = self.optimizer, step.space
+        if not _reads_rate_from_device(optimizer.base) and _has_host_state(optimizer.base):
+            raise RuntimeError(f"{type(optimizer.base).__name__} keeps state on the host, which a graph cannot update")
         static = tuple(x.clone() if isinstance(x, Tensor) else x for x in batch)
         closures, ascent_closure = self._closures(static)
         graph = torch.cuda.CUDAGraph()
@@ -270,12 +272,12 @@ class CapturedStep:
             self._space = space
         graph = self._graphs.get(key)
         if graph is not None and graph.state_addresses != _state_addresses(self.optimizer.base):
-            del self._graphs[key]
+            del self._graphs[key], self._seen[key]  # warm up again: the base may have to create its state
 
     def _release(self) -> None:
         """Release graphs and their memory."""
         self._graphs.clear()
-        self._scratch, self._pool = [], None
+        self._scratch, self._rates, self._pool, self._stream = [], [], None, None
 
     @contextmanager
     def _device_rates(self) -> Iterator[None]:
@@ -343,6 +345,12 @@ def _format_error(error: BaseException) -> str:
 def _reads_rate_from_device(base: Optimizer) -> bool:
     """Return whether the base can read its learning rate from the device; otherwise a new rate needs a new graph."""
     return type(base) in FUSABLE or "capturable" in base.defaults
+
+
+def _has_host_state(base: Optimizer) -> bool:
+    """Return whether the base counts steps, or keeps other numbers, on the host."""
+    values = (value for state in base.state.values() for value in state.values())
+    return any(isinstance(v, int | float) or (isinstance(v, Tensor) and not v.is_cuda) for v in values)
 
 
 def _arrange_state(base: Optimizer) -> None:

@@ -86,6 +86,10 @@ class FusedSpace(ParameterSpace):
         other._launcher = self._launcher.copy()
         return other
 
+    def accepts_memory(self) -> bool:
+        """See :class:`ParameterSpace`. The kernels need aligned memory."""
+        return super().accepts_memory() and all(p.data_ptr() % 16 == 0 for p in self.params)
+
     # ---------------------------------------------------------------- stages
 
     def _norm_if_finite(self, gradient: Gradient, loss: Tensor, after: Evaluation | None) -> tuple[Tensor, Tensor]:
@@ -208,8 +212,9 @@ class FusedSpace(ParameterSpace):
         """See :class:`ParameterSpace`."""
         if weighting is None and isinstance(self.tables, ReservedTables):
             return _FusedRecord(self.zero, num_samples)  # any tilt: one sample has all the weight
-        if isinstance(weighting, StreamingTilt) and isinstance(weighting.t, Tensor) and not self.ranks.splits_samples:
-            return _FusedRecord(weighting.t, num_samples)
+        tilted = type(weighting) is StreamingTilt and isinstance(weighting.t, Tensor)  # a subclass may differ
+        if tilted and not self.ranks.splits_samples:
+            return _FusedRecord(weighting.t, num_samples)  # type: ignore[union-attr]
         return super().step_record(weighting, num_samples)
 
     def _point_table(self) -> Tensor:

@@ -177,7 +177,7 @@ class TSAM(SharpnessAware):
     @property
     def num_samples(self) -> int:
         """Number of samples of a step."""
-        return self.setting("num_samples")  # type: ignore[no-any-return]
+        return self._hyperparameters["num_samples"]  # type: ignore[no-any-return]
 
     def weighting(self, space: ParameterSpace) -> Weighting:
         """See :class:`SharpnessAware`."""

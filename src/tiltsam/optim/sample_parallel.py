@@ -9,7 +9,7 @@ import torch
 from tiltsam.samplers import Sampler
 from tiltsam.space.parameter_space import ParameterSpace
 from tiltsam.space.protocol import Draw
-from tiltsam.space.step_record import StepRecord, Weighting
+from tiltsam.space.step_record import FixedWeights, StepRecord, Weighting
 
 __all__ = ["average_samples_over_ranks"]
 
@@ -22,7 +22,10 @@ def average_samples_over_ranks(
     The counterpart of :meth:`SharpnessAware.average_samples`; afterwards all ranks have the same record and mean.
     """
     samples = space.ranks.my_samples(num_samples, independent=sampler.independent)
-    record = StepRecord(make_weighting())
+    weighting = make_weighting()
+    if samples and isinstance(weighting, FixedWeights):
+        weighting = weighting.subset(samples)
+    record = StepRecord(weighting)
     if samples:
         shared = sampler.begin(space)
         for j in samples:

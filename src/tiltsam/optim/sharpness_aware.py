@@ -284,6 +284,8 @@ class SharpnessAware(Optimizer):
         """Prepare a step on the host: schedules, bounds, numbers and seeds to the device."""
         self._hyperparameters.update()
         space = self.current_space()
+        if space.is_unfinished:
+            space.roll_back()
         values = self._hyperparameters.values()
         if values != self._written:
             self.check_settings()
@@ -344,7 +346,7 @@ class SharpnessAware(Optimizer):
         space.assign_gradients()
         hooks = self.base._optimizer_step_pre_hooks
         hooks.pop(_LAST, None)  # left by an interrupted step, it would not come last
-        hooks[_LAST] = space.begin_update  # runs in base.step(), after all its other pre-hooks
+        hooks[_LAST] = space.commit  # runs in base.step(), after all its other pre-hooks
         try:
             if step.scaler is not None:
                 self._step_scaled(step.scaler, space, info)
@@ -352,7 +354,7 @@ class SharpnessAware(Optimizer):
                 self.base.step()
         finally:
             hooks.pop(_LAST, None)
-        space.begin_update()  # if the base was skipped
+        space.commit()  # if the base was skipped
 
     def _step_scaled(self, scaler: torch.amp.GradScaler, space: ParameterSpace, info: StepInfo) -> None:
         """Step the base through the scaler: not at all if no sample has weight; report any overflow to the scaler."""
@@ -368,6 +370,8 @@ class SharpnessAware(Optimizer):
     @Optimizer.profile_hook_step
     def replay(self, step: Step, run: Callable[[], StepInfo]) -> Tensor:
         """Take a step whose passes and update are launched by ``run``, a captured graph. Step hooks run as usual."""
+        if self._stepping:
+            raise RuntimeError(f"{type(self).__name__}.step must not be called inside its own closure")
         with torch.no_grad():
             info = run()
             self.finish(step, info)
@@ -434,7 +438,7 @@ class SharpnessAware(Optimizer):
             gradient.add_(torch.where(info.num_nonfinite > 0, torch.inf, 0.0).to(gradient))
         elif self.skip_nonfinite and not bool(info.weights.any().item()):
             self.zero_grad()  # a base skips parameters without a gradient
-        space.begin_update()
+        space.commit()
 
     def _check_parts(self, number: int, sampler: Sampler, num_samples: int, *, whole_ascent: bool) -> None:
         """Raise ValueError unless each sample can have its own closure."""
@@ -461,7 +465,7 @@ class SharpnessAware(Optimizer):
             tuple((id(p), p.requires_grad, p.dtype, p.device, p.shape, p.stride()) for p in group["params"])
             for group in self.param_groups
         )
-        if space is not None and key == self._space_key:
+        if space is not None and key == self._space_key and space.accepts_memory():
             self._places = places
             return space
         if space is not None:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tiltsam.distributed import Ranks, local_part
-from tiltsam.space.tensor_lists import TensorLists, allocate, lerp_, zero_unless_
+from tiltsam.distributed import Ranks, Sharding, local_part
+from tiltsam.space.tensor_lists import Block, allocate, lerp_, zero_unless_
 
 __all__ = ["GradientMean"]
 
@@ -22,17 +22,18 @@ class GradientMean:
 
     Args:
         params: The parameters that receive the mean as their gradient.
-        lists: Vector operations over the parameters.
+        blocks: Tensors that one foreach call can take together.
+        sharding: How the parameters are split over processes.
         ranks: The processes that take a step together.
     """
 
-    def __init__(self, params: Sequence[Tensor], lists: TensorLists, ranks: Ranks) -> None:
-        self._params, self._lists, self._ranks = params, lists, ranks
-        self._special = lists.sharding.mesh is not None or any(p.is_complex() for p in params)
+    def __init__(self, params: Sequence[Tensor], blocks: Sequence[Block], sharding: Sharding, ranks: Ranks) -> None:
+        self._params, self._blocks, self._sharding, self._ranks = params, blocks, sharding, ranks
+        self._special = sharding.mesh is not None or any(p.is_complex() for p in params)
         self._memory: Gradient = [None] * len(params)
         self._buffers: list[Tensor] = []  # flat buffers behind the memory
         self._single: Gradient | None = None  # the gradient of a step with one sample
-        self._seen: list[bool] = []  # changed in place, like the memory: replicas of a space share them
+        self._seen: list[bool] = []
         self.begin_step()
 
     def begin_step(self) -> None:
@@ -59,7 +60,7 @@ class GradientMean:
         """
         first = not any(self._seen)
         self.allocate(gradient, like)
-        for block in self._lists.blocks:
+        for block in self._blocks:
             part = share.to(block.device)
             ok = part > 0 if first else valid.to(block.device)
             new: list[tuple[Tensor, Tensor]] = []  # mean and gradient
@@ -119,7 +120,9 @@ class GradientMean:
 
     def scale_(self, factor: Tensor) -> None:
         """Multiply the mean by a scalar."""
-        self._lists.scale_(self.tensors, factor)
+        tensors = self.tensors
+        for block in self._blocks:
+            torch._foreach_mul_([x for i in block.indices if (x := tensors[i]) is not None], factor.to(block.device))
 
     def seen(self) -> list[bool]:
         """Return which parameters have a gradient in this step."""
@@ -139,7 +142,7 @@ class GradientMean:
         """Assign the mean to ``.grad`` of the parameters."""
         for i, (p, mean) in enumerate(zip(self._params, self.tensors, strict=True)):
             if mean is not None and self._special:
-                mean = self._lists.sharding.wrap(i, torch.view_as_complex(mean) if p.is_complex() else mean)
+                mean = self._sharding.wrap(i, torch.view_as_complex(mean) if p.is_complex() else mean)
             p.grad = mean
 
     def discard(self) -> None:

@@ -219,7 +219,8 @@ def _by_device_and_dtype(buffers: Iterable[Tensor | None]) -> list[list[Tensor]]
     lists: dict[tuple[torch.device, torch.dtype], dict[int, Tensor]] = {}
     for b in buffers:
         if b is not None and b.numel() and _is_writable(b):
-            lists.setdefault((b.device, b.dtype), {})[id(b)] = b.detach()
+            # The buffer itself, not an alias: a module may replace its data.
+            lists.setdefault((b.device, b.dtype), {})[id(b)] = b.detach() if b.requires_grad else b
     return [list(part.values()) for part in lists.values()]
 
 

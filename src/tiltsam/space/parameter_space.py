@@ -71,12 +71,13 @@ class ParameterSpace(TensorLists):
         self.radius = self.scalars.tensors["radius"]
         self.generators = NoiseGenerators([x.device for x in here])
         self.evaluator = Evaluator(self.params, self.model_state, self.ranks, sharding, dtype, self.device)
-        self.gradient_mean = GradientMean(self.params, self, self.ranks)
+        self.gradient_mean = GradientMean(self.params, self.blocks, sharding, self.ranks)
         self.sampler_state = sampler_state if sampler_state is not None else SamplerState()
         self._point = here
         self._center, _ = allocate(here)
         self._saved = False  # whether _center holds θ
         self._at_center = True  # whether the point is θ
+        self._moved = False  # whether the point was handed out since θ was saved
         self._distance: Tensor | None = self.zero  # ‖point − θ‖, if known
         self._gradient: list[Tensor | None] = []  # of the last evaluation
         self._gradients_before: list[Tensor | None] | None = None  # until the mean replaces them
@@ -101,8 +102,6 @@ class ParameterSpace(TensorLists):
             scaler: The GradScaler that the closures use.
             moves: Whether the body moves the point at all.
         """
-        if self._saved or self._unfinished:  # an earlier restore failed: do not overwrite its backup
-            self.roll_back()
         try:
             if self._views:
                 self._point = self._local_tensors()  # p.data may be another tensor than at the last step
@@ -129,26 +128,31 @@ class ParameterSpace(TensorLists):
 
     def _restore(self) -> None:
         """Copy θ back if the point has moved; safe to repeat."""
-        if self._saved and not self._at_center:
+        if self._saved and self._moved:
             try:
                 self.copy_(self._point, self._center)
             except Exception:  # a foreach copy may need memory, and an interrupt may have left autograd on
                 for x, theta in zip(self._point, self._center, strict=True):
                     x.detach().copy_(theta)
             self._at_center = True
-        self._saved = False
+        self._saved = self._moved = False
 
     def assign_gradients(self) -> None:
         """Assign the mean of the samples' gradients to ``.grad`` of the parameters."""
         self.gradient_mean.assign()
         self._gradients_before = None
 
-    def begin_update(self, *_: object) -> None:
-        """Check that ranks agree on the gradient, and keep buffers and sampler state: now the step is taken."""
+    def commit(self, *_: object) -> None:
+        """Take the step: check that ranks agree on the gradient, and keep buffers and sampler state."""
         if self._unfinished:
             if not self.ranks.alone:
                 self.ranks.check_same_gradients(self.params)
             self._unfinished = False
+
+    @property
+    def is_unfinished(self) -> bool:
+        """Whether an earlier step could not be undone: its backup must not be overwritten before :meth:`roll_back`."""
+        return self._saved or self._unfinished
 
     def roll_back(self) -> None:
         """Undo a step that was not taken: weights, gradients, buffers and the sampler's vectors.
@@ -183,6 +187,11 @@ class ParameterSpace(TensorLists):
     def _local_tensors(self) -> list[Tensor]:
         return [as_real(local_part(p)) for p in self.params] if self._views else list(self.params)
 
+    def accepts_memory(self) -> bool:
+        """Return whether the space can use the memory that the parameters have now, after ``p.data`` was replaced."""
+        check_storage(self.params)
+        return True
+
     def on_device(self) -> AbstractContextManager[object]:
         """Make the parameters' GPU the current one: Triton launches there."""
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
@@ -215,7 +224,7 @@ class ParameterSpace(TensorLists):
     @property
     def delta(self) -> Tensor:
         """See :class:`Space`."""
-        return self.scalars.tensors["delta"]
+        return self.setting("delta")
 
     @property
     def noisy(self) -> bool:
@@ -296,6 +305,7 @@ class ParameterSpace(TensorLists):
         if not self._saved:
             raise RuntimeError("the point can be moved only inside perturbed(moves=True)")
         self._at_center, self._distance = False, None
+        self._moved = True
         return self._point
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -58,6 +59,10 @@ class FixedWeights:
     def weights(self, losses: Tensor, valid: Tensor) -> Tensor:
         """See :class:`Weighting`."""
         return self._normalized(torch.where(valid, self._weights, 0.0))
+
+    def subset(self, samples: Sequence[int]) -> FixedWeights:
+        """Return the weights of some samples, for a rank that draws only these."""
+        return FixedWeights(self._weights[list(samples)])
 
     def _normalized(self, weights: Tensor) -> Tensor:
         return torch.where(self._mass != 0, weights / torch.where(self._mass != 0, self._mass, 1.0), 0.0)

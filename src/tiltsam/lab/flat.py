@@ -28,8 +28,8 @@ from tiltsam.lab.files import drafted
 from tiltsam.lab.flatness import Flatness, FlatnessPlan, measure
 from tiltsam.lab.models import load_model
 from tiltsam.lab.record import Record, RecordError, folders_of_runs
-from tiltsam.lab.report.runs import Reading, Run
-from tiltsam.lab.report.settings import arrange
+from tiltsam.lab.report.runs import RunRecord
+from tiltsam.lab.report.summary import summarize
 
 __all__ = ["cross_runs", "find_runs", "measure_runs", "save_flatness"]
 
@@ -57,8 +57,8 @@ def find_runs(paths: Sequence[Path], *, left_out: Callable[[str], Any] | None = 
                 raise
             left_out(_why(place, error))
         else:
-            runs.append(Run(place, asdict(config), [], None, ""))
-    settings = [setting for task in arrange(Reading(runs, [])) for setting in task.settings]
+            runs.append(RunRecord(place, asdict(config)))
+    settings = [setting for task in summarize(runs) for setting in task.settings]
     named = [(f"{setting.name} seed {run.seed}", run.folder) for setting in settings for run in setting.runs]
     times = Counter(name for name, _ in named)  # of one config and seed there may be several records
     return {name if times[name] == 1 else f"{name} in {place}": Record(place) for name, place in named}

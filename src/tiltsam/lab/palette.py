@@ -1,6 +1,14 @@
 """Colours of all figures: the Okabe-Ito palette, safe for colour-blind readers, with one colour per method."""
 
-__all__ = ["METHOD_COLORS", "METHOD_COLORS_ON_DARK", "OKABE_ITO", "OTHER_COLOR", "color_of", "method_color"]
+__all__ = [
+    "METHOD_COLORS",
+    "METHOD_COLORS_ON_DARK",
+    "OKABE_ITO",
+    "OTHER_COLOR",
+    "color_of",
+    "method_class",
+    "method_color",
+]
 
 OKABE_ITO = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
 """Blue, vermilion, green, purple, orange, sky blue, black, yellow."""
@@ -29,6 +37,11 @@ OTHER_COLOR = "#808080"
 def method_color(method: str) -> str:
     """Return the colour of a method, or :data:`OTHER_COLOR`."""
     return METHOD_COLORS.get(method, OTHER_COLOR)
+
+
+def method_class(method: str) -> str:
+    """Return the name of the method's colour on an HTML page: the method, or ``other``."""
+    return method if method in METHOD_COLORS else "other"
 
 
 def color_of(name: str, number: int = 0) -> str:

@@ -1,12 +1,148 @@
-"""From runs to something to look at: ``tiltsam report`` and :func:`write_report`.
+"""Write reports about runs: an HTML page, tables as Markdown and LaTeX, figures as PNG and PDF.
 
-runs       reads records, and says what it cannot read
-settings   runs that differ in the seed alone, averaged
-tables     what stands in the tables      writing    ... as HTML, Markdown, LaTeX
-figures    which curves                   drawing    ... as PNG and PDF
-page       the HTML page, with assets/    write      all of it
+runs       read the records
+summary    group them by task and setting, average over seeds
+tables     the tables, and their Markdown and LaTeX
+plots      the plots, and their data for the page
+figures    the plots as PNG and PDF files
+page       the HTML page, with its style and scripts in assets/
 """
 
-from tiltsam.lab.report.write import Report, write_report
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from importlib.util import find_spec
+from pathlib import Path
+
+from tiltsam.lab.files import drafted
+from tiltsam.lab.report.figures import draw_figure
+from tiltsam.lab.report.page import TaskSection, render_page
+from tiltsam.lab.report.plots import Plot, flatness_plots, task_plots
+from tiltsam.lab.report.runs import RunProblem, read_runs
+from tiltsam.lab.report.summary import TaskSummary, summarize
+from tiltsam.lab.report.tables import (
+    ReportTable,
+    comparable_flatness,
+    flatness_table,
+    latex_table,
+    markdown_table,
+    methods_table,
+    overview_table,
+    results_table,
+    runs_table,
+)
 
 __all__ = ["Report", "write_report"]
+
+
+@dataclass(frozen=True)
+class Report:
+    """The files of a report."""
+
+    page: Path
+    tables: list[Path]
+    figures: list[Path]
+    problems: list[RunProblem]
+    """What is missing or damaged; the page lists it, too."""
+    no_figures: str
+    """Why requested figure files are missing; empty if they are not."""
+
+    def message(self, max_problems: int = 8) -> str:
+        """Return what a command prints: the first problems, and the path of the page."""
+        lines = [str(problem) for problem in self.problems[:max_problems]]
+        if len(self.problems) > max_problems:
+            lines.append(f"and {len(self.problems) - max_problems} more, listed on the page")
+        if self.no_figures:
+            lines.append(f"no figure files: {self.no_figures}")
+        return "\n".join([*lines, f"report: {self.page}"])
+
+
+def write_report(folders: Sequence[Path], out: Path, *, figures: bool = True, now: datetime | None = None) -> Report:
+    """Write ``OUT/report.html``, ``OUT/tables/*.md|tex`` and ``OUT/figures/*.png|pdf`` about the runs in the folders.
+
+    Existing files with these names are overwritten; other files in ``OUT`` are left alone.
+
+    Args:
+        folders: Folders of runs, or folders that contain some.
+        out: Folder to write to; created if necessary.
+        figures: Whether to write figure files. The page draws its own plots.
+        now: The time on the page; by default the current time.
+
+    Raises:
+        RecordError: If a folder contains no run.
+    """
+    runs, problems = read_runs(folders)
+    tasks = summarize(runs, problems)
+    sections = [_section(task) for task in tasks]
+    overview = overview_table(tasks) if len(tasks) > 1 else None
+    other_problems = [problem for problem in problems if not problem.task]
+    no_figures = ""
+    if figures and find_spec("matplotlib") is None:
+        no_figures = "matplotlib is not installed: pip install '.[plots]'"
+
+    out.mkdir(parents=True, exist_ok=True)
+    page = out / "report.html"
+    _write_text(page, render_page(sections, overview, other_problems, datetime.now() if now is None else now))
+    tables: dict[str, ReportTable] = {} if overview is None else {overview.name: overview}
+    plots: dict[str, Plot] = {}
+    for section, prefix in zip(sections, _file_prefixes(tasks), strict=True):
+        tables |= {f"{prefix}{table.name}": table for table in section.tables}
+        plots |= {f"{prefix}{plot.name}": plot for plot in [*section.plots, *section.flatness_plots]}
+    return Report(
+        page=page,
+        tables=[path for name, table in tables.items() for path in _write_table(table, out / "tables" / name)],
+        figures=_write_figures(plots, out / "figures") if figures and not no_figures else [],
+        problems=[*other_problems, *(problem for section in sections for problem in section.problems)],
+        no_figures=no_figures,
+    )
+
+
+def _section(task: TaskSummary) -> TaskSection:
+    measured, problems = comparable_flatness(task)
+    return TaskSection(
+        task=task,
+        methods=methods_table(task),
+        results=results_table(task),
+        runs=runs_table(task),
+        plots=task_plots(task),
+        flatness=flatness_table(measured, task) if measured else None,
+        flatness_plots=flatness_plots(measured, task) if measured else [],
+        problems=[*task.problems, *problems],
+    )
+
+
+def _write_table(table: ReportTable, stem: Path) -> list[Path]:
+    stem.parent.mkdir(exist_ok=True)
+    written = []
+    for kind, text in (("md", markdown_table(table)), ("tex", latex_table(table))):
+        written.append(stem.with_name(f"{stem.name}.{kind}"))
+        _write_text(written[-1], text)
+    return written
+
+
+def _write_figures(plots: dict[str, Plot], folder: Path) -> list[Path]:
+    if plots:
+        folder.mkdir(exist_ok=True)
+    return [path for name, plot in plots.items() for path in draw_figure(plot, folder / name)]
+
+
+def _write_text(path: Path, text: str) -> None:
+    """Write a file atomically, because two processes may write the same report."""
+    with drafted(path) as draft:
+        draft.write_bytes(text.encode("utf-8", "replace"))  # records may contain lone surrogates
+
+
+def _file_prefixes(tasks: Sequence[TaskSummary]) -> list[str]:
+    """Return a prefix per task for the names of its files; none if there is one task."""
+    if len(tasks) == 1:
+        return [""]
+    prefixes: list[str] = []
+    for task in tasks:
+        safe = "".join(c if c.isalnum() or c in "-_." else "-" for c in task.name).strip("-.")[:60] or "task"
+        prefix = f"{safe}-"
+        while prefix in prefixes:
+            prefix = f"{prefix}again-"
+        prefixes.append(prefix)
+    return prefixes

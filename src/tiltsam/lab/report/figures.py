@@ -1,286 +1,134 @@
-"""The figures of a report: which curves, in which units. The page and matplotlib draw the same ones."""
+"""Draw the plots of a report with matplotlib, as PNG and PDF files for a paper."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import textwrap
+from pathlib import Path
+from typing import Any
 
-from tiltsam.lab.report.settings import Setting, Task, shown
-from tiltsam.lab.report.tables import measured
-from tiltsam.lab.stats import Mean, mean_of
+from tiltsam.lab.palette import method_color
+from tiltsam.lab.report.plots import DASHES, Curve, Plot
 
-__all__ = ["Figure", "Series", "flatness_figures", "task_figures"]
+__all__ = ["draw_figure"]
 
-SMALLEST_DENSITY = 1e-6  # of the largest: below it a spectrum's estimate is noise
-MANY = 12  # settings; with more of them a figure begins with each method's best
-
-
-@dataclass(frozen=True)
-class Series:
-    """One curve."""
-
-    name: str
-    method: str
-    """Whose colour it has."""
-    dash: int
-    """Which of the line styles; settings of one method differ in it."""
-    x: list[float]
-    y: list[float]
-    error: list[float]
-    """Standard errors over seeds; NaN where there is one run."""
-    count: list[int]
-    """Runs behind each point."""
-    shade: float = 1.0
-    """Strength of the colour, where a figure is about the settings of one method."""
-    shown: bool = True
-    """Whether it is there before anybody asks for it."""
-    gaps: Sequence[int] = ()
-    """Which points the line does not reach from the one before."""
+WIDTH = 5.2  # inches
+MAX_LEGEND_ENTRIES = 12
+MAX_LINE_LENGTH = 56  # characters in a legend
+LEGEND_ROW = 0.19  # inches
 
 
-@dataclass(frozen=True)
-class Figure:
-    """A figure: axes with their units, and curves."""
+def draw_figure(plot: Plot, path: Path, *, dpi: int = 150) -> list[Path]:
+    """Write ``PATH.png`` and ``PATH.pdf`` with the curves that the page shows initially. Needs matplotlib."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
 
-    name: str
-    title: str
-    x_label: str
-    y_label: str
-    series: list[Series]
-    note: str = ""
-    log_x: bool = False
-    log_y: bool = False
-    ticks: list[str] | None = None
-    """Names of the places 0, 1, … on the x axis, where it counts."""
-    y_bounds: tuple[float, float] | None = None
-    """What the y axis has to take in whatever the curves do."""
-    points: bool = False
-    """Whether the points count more than the line."""
-    from_tenth: bool = False
-    """Whether the y axis begins where the curves are after a tenth of their length: what follows is what differs."""
-
-
-def task_figures(task: Task) -> list[Figure]:
-    """Convergence, cost, effective sample size, and the tilt where runs differ in it alone."""
-    score, loss = f"test {task.metric} ({task.unit})", f"train loss ({task.loss_unit})"
-    test = f"test_{task.metric}"
-    own = "Each method's own objective, as it was descended: for SAM and TSAM the loss at perturbed weights."
-    curves = [
-        ("convergence", "Convergence", "epoch", score, "epoch", test, ""),
-        ("train-loss", "Training loss", "epoch", loss, "epoch", "train_loss", own),
-        ("passes", "Against passes", "forward+backward passes", score, "passes", test, ""),
-        ("seconds", "Against the clock", "training time (s)", score, "seconds", test, ""),
-    ]
-    found = [_curves(task, *words) for words in curves]
-    found += [_effective_samples(task), *_tilt(task, score, test)]
-    return [figure for figure in found if figure.series]
+    curves = [curve for curve in plot.curves if curve.visible]
+    names = [_wrapped(curve.name) for curve in curves] if len(curves) <= MAX_LEGEND_ENTRIES else []
+    columns = max(1, min(4, 62 // (max(map(len, names), default=0) + 6)))
+    rows = math.ceil(sum(name.count("\n") + 1 for name in names) / columns)
+    height = 3.4 + LEGEND_ROW * rows
+    axes_height = height - 0.65 - LEGEND_ROW * rows
+    # No pyplot: it has global state. Margins are fixed, because a layout engine doubles the drawing time.
+    figure = Figure(figsize=(WIDTH, height))
+    FigureCanvasAgg(figure)
+    ax = figure.add_axes((0.145, 0.53 / height, 0.83, axes_height / height))
+    for curve in curves:
+        _draw_curve(ax, curve, plot)
+    _set_axes(ax, plot, curves)
+    # Fixed label positions, in inches from the axes: measuring the tick labels is slow.
+    ax.xaxis.set_label_coords(0.5, -0.27 / axes_height)
+    ax.yaxis.set_label_coords(-0.57 / (0.83 * WIDTH), 0.5)
+    if names:  # above the axes, where it hides no curve
+        figure.legend(loc="upper center", ncols=columns, frameon=False, fontsize=8.5, handlelength=2.6, borderpad=0.2)
+    png, pdf = (path.with_name(f"{path.name}.{kind}") for kind in ("png", "pdf"))
+    # Without dates, so that the same records give the same files.
+    figure.savefig(png, dpi=dpi, metadata={"Software": None}, pil_kwargs={"compress_level": 1})
+    figure.savefig(pdf, metadata={"CreationDate": None})
+    return [png, pdf]
 
 
-def _curves(task: Task, name: str, title: str, x_label: str, y_label: str, x: str, y: str, note: str) -> Figure:
-    """A number of the lines of metrics against another, one curve per setting."""
-    lines = [_line(setting, x, y, 1 if y == "train_loss" else 100) for setting in task.settings]
-    figure = Figure(name, title, x_label, y_label, [s for s in lines if s.x], note, from_tenth=True)
-    return _calm(figure, task)
+def _set_axes(ax: Any, plot: Plot, curves: list[Curve]) -> None:
+    """Set scales, ticks, limits and labels. Few ticks: they take most of the drawing time."""
+    from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
+
+    for log, axis, set_scale, values in (
+        (plot.log_x, ax.xaxis, ax.set_xscale, [x for c in curves for x in c.x]),
+        (plot.log_y, ax.yaxis, ax.set_yscale, [y for c in curves for y in c.y]),
+    ):
+        if log:
+            set_scale("log")
+            if values and max(values) <= 100 * min(values):
+                axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+            axis.set_major_formatter("{x:g}")
+            axis.set_minor_locator(NullLocator())
+        else:
+            integer = axis is ax.xaxis and all(float(x).is_integer() for x in values)  # epochs
+            axis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10], integer=integer))
+    if plot.ticks is not None:
+        ax.set_xticks(range(len(plot.ticks)), [_literal(name) for name in plot.ticks])
+        ax.set_xlim(-0.5, len(plot.ticks) - 0.5)
+    if (limits := _y_limits(plot, curves)) is not None:
+        ax.set_ylim(*limits)
+    ax.set_xlabel(_literal(plot.x_label))
+    ax.set_ylabel(_literal(plot.y_label))
+    ax.tick_params(labelsize=8.5)
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.grid(axis="y", color="#e3e5e8", linewidth=0.8)
+    ax.set_axisbelow(True)
 
 
-def _line(setting: Setting, x: str, y: str, scale: float = 1.0) -> Series:
-    means = setting.curve(y, scale)
-    places = [mean.value for mean in setting.curve(x)]
-    return _series(setting, places, means)
+def _draw_curve(ax: Any, curve: Curve, plot: Plot) -> None:
+    color = _mixed_with_white(method_color(curve.method), curve.shade)
+    pattern = DASHES[curve.dash % len(DASHES)]
+    # DASHES are in pixels of a line of width 2; matplotlib's patterns are in line widths.
+    style: Any = (0, tuple(x / 2 for x in pattern)) if pattern else "-"
+    name = _wrapped(curve.name)
+    x, y, most = curve.x, curve.y, max(curve.count, default=0)
+    if plot.points:
+        error = [0.0 if math.isnan(e) else e for e in curve.error]
+        ax.errorbar(x, y, error, label=name, color=color, linestyle=style, linewidth=1.6, marker="o", markersize=4.5)
+        return
+    if min(curve.count) < most:
+        ax.plot(x, y, color=color, linewidth=0.7)  # thin, not pale: a pale blue is another method's colour
+    solid_x, solid_y = list(x), [b if n == most else math.nan for b, n in zip(y, curve.count, strict=True)]
+    for k in reversed(curve.gaps):
+        solid_x.insert(k, math.nan)
+        solid_y.insert(k, math.nan)
+    marker = "o" if len(x) == 1 else ""
+    ax.plot(solid_x, solid_y, label=name, color=color, linestyle=style, linewidth=1.6, marker=marker)
+    low = [b - e for b, e in zip(y, curve.error, strict=True)]
+    if plot.log_y:
+        low = [max(a, b / 1e3) for a, b in zip(low, y, strict=True)]
+    high = [b + e for b, e in zip(y, curve.error, strict=True)]
+    ax.fill_between(x, low, high, color=color, alpha=0.13, linewidth=0)
 
 
-def _series(setting: Setting, x: Sequence[float], means: Sequence[Mean]) -> Series:
-    """A curve of what is finite."""
-    rows = [(a, m) for a, m in zip(x, means, strict=True) if math.isfinite(a) and math.isfinite(m.value)]
-    return Series(
-        setting.name,
-        setting.method,
-        setting.number,
-        [a for a, _ in rows],
-        [m.value for _, m in rows],
-        [m.error for _, m in rows],
-        [m.runs for _, m in rows],
-    )
+def _y_limits(plot: Plot, curves: list[Curve]) -> tuple[float, float] | None:
+    if not plot.skip_first_tenth and plot.y_bounds is None:
+        return None
+    values = list(plot.y_bounds or ())
+    for curve in curves:
+        start = len(curve.y) // 10 if plot.skip_first_tenth else 0
+        for y, e in zip(curve.y[start:], curve.error[start:], strict=True):
+            error = 0.0 if math.isnan(e) else e
+            values += [y - error, y + error]
+    low, high = min(values, default=0.0), max(values, default=1.0)
+    margin = 0.05 * (high - low) or 0.05 * abs(high) or 1.0
+    return low - margin, high + margin
 
 
-def _calm(figure: Figure, task: Task) -> Figure:
-    """With many settings, begin with each method's best on validation; the others wait in the legend."""
-    if len(task.settings) <= MANY:
-        return figure
-    best = {setting.name for setting in task.chosen}
-    series = sorted((replace(s, shown=s.name in best) for s in figure.series), key=lambda s: not s.shown)
-    hidden = len(series) - sum(s.shown for s in series)
-    note = f"Shown at first: {task.pick}; {hidden} more in the legend. {figure.note}"
-    return replace(figure, series=series, note=note)
+def _mixed_with_white(color: str, fraction: float) -> str:
+    parts = [int(color[i : i + 2], 16) for i in (1, 3, 5)]
+    return "#" + "".join(f"{round(255 - fraction * (255 - part)):02x}" for part in parts)
 
 
-def _effective_samples(task: Task) -> Figure:
-    several = [s for s in task.settings if s.method == "tsam" and s.options.get("num_samples", 0) > 1]
-    return _calm(
-        Figure(
-            "effective-samples",
-            "Effective sample size of the tilt",
-            "epoch",
-            "effective samples a step",
-            [s for s in (_line(setting, "epoch", "effective_sample_size") for setting in several) if s.x],
-            "How many samples the tilted weights leave standing: s where all weigh the same, 1 where one decides.",
-            y_bounds=(1.0, max((s.options["num_samples"] for s in several), default=1.0)),
-        ),
-        task,
-    )
+def _wrapped(name: str) -> str:
+    """Return a legend entry, on several lines if it is wider than the figure."""
+    return "\n".join(map(_literal, textwrap.wrap(name, MAX_LINE_LENGTH)))
 
 
-def _tilt(task: Task, score: str, test: str) -> list[Figure]:
-    """Settings that differ in t alone: the final score against t, and the curves of the family best on validation."""
-    families: dict[str, list[Setting]] = {}
-    for setting in task.settings:
-        if setting.method == "tsam" and isinstance(setting.options.get("t"), float):
-            rest = " ".join(f"{k}={shown(v)}" for k, v in setting.differs.items() if k != "t")
-            families.setdefault(rest, []).append(setting)
-    families = {rest: sorted(f, key=_t) for rest, f in families.items() if len({_t(s) for s in f}) > 1}
-    if not families:
-        return []
-    tilts = sorted({_t(s) for family in families.values() for s in family})
-    lines = []
-    for number, (rest, family) in enumerate(families.items()):
-        means = [s.final("score", 100) for s in family]
-        line = _series(replace(family[0], number=number), [float(tilts.index(_t(s))) for s in family], means)
-        lines.append(replace(line, name=f"tsam {rest}".strip(), shown=number < MANY))
-    against = Figure(
-        "tilt",
-        "Final score by tilt",
-        "tilt t",
-        score,
-        [line for line in lines if line.x],
-        "Settings that differ in t alone; bars are one standard error over seeds.",
-        ticks=[shown(t) for t in tilts],
-        points=True,
-    )
-    chosen = {s.name for s in task.chosen}
-    family = next((f for f in families.values() if any(s.name in chosen for s in f)), next(iter(families.values())))
-    weakest = 0.55  # of the method's colour: still seen on white and on dark
-    curves = [
-        replace(
-            _line(setting, "epoch", test, 100),
-            name=f"t = {_t(setting):g}",
-            dash=len(family) - 1 - i,
-            shade=weakest + (1 - weakest) * i / (len(family) - 1),
-        )
-        for i, setting in enumerate(family)
-    ]
-    note = "Settings that differ in t alone; the stronger the colour, the larger t."
-    by_epoch = Figure("tilt-curves", "Convergence by tilt", "epoch", score, curves, note, from_tenth=True)
-    return [against, by_epoch]
-
-
-def _t(setting: Setting) -> float:
-    return float(setting.options["t"])
-
-
-# -------------------------------------------------------------------------------- flatness
-
-
-def flatness_figures(settings: Sequence[Setting], task: Task) -> list[Figure]:
-    """Loss under noise, top of the spectrum, slices: means over runs that were measured on the same examples."""
-    unit = task.loss_unit
-    noise = "noise on each weight (standard deviation)"
-    around = [
-        ("noise-mean", "Loss around the minimum", f"mean loss ({unit})", "mean"),
-        ("noise-variance", "Variance around the minimum", f"variance of the loss ({unit}²)", "variance"),
-    ]
-    figures = [
-        Figure(name, title, noise, label, _around(settings, statistic), log_x=True, log_y=True)
-        for name, title, label, statistic in around
-    ]
-    figures += [_spectrum(settings, unit), _density(settings, unit), *_slices(settings, unit)]
-    return [_calm(figure, task) for figure in figures if figure.series]
-
-
-def _around(settings: Sequence[Setting], statistic: str) -> list[Series]:
-    """A statistic of the neighbourhood against the noise."""
-    lines = []
-    for setting in settings:
-        levels = [m.value for m in _over_runs([measured(run, "neighborhood", "std") for run in setting.runs])]
-        means = _over_runs([measured(run, "neighborhood", statistic) for run in setting.runs])
-        # Both axes are logarithmic, and have no place for what is not positive.
-        pairs = [(a, m) for a, m in zip(levels, means, strict=False) if a > 0 and m.value > 0]
-        lines.append(_series(setting, [a for a, _ in pairs], [m for _, m in pairs]))
-    return [line for line in lines if line.x]
-
-
-def _over_runs(lists: Sequence[Sequence[float]]) -> list[Mean]:
-    """Means of the first entries, of the second, …: as many as every run has."""
-    return [mean_of(list(column)) for column in zip(*lists, strict=False)]
-
-
-def _spectrum(settings: Sequence[Setting], unit: str) -> Figure:
-    lines = []
-    for setting in settings:
-        means = _over_runs([measured(run, "eigenvalues", "values") for run in setting.runs])
-        lines.append(_series(setting, [float(i) for i in range(len(means))], means))
-    most = max((len(line.x) for line in lines), default=0)
-    return Figure(
-        "spectrum",
-        "Top of the Hessian's spectrum",
-        "eigenvalue, largest first",
-        f"eigenvalue ({unit} per squared unit of weight)",
-        [line for line in lines if line.x],
-        "Bars are one standard error.",
-        ticks=[f"λ{i}" for i in range(1, most + 1)],
-        points=True,
-    )
-
-
-def _density(settings: Sequence[Setting], unit: str) -> Figure:
-    """The whole spectrum, of one run a setting: every run has eigenvalues, and so a grid, of its own."""
-    lines = []
-    for setting in settings:
-        for run in setting.runs:
-            grid, values = measured(run, "density", "grid"), measured(run, "density", "values")
-            least = max(values, default=0.0) * SMALLEST_DENSITY
-            kept = [k for k, (_, v) in enumerate(zip(grid, values, strict=False)) if v > least]
-            if kept:
-                line = _series(setting, [grid[k] for k in kept], [Mean(values[k], math.nan, 1) for k in kept])
-                lines.append(replace(line, gaps=[i for i in range(1, len(kept)) if kept[i] > kept[i - 1] + 1]))
-                break
-    return Figure(
-        "density",
-        "Density of the Hessian's spectrum",
-        f"eigenvalue ({unit} per squared unit of weight)",
-        "density (share of eigenvalues per unit)",
-        lines,
-        "One run of each setting. Estimated by Lanczos: each eigenvalue found is smeared into a small bell.",
-        log_y=True,
-    )
-
-
-def _slices(settings: Sequence[Setting], unit: str) -> list[Figure]:
-    """One figure per kind of direction."""
-    kinds: dict[str, list[Series]] = {}
-    for setting in settings:
-        found: dict[str, list[tuple[list[float], list[float]]]] = {}
-        for run in setting.runs:
-            entries = (run.flatness or {}).get("slices")
-            for number, entry in enumerate(entries if isinstance(entries, list) else ()):
-                label = str(entry.get("label") or f"direction {number}") if isinstance(entry, dict) else "?"
-                inner = replace(run, flatness=entry if isinstance(entry, dict) else {})
-                found.setdefault(label, []).append((measured(inner, "positions"), measured(inner, "losses")))
-        for label, lines in found.items():
-            same = [losses for positions, losses in lines if positions == lines[0][0]]
-            means = _over_runs(same)
-            series = _series(setting, lines[0][0][: len(means)], means[: len(lines[0][0])])
-            if series.x:
-                kinds.setdefault(label, []).append(series)
-    scale = {"random direction": "relative to the weights", "top eigenvector": "distance in weight space"}
-    return [
-        Figure(
-            f"slice-{number}",
-            f"Slice along the {label}",
-            f"position ({scale.get(label, 'in units of the direction')})",
-            f"loss ({unit})",
-            series,
-            "0 is the trained model.",
-        )
-        for number, (label, series) in enumerate(kinds.items())
-    ]
+def _literal(text: str) -> str:
+    """Return text that matplotlib does not parse as mathematics or hide from the legend."""
+    safe = text.replace("$", r"\$")
+    return f" {safe}" if safe.startswith("_") else safe

@@ -1,11 +1,11 @@
-"""The page: one HTML file with its style, its script and its numbers inside, which asks the network for nothing.
+"""Render the HTML page: one file with its style, script and numbers inside, which needs no network.
 
-The figures are drawn by our own script (assets/plot.js) rather than a plotting library: an embedded library weighs
-megabytes, which every report would carry and every reader's browser would have to start before the first curve.
+The plots are drawn by ``assets/plot.js`` and not by a plotting library, because an embedded library adds megabytes to
+every report.
 
-Nothing from a record becomes markup. Texts are escaped here and set as text there; numbers travel as JSON in which
-``<``, ``>`` and ``&`` are written as escapes, so that no string can end its element; and a content security policy lets
-the browser run this page's own script and no other, whatever else might get in.
+Text from records never becomes markup: it is escaped here and set as text by the script. JSON inside the page has
+``<``, ``>`` and ``&`` escaped, so no string can close its element. A content security policy allows only the page's own
+style and script.
 """
 
 from __future__ import annotations
@@ -19,67 +19,63 @@ from dataclasses import dataclass
 from datetime import datetime
 from html import escape
 from importlib.resources import files
-from pathlib import Path
 from typing import Any
 
 import tiltsam
-from tiltsam.lab.palette import METHOD_COLORS, METHOD_COLORS_ON_DARK, OTHER_COLOR
-from tiltsam.lab.report.figures import Figure, Series
-from tiltsam.lab.report.runs import Problem
-from tiltsam.lab.report.settings import Setting, Task, shown
-from tiltsam.lab.report.tables import Table
-from tiltsam.lab.report.writing import html_table, method_class
+from tiltsam.lab.palette import METHOD_COLORS, METHOD_COLORS_ON_DARK, OTHER_COLOR, method_class
+from tiltsam.lab.record import is_number
+from tiltsam.lab.report.plots import Plot, plot_data
+from tiltsam.lab.report.runs import RunProblem
+from tiltsam.lab.report.summary import SettingSummary, TaskSummary, format_value
+from tiltsam.lab.report.tables import ReportTable, TableCell
 from tiltsam.lab.stats import best_of
 
-__all__ = ["DASHES", "Chapter", "files_of", "render"]
+__all__ = ["TaskSection", "headline", "html_table", "render_page", "task_facts"]
 
-DASHES: tuple[tuple[float, ...], ...] = ((), (7, 4), (2, 4), (9, 4, 2, 4), (15, 5), (9, 4, 2, 4, 2, 4))
-"""Line styles, in pixels on and off; the first is a whole line."""
-
-READING = (
-    "Curves are means over seeds, with a band of one standard error; thinner where a seed is missing. Click a name to "
-    "hide or show its curve; point at a curve, or use the arrow keys on a figure, to read its values."
+HOW_TO_READ = (
+    "Curves are means over seeds with a band of one standard error, and thinner where a seed is missing. Click a name "
+    "to hide or show its curve. To read values, point at a curve, tap it, or use the arrow keys on a plot."
 )
-FILES = '<script type="application/json" id="report-files">'
-DIGITS = 7  # of a number behind a curve: more than float32 holds
+LONG_WORD = 24  # characters; longer words, such as paths, may break anywhere
 
 
 @dataclass(frozen=True)
-class Chapter:
-    """What the page says about one task."""
+class TaskSection:
+    """What the page shows about one task."""
 
-    task: Task
-    results: Table
-    runs: Table
-    figures: list[Figure]
-    flatness: Table | None
-    flatness_figures: list[Figure]
-    problems: list[Problem]
+    task: TaskSummary
+    methods: ReportTable
+    results: ReportTable
+    runs: ReportTable
+    plots: list[Plot]
+    flatness: ReportTable | None
+    flatness_plots: list[Plot]
+    problems: list[RunProblem]
+
+    @property
+    def tables(self) -> list[ReportTable]:
+        """All tables of the section."""
+        return [table for table in (self.methods, self.results, self.flatness, self.runs) if table is not None]
 
 
-def render(
-    chapters: Sequence[Chapter],
-    overview: Table | None,
-    problems: Sequence[Problem],
-    written: datetime,
-    beside: Sequence[str] = (),
+def render_page(
+    sections: Sequence[TaskSection], overview: ReportTable | None, problems: Sequence[RunProblem], written: datetime
 ) -> str:
-    """The whole page.
+    """Return the page.
 
     Args:
-        chapters: One per task.
-        overview: Methods against tasks, where there are several.
-        problems: What is wrong and belongs to no task.
-        written: The time to put on it.
-        beside: The files that are written with it, for :func:`files_of`.
+        sections: One per task.
+        overview: Methods by tasks, if there are several tasks.
+        problems: Problems that belong to no task.
+        written: The time on the page.
     """
-    figures: list[Figure] = []
-    titled = len(chapters) > 1
-    body = "\n".join(_chapter(chapter, number, figures, titled=titled) for number, chapter in enumerate(chapters))
-    names = [chapter.task.name for chapter in chapters]
+    plots: list[Plot] = []
+    titled = len(sections) > 1
+    body = "\n".join(_section(section, number, plots, titled=titled) for number, section in enumerate(sections))
+    names = [section.task.name for section in sections]
     title = names[0] if len(names) == 1 else f"{len(names)} tasks"
-    num_runs = sum(len(chapter.task.runs) for chapter in chapters)
-    num_settings = sum(len(chapter.task.settings) for chapter in chapters)
+    num_runs = sum(len(section.task.runs) for section in sections)
+    num_settings = sum(len(section.task.settings) for section in sections)
     meta = [_count(num_runs, "run"), _count(num_settings, "setting"), f"{written:%d %B %Y, %H:%M}"]
     links = "".join(f'<a href="#task-{i}">{escape(name)}</a>' for i, name in enumerate(names))
     style, script = _style(), _asset("plot.js") + "\n" + _asset("page.js")
@@ -102,73 +98,106 @@ def render(
 {f'<nav aria-label="tasks">{links}</nav>' if len(names) > 1 else ""}
 </header>
 <main>
-<noscript><p>The figures are drawn by this page's script, which does not run here: look for them beside the page, in
-the folder figures.</p></noscript>
-{_missing(problems)}
+<noscript><p>The plots need JavaScript, which is disabled here. The folder figures next to this page has them as
+files.</p></noscript>
+{_problems(problems)}
 {front}
 {body}
 </main>
 <footer>
-<p>Written by tiltsam {escape(tiltsam.__version__)}. Everything on this page is in this file.</p>
+<p>Written by tiltsam {escape(tiltsam.__version__)}. This file contains everything on this page.</p>
 </footer>
-{FILES}{_inside(list(beside))}</script>
-<script type="application/json" id="report-data">{_data(figures)}</script>
+<script type="application/json" id="report-data">{_safe_json(plot_data(plots))}</script>
 <script>{script}</script>
 </body>
 </html>
 """
 
 
-def files_of(page: Path) -> set[str]:
-    """Which files were written with a page that is there, as ``tables/results.md``; none if it tells none."""
-    try:
-        _, found, rest = page.read_text(encoding="utf-8", errors="replace").partition(FILES)
-        return {str(name) for name in json.loads(rest.partition("<")[0])} if found else set()
-    except (OSError, ValueError, TypeError):  # no page, or none of ours
-        return set()
-
-
 # -------------------------------------------------------------------------------- a task
 
 
-def _chapter(chapter: Chapter, number: int, figures: list[Figure], *, titled: bool) -> str:
-    task = chapter.task
-    settings = "".join(f"<div><dt>{escape(k)}</dt><dd>{escape(shown(v))}</dd></div>" for k, v in task.shared.items())
+def _section(section: TaskSection, number: int, plots: list[Plot], *, titled: bool) -> str:
+    task = section.task
+    shared = {name: format_value(value) for name, value in task.shared.items()}
     parts = [
         f'<section id="task-{number}">',
         f"<h2>{escape(task.name)}</h2>" if titled else "",
         f'<p class="lead">{escape(headline(task))}</p>',
-        _missing(chapter.problems),
-        html_table(chapter.results),
-        f"<details><summary>Settings shared by all that have them</summary><dl>{settings}</dl></details>"
-        if settings
+        _problems(section.problems),
+        _facts(task_facts(task)),
+        html_table(section.results),
+        "<h3>Methods</h3>",
+        html_table(section.methods),
+        f"<details><summary>Settings shared by all methods that use them</summary>{_facts(shared)}</details>"
+        if shared
         else "",
-        f'<p class="note">{READING}</p>' if chapter.figures else "",
-        _grid(chapter.figures, figures),
+        "<h3>Training</h3>" if section.plots else "",
+        f'<p class="note">{HOW_TO_READ}</p>' if section.plots else "",
+        _grid(section.plots, plots),
         "<h3>Flatness</h3>",
     ]
-    if chapter.flatness is not None:
-        parts += [html_table(chapter.flatness), _grid(chapter.flatness_figures, figures)]
+    if section.flatness is not None:
+        parts += [html_table(section.flatness), _grid(section.flatness_plots, plots)]
     else:
-        parts.append('<p class="note">Not measured yet: <code>tiltsam sharpness</code> on these runs adds it.</p>')
-    parts += [f"<details><summary>Every run</summary>{html_table(chapter.runs)}</details>", "</section>"]
+        parts.append('<p class="note">Not measured yet: run <code>tiltsam sharpness</code> on these runs.</p>')
+    parts += [f"<details><summary>All runs</summary>{html_table(section.runs)}</details>", "</section>"]
     return "\n".join(part for part in parts if part)
 
 
-def headline(task: Task) -> str:
-    """What came out, in a sentence or two; no more than the numbers bear."""
+def task_facts(task: TaskSummary) -> dict[str, str]:
+    """Return what was trained on what: task, examples, classes, label noise, model, budget.
+
+    Facts that differ between runs list all their values. Records of earlier versions lack some facts.
+    """
+
+    def values(name: str) -> list[Any]:
+        found = [run.dataset.get(name, run.config.get(name)) for run in task.runs]
+        return sorted({value for value in found if isinstance(value, (str, float, int))}, key=str)
+
+    def sizes(name: str) -> list[int]:
+        return [value for value in values(name) if isinstance(value, int) and value > 0]
+
+    facts = {"task": " · ".join([task.name, *map(str, values("description"))])}
+    splits = {split: sizes(f"num_{split}") for split in ("train", "validation", "test")}
+    facts["examples"] = ", ".join(f"{_either(found)} {split}" for split, found in splits.items() if found)
+    if all(len(found) == 1 for found in splits.values()):
+        facts["test share"] = f"{splits['test'][0] / sum(found[0] for found in splits.values()):.0%}"
+    facts["classes"] = _either(sizes("num_classes"))
+    if facts["classes"] == "1":
+        facts["classes"] = "none: the target is a number"
+    noise = [f"{value:.0%}" if value else "none" for value in values("noise") if is_number(value)]
+    facts["label noise"] = " or ".join(noise) + (
+        " of training and validation labels" if noise and noise != ["none"] else ""
+    )
+    facts["model"] = " or ".join(str(model) for model in values("model"))
+    facts["parameters"] = _either(sizes("num_parameters"))
+    facts["epochs"] = " or ".join(f"{value:g}" for value in values("epochs") if is_number(value))
+    return {name: text for name, text in facts.items() if text}
+
+
+def _either(numbers: Sequence[int]) -> str:
+    return " or ".join(f"{number:,}" for number in numbers)
+
+
+def _facts(facts: dict[str, str]) -> str:
+    return "<dl>" + "".join(f"<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>" for k, v in facts.items()) + "</dl>"
+
+
+def headline(task: TaskSummary) -> str:
+    """Return the result in one or two sentences, with no more than the numbers support."""
     entries = [(s, s.final("score", 100)) for s in task.chosen]
     entries = sorted(((s, m) for s, m in entries if math.isfinite(m.value)), key=lambda e: -e[1].value)
     if not entries and all(run.diverged for run in task.runs):
-        return "All runs diverged: there is no number to compare."
+        return "All runs diverged: there is nothing to compare."
     if not entries:
-        return "No run has finished yet: the curves show how far they are."
+        return "No run has finished yet. The curves show the progress so far."
     (first, mean), *rest = entries
-    name, *others = (f"{setting.method} {setting.told}".strip() for setting, _ in entries)
+    name, *others = (f"{setting.method} {setting.differences}".strip() for setting, _ in entries)
     score = f"test {task.metric} of {mean.value:.2f}" + ("" if math.isnan(mean.error) else f" ± {mean.error:.2f}")
     unit = " %" if task.unit == "%" else " (×100)"
     if not rest:
-        which = "best on validation" if task.validated(first) else "first, as none has a validation score"
+        which = "best on validation" if task.has_validation(first) else "first (there is no validation score)"
         among = f"Of {len(task.settings)} settings, the {which}, " if len(task.settings) > 1 else ""
         return f"{among}{name}{',' if among else ''} reaches a {score}{unit}."
     next_mean = rest[0][1]
@@ -179,41 +208,41 @@ def headline(task: Task) -> str:
     elif best_of([mean, next_mean]) == 0:
         verdict = f"{margin}, more than the standard error of the difference."
     elif math.isnan(mean.error) or math.isnan(next_mean.error):
-        verdict = f"{margin}; with one run of either, that says little."
+        verdict = f"{margin}; one of them has a single run, so this is weak evidence."
     else:
-        verdict = f"{margin}, which is within the error."
-    among = f"Of {task.pick}, " if len(task.settings) > len(task.chosen) else ""
-    return f"{among}{name} has the highest {score}{unit}, {verdict}{_uneven(task, [s for s, _ in entries])}"
+        verdict = f"{margin}, less than the standard error of the difference."
+    among = f"Of {task.selection}, " if len(task.settings) > len(task.chosen) else ""
+    return f"{among}{name} has the highest {score}{unit}, {verdict}{_uneven_tuning(task, [s for s, _ in entries])}"
 
 
-def _uneven(task: Task, compared: Sequence[Setting]) -> str:
-    """A sentence, if some methods had more settings than others to choose the compared one from: it is an advantage."""
-    tried = {method: number for method, number in task.tried.items() if method in {s.method for s in compared}}
-    if len(set(tried.values())) < 2:
+def _uneven_tuning(task: TaskSummary, compared: Sequence[SettingSummary]) -> str:
+    """Return a sentence if some methods had more settings to choose from than others, which is an advantage."""
+    counts = {m: number for m, number in task.num_settings.items() if m in {s.method for s in compared}}
+    if len(set(counts.values())) < 2:
         return ""
-    told = ", ".join(f"{method} {number}" for method, number in tried.items())
-    return f" Not all had as many settings to choose from: {told}."
+    listed = ", ".join(f"{method} {number}" for method, number in counts.items())
+    return f" The methods had different numbers of settings to choose from: {listed}."
 
 
-def _missing(problems: Sequence[Problem]) -> str:
+def _problems(problems: Sequence[RunProblem]) -> str:
     if not problems:
         return ""
     items = "".join(f"<li>{escape(str(problem))}</li>" for problem in problems)
-    count = _count(len(problems), "thing")
+    count = _count(len(problems), "item")
     opened = " open" if len(problems) <= 6 else ""
     return f'<details class="missing"{opened}><summary>{count} missing or damaged</summary><ul>{items}</ul></details>'
 
 
-def _grid(chosen: Sequence[Figure], figures: list[Figure]) -> str:
-    """Places for figures; their numbers go into ``figures``."""
+def _grid(chosen: Sequence[Plot], plots: list[Plot]) -> str:
+    """Return placeholders for plots, and append the plots to ``plots``."""
     places = []
-    for figure in chosen:
+    for plot in chosen:
         places.append(
-            f'<figure data-figure="{len(figures)}" data-name="{escape(figure.name)}">'
-            f'<figcaption>{escape(figure.title)}</figcaption><div class="plot"></div><div class="legend"></div>'
-            + (f'<p class="note">{escape(figure.note)}</p></figure>' if figure.note else "</figure>")
+            f'<figure data-plot="{len(plots)}" data-name="{escape(plot.name)}">'
+            f'<figcaption>{escape(plot.title)}</figcaption><div class="plot"></div><div class="legend"></div>'
+            + (f'<p class="note">{escape(plot.note)}</p></figure>' if plot.note else "</figure>")
         )
-        figures.append(figure)
+        plots.append(plot)
     return f'<div class="figures">{"".join(places)}</div>' if places else ""
 
 
@@ -221,33 +250,49 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-# -------------------------------------------------------------------------------- what is inside
+# -------------------------------------------------------------------------------- tables
 
 
-def _data(figures: Sequence[Figure]) -> str:
-    """The figures as JSON that is safe inside a script element. Curves share columns, epochs above all."""
-    columns: dict[tuple[float | None, ...], int] = {}
-
-    def column(values: Sequence[float]) -> int:
-        rounded = tuple(float(f"{v:.{DIGITS}g}") if math.isfinite(v) else None for v in values)
-        return columns.setdefault(rounded, len(columns))
-
-    def series(s: Series) -> dict[str, Any]:
-        look = {"name": s.name, "method": method_class(s.method), "dash": s.dash, "shade": s.shade, "shown": s.shown}
-        look["gaps"] = list(s.gaps)
-        return look | {name: column(getattr(s, name)) for name in ("x", "y", "error", "count")}
-
-    def figure(f: Figure) -> dict[str, Any]:
-        words = ("title", "x_label", "y_label", "log_x", "log_y", "ticks", "y_bounds", "points", "from_tenth")
-        return {name: getattr(f, name) for name in words} | {"series": [series(s) for s in f.series]}
-
-    body = [figure(f) for f in figures]
-    dashes = [" ".join(f"{x:g}" for x in dash) for dash in DASHES]
-    return _inside({"figures": body, "columns": list(columns), "dashes": dashes})
+def html_table(table: ReportTable) -> str:
+    """Return the table with a button in each heading, by which page.js sorts."""
+    heads = "".join(
+        f'<th scope="col" aria-sort="none" class="{"number" if numeric else "text"}">'
+        f'<button type="button">{escape(text)}</button></th>'
+        for text, numeric in zip(table.headings, table.numeric, strict=True)
+    )
+    rows = "\n".join(
+        "<tr>" + "".join(_html_cell(cell, n) for cell, n in zip(row, table.numeric, strict=True)) + "</tr>"
+        for row in table.rows
+    )
+    return (
+        f'<div class="card"><div class="scroll" tabindex="0" role="region" aria-label="{escape(table.name)}">'
+        f'<table data-table="{escape(table.name)}">\n<thead><tr>{heads}</tr></thead>\n<tbody>\n{rows}\n</tbody></table>'
+        f'</div><p class="caption">{escape(table.caption)}</p></div>'
+    )
 
 
-def _inside(content: Any) -> str:
-    """JSON that cannot end the element it is in."""
+def _html_cell(cell: TableCell, numeric: bool) -> str:
+    # In full precision, for sorting and for programs that parse the page.
+    data = "" if cell.value is None else f' data-value="{cell.value!r}"'
+    data += "" if cell.error is None else f' data-error="{cell.error!r}"'
+    text = f"<b>{escape(cell.text)}</b>" if cell.best else escape(cell.text)
+    kind = "number" if numeric else "text"
+    if not numeric and any(len(word) > LONG_WORD for word in cell.text.split()):
+        kind = "text long"
+    return f'<td class="{kind}"{data}>{_dot(cell.method) if cell.method else ""}{text}</td>'
+
+
+def _dot(method: str) -> str:
+    """Return a dot in the method's colour."""
+    kind = method_class(method)
+    return f'<svg class="dot m-{kind}" viewBox="0 0 10 10" aria-hidden="true"><circle cx="5" cy="5" r="5"/></svg>'
+
+
+# -------------------------------------------------------------------------------- data, style and script
+
+
+def _safe_json(content: Any) -> str:
+    """Return JSON that cannot close the element it is in."""
     text = json.dumps(content, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
@@ -263,7 +308,7 @@ def _style() -> str:
 
 
 def _policy(style: str, script: str) -> str:
-    """Nothing from anywhere, but this style and this script."""
+    """Return a content security policy that allows this style and this script only."""
     return f"default-src 'none'; img-src data:; style-src {_hash(style)}; script-src {_hash(script)}"
 
 

@@ -1,7 +1,7 @@
-"""Reading runs for a report: whatever can be read, and a list of what cannot, each by its file and line.
+"""Read the records of runs. What cannot be read is listed as a problem, by file and line.
 
-A report is often wanted of runs that are not finished or that went wrong, so nothing here stops at the first mistake,
-and nothing is dropped without a word. Only numbers and the few texts that a report shows leave this file.
+Reports are often written about unfinished or damaged runs, so reading never stops at the first error and drops nothing
+silently. Only numbers and the few texts that a report shows are passed on.
 """
 
 from __future__ import annotations
@@ -11,201 +11,217 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tiltsam.lab.files import parse_json
 from tiltsam.lab.record import check_result, folders_of_runs, is_number, read_metrics, tests_of_sweep
 
-__all__ = ["Problem", "Reading", "Run", "read_runs"]
+__all__ = ["MetricsRow", "RunProblem", "RunRecord", "RunSet", "measured", "read_runs"]
 
-Row = dict[str, float]
-"""A line of metrics: its numbers by name."""
+MetricsRow = dict[str, float]
+"""The numbers of one line of ``metrics.jsonl``, by name."""
 
 
 @dataclass(frozen=True)
-class Problem:
-    """Something that a reader of the report must know: what is wrong, and where."""
+class RunProblem:
+    """Something missing or damaged that a reader of the report must know about."""
 
     where: str
-    """A file, with its line where there is one, or a run."""
+    """A file, with its line if there is one, or a run."""
     what: str
     task: str = ""
-    """The task it belongs to; empty if that cannot be told."""
+    """The task it belongs to; empty if unknown."""
 
     def __str__(self) -> str:
         return f"{self.where}: {self.what}"
 
 
 @dataclass(frozen=True)
-class Run:
-    """One run as it was found."""
+class RunRecord:
+    """One run as found on disk."""
 
     folder: Path
     config: dict[str, Any]
-    rows: list[Row]
-    """Lines of metrics by epoch, without those of an attempt that was killed and begun again."""
-    result: Row | None
-    """The final numbers; None while there are none."""
-    metric: str
-    """What counts on the task, ``accuracy`` for example; empty as long as no line tells."""
+    rows: list[MetricsRow] = field(default_factory=list)
+    """Metrics by epoch, without those of an attempt that was killed and restarted."""
+    result: MetricsRow | None = None
+    """The final numbers; None until the run has finished."""
+    metric: str = ""
+    """The metric of the task, such as ``accuracy``; empty if the record does not name one yet."""
     environment: dict[str, Any] = field(default_factory=dict)
+    dataset: dict[str, Any] = field(default_factory=dict)
+    """Numbers of examples and classes; empty in records of earlier versions."""
     flatness: dict[str, Any] | None = None
     """What ``tiltsam sharpness`` measured."""
     diverged: str = ""
-    """Why training could not go on; empty if it can."""
+    """Why training stopped, if it diverged."""
     notes: str = ""
-    """What somebody wrote about it, in ``notes.txt``."""
+    """The content of ``notes.txt``."""
+    swept: bool = False
+    """Whether its settings were chosen by ``tiltsam sweep`` on the validation split."""
 
     @property
     def task(self) -> str:
-        """What was learnt."""
+        """The name of the task."""
         return str(self.config.get("task", "?"))
 
     @property
     def method(self) -> str:
-        """How."""
+        """The name of the method."""
         return str(self.config.get("method", "?"))
 
     @property
     def seed(self) -> Any:
-        """The seed, a number unless the config is odd."""
+        """The seed; not a number if the config is damaged."""
         return self.config.get("seed", "?")
 
     @property
     def finished(self) -> bool:
-        """Whether it has its final numbers."""
+        """Whether the run has final numbers."""
         return self.result is not None
 
     @property
     def score(self) -> float:
-        """The final test score; NaN while there is none."""
+        """The final test score, or NaN."""
         return math.nan if self.result is None else self.result.get("score", math.nan)
 
     @property
     def state(self) -> str:
-        """Whether it has finished, in a word or two."""
+        """``finished``, ``diverged`` or ``not finished``."""
         return "finished" if self.finished else "diverged" if self.diverged else "not finished"
 
-    def reached(self) -> str:
-        """How far it is, in words."""
+    @property
+    def progress(self) -> str:
+        """How far training got, such as ``epoch 2 of 6``."""
         epochs = self.config.get("epochs")
         of = f" of {epochs:g}" if is_number(epochs) else ""
         return f"epoch {self.rows[-1]['epoch']:g}{of}" if self.rows else f"no epoch{of} finished"
 
 
-@dataclass(frozen=True)
-class Reading:
-    """What was found below some folders."""
+class RunSet(NamedTuple):
+    """The runs below some folders, and what could not be read."""
 
-    runs: list[Run]
-    problems: list[Problem]
+    runs: list[RunRecord]
+    problems: list[RunProblem]
 
 
-def read_runs(folders: Sequence[Path]) -> Reading:
-    """Read every run in the folders and below them; a run that is reached twice counts once.
+def read_runs(folders: Sequence[Path]) -> RunSet:
+    """Read all runs below the folders.
 
     Raises:
-        RecordError: If a folder holds no run at all.
+        RecordError: If one of the folders contains no run.
     """
-    runs: list[Run] = []
-    problems: list[Problem] = []
-    for place in folders_of_runs(folders):
-        config = _read_object(place / "config.json", problems)
+    runs: list[RunRecord] = []
+    problems: list[RunProblem] = []
+    swept = {run.resolve() for folder in folders for sweep in _sweeps(folder) for run in tests_of_sweep(sweep)}
+    for folder in folders_of_runs(folders):
+        config = _read_object(folder / "config.json", problems)
         if config is None:
             continue
-        task = str(config.get("task", "?"))
-        own: list[Problem] = []
-        rows, metric = _read_metrics(place / "metrics.jsonl", own)
-        result = _read_result(place / "result.json", own) if (place / "result.json").exists() else None
-        if result is not None:
-            metric = result["metric"]
-        environment = place / "environment.json"
-        flatness = place / "flatness.json"
-        runs.append(
-            Run(
-                folder=place,
-                config=config,
-                rows=rows,
-                result=None if result is None else _numbers(result),
-                metric=metric,
-                environment=(_read_object(environment, own) or {}) if environment.exists() else {},
-                flatness=_read_object(flatness, own) if flatness.exists() else None,
-                diverged=_read_text(place / "diverged.txt", own),
-                notes=_read_text(place / "notes.txt", own),
-            )
-        )
-        problems += [Problem(p.where, p.what, task) for p in own]
-    problems += [problem for folder in folders if (folder / "sweep.json").exists() for problem in _not_here(folder)]
-    return _without_twins(runs, problems)
+        found: list[RunProblem] = []
+        runs.append(_read_run(folder, config, found, swept=folder.resolve() in swept))
+        problems += [RunProblem(p.where, p.what, runs[-1].task) for p in found]
+    for sweep in (folder for folder in folders if (folder / "sweep.json").exists()):
+        for run, (name, state) in tests_of_sweep(sweep).items():
+            if not (run / "config.json").exists():
+                problems.append(RunProblem(name, f"no record here; its state in sweep.json is {state}"))
+    return _drop_duplicates(runs, problems)
 
 
-def _not_here(sweep: Path) -> list[Problem]:
-    """Tests of a sweep without a record: they have not begun, or are on another machine."""
-    tests = tests_of_sweep(sweep).items()
-    gone = [told for run, told in tests if not (run / "config.json").exists()]
-    return [Problem(name, f"no record here; by sweep.json it is {state}") for name, state in gone]
+def measured(content: Any, *path: str) -> list[float]:
+    """Return the numbers at a path in a measurement: a list, or one number as a list, with NaN for missing ones."""
+    for key in path:
+        content = content.get(key) if isinstance(content, dict) else None
+    entries = content if isinstance(content, list) and content else [content]
+    return [float(x) if is_number(x) else math.nan for x in entries]
 
 
-def _read_object(path: Path, problems: list[Problem]) -> dict[str, Any] | None:
-    """A JSON object, or None and a problem."""
+def _sweeps(folder: Path) -> list[Path]:
+    """Return the folder if it is that of a sweep, and the sweeps in its ``sweeps`` folder."""
+    return [place for place in (folder, *folder.glob("sweeps/*")) if (place / "sweep.json").exists()]
+
+
+def _read_run(folder: Path, config: dict[str, Any], problems: list[RunProblem], *, swept: bool) -> RunRecord:
+    rows, metric = _read_metrics(folder / "metrics.jsonl", problems)
+    result = _read_result(folder / "result.json", problems)
+    return RunRecord(
+        folder=folder,
+        config=config,
+        rows=rows,
+        result=None if result is None else _numbers(result),
+        metric=metric if result is None else result["metric"],
+        environment=_read_optional(folder / "environment.json", problems) or {},
+        dataset=_read_optional(folder / "dataset.json", problems) or {},
+        flatness=_read_optional(folder / "flatness.json", problems),
+        diverged=_read_text(folder / "diverged.txt", problems),
+        notes=_read_text(folder / "notes.txt", problems),
+        swept=swept,
+    )
+
+
+def _read_optional(path: Path, problems: list[RunProblem]) -> dict[str, Any] | None:
+    """Return a JSON object, or None if there is no file or it is damaged."""
+    return _read_object(path, problems) if path.exists() else None
+
+
+def _read_object(path: Path, problems: list[RunProblem]) -> dict[str, Any] | None:
+    """Return a JSON object, or None and append a problem."""
     try:
         content = parse_json(path.read_bytes())
     except OSError as error:
-        problems.append(Problem(str(path), f"cannot be read ({error.strerror})"))
-    except ValueError as error:  # no JSON, no UTF-8
-        problems.append(Problem(str(path), f"damaged: {error}"))
+        problems.append(RunProblem(str(path), f"cannot be read ({error.strerror})"))
+    except ValueError as error:  # not JSON or not UTF-8
+        problems.append(RunProblem(str(path), f"damaged: {error}"))
     else:
         if isinstance(content, dict):
             return content
-        problems.append(Problem(str(path), "damaged: not a JSON object"))
+        problems.append(RunProblem(str(path), "damaged: not a JSON object"))
     return None
 
 
-def _read_result(path: Path, problems: list[Problem]) -> dict[str, Any] | None:
-    """The final numbers, or None and a problem."""
-    found = _read_object(path, problems)
+def _read_result(path: Path, problems: list[RunProblem]) -> dict[str, Any] | None:
+    found = _read_optional(path, problems)
     try:
         return None if found is None else check_result(found)
     except ValueError as error:
-        problems.append(Problem(str(path), f"damaged: {error}"))
+        problems.append(RunProblem(str(path), f"damaged: {error}"))
         return None
 
 
-def _read_metrics(path: Path, problems: list[Problem]) -> tuple[list[Row], str]:
-    """The lines by epoch, and the metric that counts: the first of the test's. A damaged line becomes a problem."""
+def _read_metrics(path: Path, problems: list[RunProblem]) -> tuple[list[MetricsRow], str]:
+    """Return the rows by epoch and the task's metric, which is the first one of the test split."""
     try:
         found, damaged = read_metrics(path)
     except OSError as error:
-        problems.append(Problem(str(path), f"cannot be read ({error.strerror})"))
+        problems.append(RunProblem(str(path), f"cannot be read ({error.strerror})"))
         return [], ""
     for number, what in damaged.items():
-        problems.append(Problem(f"{path}, line {number}", f"damaged, left out: {what}"))
+        problems.append(RunProblem(f"{path}, line {number}", f"damaged, skipped: {what}"))
     rows = [_numbers(row) for row in found]
-    tested = (k[len("test_") :] for row in rows for k in row if k.startswith("test_") and k != "test_loss")
+    tested = (k.removeprefix("test_") for row in rows for k in row if k.startswith("test_") and k != "test_loss")
     return rows, next(tested, "")
 
 
-def _read_text(path: Path, problems: list[Problem]) -> str:
+def _read_text(path: Path, problems: list[RunProblem]) -> str:
     try:
         return path.read_text(encoding="utf-8", errors="replace").strip() if path.exists() else ""
     except OSError as error:
-        problems.append(Problem(str(path), f"cannot be read ({error.strerror})"))
+        problems.append(RunProblem(str(path), f"cannot be read ({error.strerror})"))
         return ""
 
 
-def _without_twins(runs: list[Run], problems: list[Problem]) -> Reading:
-    """Of several records of one config and seed, which would count twice in a mean, keep one: a finished one first."""
-    kept: dict[str, Run] = {}
+def _drop_duplicates(runs: list[RunRecord], problems: list[RunProblem]) -> RunSet:
+    """Keep one record per config and seed, a finished one if possible: a second one would count twice in a mean."""
+    kept: dict[str, RunRecord] = {}
     problems = list(problems)
     for run in sorted(runs, key=lambda r: not r.finished):
-        same = {k: v for k, v in run.config.items() if k != "device"}
-        first = kept.setdefault(json.dumps(same, sort_keys=True), run)
+        config = {k: v for k, v in run.config.items() if k != "device"}
+        first = kept.setdefault(json.dumps(config, sort_keys=True), run)
         if first is not run:
-            what = f"left out: the same config and seed as {first.folder}"
-            problems.append(Problem(str(run.folder), what, run.task))
+            problems.append(RunProblem(str(run.folder), f"skipped: same config and seed as {first.folder}", run.task))
     chosen = {id(run) for run in kept.values()}
-    return Reading([run for run in runs if id(run) in chosen], problems)
+    return RunSet([run for run in runs if id(run) in chosen], problems)
 
 
-def _numbers(row: dict[str, Any]) -> Row:
+def _numbers(row: dict[str, Any]) -> MetricsRow:
     return {k: float(v) for k, v in row.items() if is_number(v)}

@@ -1,83 +1,110 @@
-"""The tables of a report: what stands in each cell. How a table is written is the business of :mod:`.writing`."""
+"""Build the tables of a report, and write them as Markdown and LaTeX. Text from records is never markup."""
 
 from __future__ import annotations
 
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tiltsam.lab.record import is_number
-from tiltsam.lab.report.runs import Problem, Run
-from tiltsam.lab.report.settings import Setting, Task
+from tiltsam.lab.report.runs import RunProblem, RunRecord, measured
+from tiltsam.lab.report.summary import SettingSummary, TaskSummary
 from tiltsam.lab.stats import Mean, best_of, format_mean, mean_of
 
-__all__ = ["Cell", "Table", "flatness_table", "number_cell", "overview_table", "results_table", "runs_table"]
+__all__ = [
+    "ReportTable",
+    "TableCell",
+    "comparable_flatness",
+    "flatness_table",
+    "latex_table",
+    "markdown_table",
+    "methods_table",
+    "overview_table",
+    "results_table",
+    "runs_table",
+]
 
 MEANS = "mean ± standard error over seeds"
 BOLD = "Bold: ahead of the next by more than the standard error of their difference."
 
 
 @dataclass(frozen=True)
-class Cell:
-    """A cell: what it shows and what it sorts by."""
+class TableCell:
+    """A cell: its text, and the number it sorts by."""
 
     text: str
     value: float | None = None
-    """The number behind the text, in full."""
+    """The number behind the text, in full precision."""
     error: float | None = None
     best: bool = False
     method: str = ""
-    """The method whose colour goes with it."""
+    """The method whose colour marks the cell."""
 
 
 @dataclass(frozen=True)
-class Table:
-    """A table: a name for its files, headings, rows of cells."""
+class ReportTable:
+    """A table: a name for its files, headings and rows."""
 
     name: str
     caption: str
     headings: list[str]
-    rows: list[list[Cell]]
+    rows: list[list[TableCell]]
     numeric: list[bool]
-    """Which columns are numbers, right-aligned."""
+    """Which columns contain numbers and are right-aligned."""
 
 
 @dataclass(frozen=True)
-class _Column:
+class NumberColumn:
+    """A column of means."""
+
     heading: str
-    of: Callable[[Setting], Mean]
+    mean: Callable[[SettingSummary], Mean]
     digits: int | None = 2
-    """After the point; None takes as many as the error leaves standing."""
+    """Digits after the point; None chooses a common scale and precision for the column."""
     highest: bool | None = True
-    """Whether more is better; None where neither is."""
+    """Whether higher is better; None if neither is."""
 
 
-def results_table(task: Task) -> Table:
-    """One row per setting: the final numbers, mean ± standard error over seeds."""
-    metric, unit = task.metric, task.unit
+def methods_table(task: TaskSummary) -> ReportTable:
+    """Return one row per setting: the values of the method's own settings, and how they were selected."""
+    rows = [
+        [
+            TableCell(s.method, method=s.method),
+            TableCell(s.method_options or "–"),
+            TableCell(f"{s.options['lr']:g}" if isinstance(s.options.get("lr"), float) else "–"),
+            TableCell(task.tuning(s)),
+        ]
+        for s in task.settings
+    ]
+    caption = f"{task.name}: settings of each method. Defaults are replaced by the values they stand for."
+    return ReportTable("methods", caption, ["method", "settings", "lr", "selection"], rows, [False] * 4)
+
+
+def results_table(task: TaskSummary) -> ReportTable:
+    """Return one row per setting: the final numbers, mean ± standard error over seeds."""
     columns = [
-        _Column(f"test {metric} ({unit})", lambda s: s.final("score", 100)),
-        _Column("at best validation", lambda s: s.final("score_at_best_validation", 100)),
-        _Column("test loss", lambda s: s.final("test_loss"), 3, highest=False),
-        _Column("train loss", lambda s: s.final("train_loss"), 3, highest=None),
-        _Column("passes", lambda s: s.final("passes"), 0, highest=None),
-        _Column("seconds", lambda s: s.final("seconds"), 1, highest=None),
+        NumberColumn(f"test {task.metric} ({task.unit})", lambda s: s.final("score", 100)),
+        NumberColumn("at best validation", lambda s: s.final("score_at_best_validation", 100)),
+        NumberColumn("test loss", lambda s: s.final("test_loss"), 3, highest=False),
+        NumberColumn("train loss", lambda s: s.final("train_loss"), 3, highest=None),
+        NumberColumn("passes", lambda s: s.final("passes"), 0, highest=None),
+        NumberColumn("seconds", lambda s: s.final("seconds"), 1, highest=None),
     ]
     caption = f"{task.name}: numbers at the end of training, {MEANS}; losses in {task.loss_unit}. {BOLD}"
-    table = _of_settings("results", caption, task.settings, columns)
+    table = _settings_table("results", caption, task.settings, columns)
     for row, setting in zip(table.rows, task.settings, strict=True):
-        done, all_ = len(setting.finished), len(setting.runs)
-        row.append(Cell(f"{done}" if done == all_ else f"{done} of {all_}", done))
+        done, total = len(setting.finished), len(setting.runs)
+        row.append(TableCell(f"{done}" if done == total else f"{done} of {total}", done))
     return replace(table, headings=[*table.headings, "runs"], numeric=[*table.numeric, True])
 
 
-def overview_table(tasks: Sequence[Task]) -> Table:
-    """Methods against tasks: of each method the setting that was best on the validation split."""
+def overview_table(tasks: Sequence[TaskSummary]) -> ReportTable:
+    """Return methods by tasks, with the setting of each method that is best on validation."""
     methods = list(dict.fromkeys(s.method for task in tasks for s in task.settings))
-    columns: list[list[Cell]] = []
+    columns: list[list[TableCell]] = []
     counts: list[int] = []
     for task in tasks:
         chosen = {s.method: s.final("score", 100) for s in task.chosen}
@@ -85,17 +112,17 @@ def overview_table(tasks: Sequence[Task]) -> Table:
         counts += [mean.runs for mean in means]
         best = best_of(means)
         columns.append([number_cell(mean, 2, best=i == best) for i, mean in enumerate(means)])
-    rows = [[Cell(method, method=method), *cells] for method, *cells in zip(methods, *columns, strict=True)]
-    pick = max((task.pick for task in tasks), key=len)  # the longer one tells of what has no validation score, too
-    caption = f"Test scores of {pick}, {MEANS}{_of_runs(counts)}. {BOLD}"
-    if any(len(set(task.tried.values())) > 1 for task in tasks):
-        caption += " Not all had as many settings to choose from."
+    rows = [[TableCell(method, method=method), *cells] for method, *cells in zip(methods, *columns, strict=True)]
+    selection = max((task.selection for task in tasks), key=len)  # the longer one includes missing validation scores
+    caption = f"Test scores of {selection}, {MEANS}{_run_counts(counts)}. {BOLD}"
+    if any(len(set(task.num_settings.values())) > 1 for task in tasks):
+        caption += " The methods had different numbers of settings to choose from."
     headings = ["method", *(f"{task.name}: {task.metric} ({task.unit})" for task in tasks)]
-    return Table("overview", caption, headings, rows, [False, *(True for _ in tasks)])
+    return ReportTable("overview", caption, headings, rows, [False, *(True for _ in tasks)])
 
 
-def runs_table(task: Task) -> Table:
-    """Every run as it is in its record."""
+def runs_table(task: TaskSummary) -> ReportTable:
+    """Return one row per run, as recorded."""
     with_notes = any(run.notes for run in task.runs)
     rows = []
     for setting in task.settings:
@@ -103,29 +130,29 @@ def runs_table(task: Task) -> Table:
             last = run.rows[-1] if run.rows else {}
             seed = float(run.seed) if isinstance(run.seed, int) else None
             cells = [
-                Cell(setting.name, method=setting.method),
-                Cell(str(run.seed), seed),
+                TableCell(setting.name, method=setting.method),
+                TableCell(str(run.seed), seed),
                 number_cell(mean_of([100 * run.score] if run.finished else []), 2),
                 number_cell(mean_of([last["epoch"]] if last else []), None),
                 number_cell(mean_of([last["passes"]] if "passes" in last else []), 0),
                 number_cell(mean_of([last["seconds"]] if "seconds" in last else []), 1),
-                Cell(run.state),
-                Cell(_machine(run)),
-                Cell(str(run.folder)),
+                TableCell(run.state),
+                TableCell(_machine(run)),
+                TableCell(str(run.folder)),
             ]
-            rows.append(cells + ([Cell(run.notes)] if with_notes else []))
+            rows.append(cells + ([TableCell(run.notes)] if with_notes else []))
     headings = ["setting", "seed", f"test {task.metric} ({task.unit})", "epoch", "passes", "seconds", "state"]
     headings += ["machine", "folder", *(["notes"] if with_notes else [])]
     numeric = [False, True, True, True, True, True, False, False, False, *([False] if with_notes else [])]
-    return Table("runs", f"{task.name}: every run.", headings, rows, numeric)
+    return ReportTable("runs", f"{task.name}: all runs.", headings, rows, numeric)
 
 
 # -------------------------------------------------------------------------------- flatness
 
 
-def comparable(task: Task) -> tuple[list[Setting], list[Problem]]:
-    """Settings with those runs whose flatness was measured on the same examples, and a word about the others."""
-    marks = Counter(_mark(run) for run in task.runs if run.flatness is not None and not _outdated(run))
+def comparable_flatness(task: TaskSummary) -> tuple[list[SettingSummary], list[RunProblem]]:
+    """Return the settings with the runs whose flatness was measured on the same examples, and problems for the rest."""
+    marks = Counter(_examples_mark(run) for run in task.runs if run.flatness is not None and not _outdated(run))
     mark = marks.most_common(1)[0][0] if marks else ""
     problems, kept = [], []
     for setting in task.settings:
@@ -133,91 +160,78 @@ def comparable(task: Task) -> tuple[list[Setting], list[Problem]]:
         for run in setting.runs:
             if run.flatness is None:
                 continue
-            if not _outdated(run) and _mark(run) == mark:
+            if not _outdated(run) and _examples_mark(run) == mark:
                 runs.append(run)
                 continue
-            why = (
-                "before training had finished: measure it again"
-                if _outdated(run)
-                else "on other examples than most runs"
-            )
-            problems.append(Problem(str(run.folder / "flatness.json"), f"left out: measured {why}", task.name))
+            why = "before training finished; measure it again" if _outdated(run) else "on other examples than most runs"
+            problems.append(RunProblem(str(run.folder / "flatness.json"), f"skipped: measured {why}", task.name))
         if marks and len(runs) < len(setting.runs):
-            what = f"flatness measured of {len(runs)} of {len(setting.runs)} runs"
-            problems.append(Problem(setting.name, what, task.name))
+            what = f"flatness is measured for {len(runs)} of {len(setting.runs)} runs"
+            problems.append(RunProblem(setting.name, what, task.name))
         if runs:
             kept.append(replace(setting, runs=runs))
     return kept, problems
 
 
-def _outdated(run: Run) -> bool:
-    """Whether its flatness is that of a checkpoint, and it has finished since."""
+def _outdated(run: RunRecord) -> bool:
+    """Return whether flatness was measured at a checkpoint of a run that has finished since."""
     return run.finished and _about(run).get("finished") is False
 
 
-def measured(run: Run, *path: str) -> list[float]:
-    """A list of numbers, or one number as a list, out of what was measured; NaN where there is none."""
-    found: Any = run.flatness
-    for key in path:
-        found = found.get(key) if isinstance(found, dict) else None
-    entries = found if isinstance(found, list) and found else [found]
-    return [float(x) if is_number(x) else math.nan for x in entries]
+def flatness_table(settings: Sequence[SettingSummary], task: TaskSummary, std: float = 0.01) -> ReportTable:
+    """Return the flatness at the trained weights, mean ± standard error over seeds; lower is flatter."""
 
+    def scalar(*path: str) -> Callable[[SettingSummary], Mean]:
+        return lambda s: mean_of([measured(run.flatness, *path)[0] for run in s.runs])
 
-def flatness_table(settings: Sequence[Setting], task: Task, std: float = 0.01) -> Table:
-    """How flat the minima are, mean ± standard error over seeds; lower is flatter."""
+    def around(name: str) -> Callable[[SettingSummary], Mean]:
+        return lambda s: mean_of([_at_noise(run, name, std) for run in s.runs])
 
-    def scalar(*path: str) -> Callable[[Setting], Mean]:
-        return lambda s: mean_of([measured(run, *path)[0] for run in s.runs])
-
-    def around(name: str) -> Callable[[Setting], Mean]:
-        return lambda s: mean_of([_at(run, name, std) for run in s.runs])
-
-    def rise(setting: Setting) -> Mean:
-        return mean_of([_at(run, "mean", std) - measured(run, "loss")[0] for run in setting.runs])
+    def rise(setting: SettingSummary) -> Mean:
+        return mean_of([_at_noise(run, "mean", std) - measured(run.flatness, "loss")[0] for run in setting.runs])
 
     columns = [
-        _Column("loss", scalar("loss"), None, highest=None),
-        _Column(f"mean rise at {std:g}", rise, None, highest=False),
-        _Column(f"variance at {std:g}", around("variance"), None, highest=False),
-        _Column("worst case", scalar("worst_case", "value"), None, highest=False),
-        _Column("adaptive", scalar("adaptive", "value"), None, highest=False),
-        _Column("λ1", scalar("eigenvalues", "values"), None, highest=False),
-        _Column("trace", scalar("trace", "value"), None, highest=False),
+        NumberColumn("loss", scalar("loss"), None, highest=None),
+        NumberColumn(f"mean rise at {std:g}", rise, None, highest=False),
+        NumberColumn(f"variance at {std:g}", around("variance"), None, highest=False),
+        NumberColumn("worst case", scalar("worst_case", "value"), None, highest=False),
+        NumberColumn("adaptive", scalar("adaptive", "value"), None, highest=False),
+        NumberColumn("λ1", scalar("eigenvalues", "values"), None, highest=False),
+        NumberColumn("trace", scalar("trace", "value"), None, highest=False),
     ]
-    columns = [c for c in columns if any(math.isfinite(c.of(s).value) for s in settings)]
+    columns = [c for c in columns if any(math.isfinite(c.mean(s).value) for s in settings)]
     runs = [run for setting in settings for run in setting.runs]
     about = _about(runs[0])
     where = f"{about.get('examples', '?')} {about.get('split', '?')} examples of {about.get('task', '?')}"
-    means = MEANS + _of_runs([len(setting.runs) for setting in settings])
+    counts = _run_counts([len(setting.runs) for setting in settings])
     caption = (
-        f"Flatness at the trained weights on {where}, {means}; losses in {task.loss_unit}. Mean rise and "
-        f"variance: of the loss under noise of standard deviation {std:g} on every weight; worst cases: its largest "
-        f"rise {_nearby(runs)}; λ1 and trace: of the Hessian. {BOLD}"
+        f"Flatness at the trained weights on {where}, {MEANS}{counts}; losses in {task.loss_unit}. Mean rise and "
+        f"variance: of the loss under noise of standard deviation {std:g} on every weight; worst case and adaptive: "
+        f"its largest rise {_radius(runs)}; λ1 and trace: of the Hessian. {BOLD}"
     )
-    return _of_settings("flatness", caption, settings, columns)
+    return _settings_table("flatness", caption, settings, columns)
 
 
-def _at(run: Run, name: str, std: float) -> float:
-    """A statistic of the neighbourhood at a noise level; NaN if that was not measured."""
-    levels, values = measured(run, "neighborhood", "std"), measured(run, "neighborhood", name)
+def _at_noise(run: RunRecord, name: str, std: float) -> float:
+    """Return a statistic of the neighbourhood at a noise level, or NaN."""
+    levels, values = (measured(run.flatness, "neighborhood", key) for key in ("std", name))
     return next((v for s, v in zip(levels, values, strict=False) if math.isclose(s, std)), math.nan)
 
 
-def _about(run: Run) -> dict[str, Any]:
-    """What a run's flatness was measured on, and how."""
+def _about(run: RunRecord) -> dict[str, Any]:
+    """Return what a run's flatness was measured on, and how."""
     about = (run.flatness or {}).get("about")
     return about if isinstance(about, dict) else {}
 
 
-def _mark(run: Run) -> str:
-    """Which examples: more draws there, say, do not make them others."""
+def _examples_mark(run: RunRecord) -> str:
+    """Return what identifies the examples; the number of draws does not matter."""
     about = _about(run)
     return json.dumps([about.get(key) for key in ("task", "split", "examples")])
 
 
-def _nearby(runs: Sequence[Run]) -> str:
-    """How far worst cases are looked for, as far as that is known."""
+def _radius(runs: Sequence[RunRecord]) -> str:
+    """Return the radius of the worst case as text, if recorded."""
     found = [
         dict.fromkeys(f"{r:g}" for run in runs if isinstance(r := _about(run).get(key), (int, float)))
         for key in ("rho", "adaptive_rho")
@@ -231,37 +245,140 @@ def _nearby(runs: Sequence[Run]) -> str:
 # -------------------------------------------------------------------------------- cells
 
 
-def _of_settings(name: str, caption: str, settings: Sequence[Setting], columns: Sequence[_Column]) -> Table:
-    """A row per setting: its method, what tells it apart, and the columns."""
+def _settings_table(
+    name: str, caption: str, settings: Sequence[SettingSummary], columns: Sequence[NumberColumn]
+) -> ReportTable:
+    """Return a row per setting: its method, what distinguishes it, and the columns."""
     differ = any(setting.differs for setting in settings)
-    rows = [[Cell(s.method, method=s.method)] + ([Cell(s.told)] if differ else []) for s in settings]
+    rows = [[TableCell(s.method, method=s.method)] + ([TableCell(s.differences)] if differ else []) for s in settings]
+    headings = ["method", *(["settings"] if differ else [])]
     for column in columns:
-        means = [column.of(setting) for setting in settings]
+        means = [column.mean(setting) for setting in settings]
         best = None if column.highest is None else best_of(means, highest=column.highest)
-        for i, (row, mean) in enumerate(zip(rows, means, strict=True)):
-            row.append(number_cell(mean, column.digits, best=i == best))
-    headings = ["method", *(["settings"] if differ else []), *(column.heading for column in columns)]
-    return Table(name, caption, headings, rows, [False, *([False] if differ else []), *(True for _ in columns)])
+        heading, texts = column.heading, [format_mean(mean, column.digits) for mean in means]
+        if column.digits is None:
+            unit, texts = _common_notation(means)
+            heading += unit
+        headings.append(heading)
+        for i, (row, mean, text) in enumerate(zip(rows, means, texts, strict=True)):
+            row.append(replace(number_cell(mean, column.digits, best=i == best), text=text))
+    return ReportTable(name, caption, headings, rows, [False, *([False] if differ else []), *(True for _ in columns)])
 
 
-def _of_runs(counts: Sequence[int]) -> str:
-    """Of how many runs the means of a table are, which has no column that tells."""
+def _common_notation(means: Sequence[Mean]) -> tuple[str, list[str]]:
+    """Return the numbers of a column in one notation: a power of ten for its heading, and the texts.
+
+    All texts have the same number of digits after the point, so that they can be compared by eye. A column that spans
+    more than four orders of magnitude is written with exponents instead.
+    """
+    sizes = [abs(m.value) for m in means if math.isfinite(m.value) and m.value]
+    if not sizes:
+        return "", [format_mean(m) for m in means]
+    low, high = min(sizes), max(sizes)
+    if high > 1e4 * low:
+        return "", [_with_exponent(m) for m in means]
+    power = 0 if low >= 1e-2 and high < 1e5 else 3 * math.floor(math.log10(high) / 3)
+    scaled = [Mean(m.value / 10.0**power, m.error / 10.0**power, m.runs) for m in means]
+    # Two significant digits of the smallest error, or three of the smallest value if there is no error.
+    errors = [m.error for m in scaled if math.isfinite(m.error) and m.error]
+    smallest, significant = (min(errors), 2) if errors else (low / 10.0**power, 3)
+    digits = min(max(significant - 1 - math.floor(math.log10(smallest)), 0), 4)
+    return f" (1e{power})" if power else "", [format_mean(m, digits) for m in scaled]
+
+
+def _with_exponent(mean: Mean) -> str:
+    if not math.isfinite(mean.value):
+        return format_mean(mean)
+    return f"{mean.value:.1e}" + (f" ± {mean.error:.1e}" if math.isfinite(mean.error) else "")
+
+
+def _run_counts(counts: Sequence[int]) -> str:
+    """Return how many runs the means of a table are over, for tables without such a column."""
     some = [count for count in counts if count]
     if not some:
         return ""
     few, most = min(some), max(some)
-    told = f"{few} to {most} runs" if few < most else "1 run" if most == 1 else f"{most} runs"
-    return f", of {told} each"
+    text = f"{few} to {most} runs" if few < most else "1 run" if most == 1 else f"{most} runs"
+    return f", of {text} each"
 
 
-def number_cell(mean: Mean, digits: int | None, *, best: bool = False) -> Cell:
+def number_cell(mean: Mean, digits: int | None, *, best: bool = False) -> TableCell:
     """Return a cell that shows a mean; see :func:`tiltsam.lab.stats.format_mean`."""
     if not math.isfinite(mean.value):
-        return Cell(format_mean(mean))
-    return Cell(format_mean(mean, digits), mean.value, mean.error if math.isfinite(mean.error) else None, best)
+        return TableCell(format_mean(mean))
+    return TableCell(format_mean(mean, digits), mean.value, mean.error if math.isfinite(mean.error) else None, best)
 
 
-def _machine(run: Run) -> str:
+def _machine(run: RunRecord) -> str:
     environment = run.environment
     parts = [environment.get("gpu") or environment.get("device"), environment.get("torch")]
     return ", torch ".join(str(part) for part in parts if part)
+
+
+# -------------------------------------------------------------------------------- Markdown and LaTeX
+
+
+def markdown_table(table: ReportTable) -> str:
+    """Return the table in GitHub's Markdown, the best in bold."""
+    rule = "|".join("--:" if numeric else ":--" for numeric in table.numeric)
+    lines = ["| " + " | ".join(map(_markdown, table.headings)) + " |", f"|{rule}|"]
+    for row in table.rows:
+        cells = (f"**{_markdown(c.text)}**" if c.best else _markdown(c.text) for c in row)
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join([*lines, "", _markdown(table.caption), ""])
+
+
+def _markdown(text: str) -> str:
+    return re.sub(r"([\\`*_\[\]<>|#&~])", r"\\\1", " ".join(text.split()))
+
+
+_LATEX = {
+    "\\": r"\textbackslash{}",
+    "{": r"\{",
+    "}": r"\}",
+    "$": r"\$",
+    "&": r"\&",
+    "%": r"\%",
+    "#": r"\#",
+    "_": r"\_",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "<": r"\textless{}",
+    ">": r"\textgreater{}",
+    "±": r"$\pm$",
+    "×": r"$\times$",
+    "λ": r"$\lambda$",
+    "√": r"$\surd$",
+    "–": "--",
+    "²": r"$^2$",
+}
+
+
+def latex_table(table: ReportTable) -> str:
+    """Return a LaTeX ``table`` that uses ``booktabs``, the best in bold."""
+    columns = "".join("r" if numeric else "l" for numeric in table.numeric)
+    rows = [
+        " & ".join(rf"\textbf{{{_latex(c.text)}}}" if c.best else _latex(c.text) for c in row) + r" \\"
+        for row in table.rows
+    ]
+    return "\n".join(
+        [
+            "% needs \\usepackage{booktabs}",
+            r"\begin{table}",
+            r"\centering",
+            rf"\caption{{{_latex(table.caption)}}}",
+            rf"\begin{{tabular}}{{{columns}}}",
+            r"\toprule",
+            " & ".join(map(_latex, table.headings)) + r" \\",
+            r"\midrule",
+            *rows,
+            r"\bottomrule",
+            r"\end{tabular}",
+            r"\end{table}",
+            "",
+        ]
+    )
+
+
+def _latex(text: str) -> str:
+    return "".join(_LATEX.get(character, character) for character in " ".join(text.split()))

@@ -78,7 +78,7 @@ def _sweep(args: argparse.Namespace) -> None:
             raise
         raise ImportError("tiltsam sweep needs Optuna: pip install '.[sweep]'") from None
     from tiltsam.lab.record import tests_of_sweep
-    from tiltsam.lab.report.command import report
+    from tiltsam.lab.report import write_report
     from tiltsam.lab.screen import print_table
     from tiltsam.lab.sweeping.grids import SweepError, parse_grid
     from tiltsam.lab.sweeping.plan import Plan
@@ -123,6 +123,6 @@ def _sweep(args: argparse.Namespace) -> None:
             print(line)
     print(f"result: {outcome.path}")
     if any((run / "config.json").exists() for run in tests_of_sweep(outcome.path.parent)):  # not all on other machines
-        report([outcome.path.parent])
+        print(write_report([outcome.path.parent], outcome.path.parent / "report").message())
     if not outcome.best:
         raise SweepError("nothing could be chosen: no trial came to a number")

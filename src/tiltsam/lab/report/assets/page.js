@@ -1,4 +1,4 @@
-// Tables that sort. Figures are drawn by plot.js, which comes before this in the page.
+// Sorts tables, and draws plots lazily. The page includes plot.js first.
 
 for (const table of document.querySelectorAll("table")) {
   const headings = [...table.tHead.rows[0].cells];
@@ -10,7 +10,7 @@ for (const table of document.querySelectorAll("table")) {
 function sort(table, headings, column) {
   const heading = headings[column];
   const numeric = heading.classList.contains("number");
-  // A first click brings the largest number or the first name to the top.
+  // The first click puts the largest number or the first name at the top.
   const before = heading.getAttribute("aria-sort");
   const descending = before === "none" ? numeric : before === "ascending";
   for (const other of headings) other.setAttribute("aria-sort", "none");
@@ -27,12 +27,12 @@ function keyOf(cell, numeric) {
 }
 
 function compare(a, b, descending) {
-  if (a === null || b === null) return (a === null) - (b === null); // what is missing stays below
+  if (a === null || b === null) return (a === null) - (b === null); // missing values stay at the bottom
   const order = typeof a === "number" ? a - b : a.localeCompare(b, undefined, { numeric: true });
   return descending ? -order : order;
 }
 
-// Draw a figure when it comes near the window, so that a page with hundreds of curves opens at once.
+// Draw a plot when it comes near the window, so that a page with hundreds of curves opens quickly.
 const near = new IntersectionObserver(
   (entries) => {
     for (const entry of entries) {

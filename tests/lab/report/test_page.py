@@ -1,4 +1,4 @@
-"""The page, parsed: its numbers are those of the records, its texts are texts, and it asks for nothing from outside."""
+"""The HTML page, parsed: numbers equal the records, text is escaped, nothing is requested."""
 
 import base64
 import hashlib
@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from report_files import flatness, rows, write_run, write_runs
+from helpers.report_runs import flatness, rows, write_run, write_runs
 from tiltsam.lab.palette import METHOD_COLORS
 from tiltsam.lab.report import write_report
-from tiltsam.lab.report.figures import task_figures
 from tiltsam.lab.report.page import headline
+from tiltsam.lab.report.plots import task_plots
 from tiltsam.lab.report.runs import read_runs
-from tiltsam.lab.report.settings import arrange
+from tiltsam.lab.report.summary import summarize
 from tiltsam.lab.report.tables import overview_table
 
 EVIL = "<script>alert(1)</script><img src=x onerror=alert(2)>\"'&</style><!--"
@@ -76,7 +76,7 @@ def made(tmp_path_factory):
     return runs, Page(report.page)
 
 
-def test_numbers_are_those_of_the_records(made):
+def test_page_tables_equal_records(made):
     runs, page = made
     head, *body = page.tables["runs"]
     at = {cell["text"]: k for k, cell in enumerate(head)}
@@ -91,7 +91,7 @@ def test_numbers_are_those_of_the_records(made):
         assert float(row[at["epoch"]]["data-value"]) == result["epoch"]
     head, *body = page.tables["results"]
     column = [cell["text"] for cell in head].index("test accuracy (%)")
-    (task,) = arrange(read_runs([runs]))
+    (task,) = summarize(*read_runs([runs]))
     for row, setting in zip(body, task.settings, strict=True):
         mean = setting.final("score", 100)
         assert float(row[column]["data-value"]) == mean.value
@@ -100,13 +100,13 @@ def test_numbers_are_those_of_the_records(made):
     assert [row[column].get("bold", False) for row in body] == [False, False, False, True]
 
 
-def test_curves_are_those_of_the_records(made):
+def test_page_curves_equal_records(made):
     runs, page = made
     data = page.data()
-    (task,) = arrange(read_runs([runs]))
-    convergence = data["figures"][0]
+    (task,) = summarize(*read_runs([runs]))
+    convergence = data["plots"][0]
     assert convergence["title"] == "Convergence"
-    for series, setting in zip(convergence["series"], task.settings, strict=True):
+    for series, setting in zip(convergence["curves"], task.settings, strict=True):
         assert series["name"] == setting.name
         means = setting.curve("test_accuracy", 100)
         assert data["columns"][series["y"]] == pytest.approx([m.value for m in means], rel=1e-6)
@@ -114,17 +114,17 @@ def test_curves_are_those_of_the_records(made):
         assert data["columns"][series["x"]] == [1, 2, 3, 4, 5, 6]
 
 
-def test_every_method_has_its_colour(made):
+def test_page_has_method_colors(made):
     _, page = made
     style = page.styles[0][1]
     for method, color in METHOD_COLORS.items():
         assert f"--m-{method}:{color};" in style
     dots = [attributes["class"] for tag, attributes in page.tags if "dot" in attributes.get("class", "")]
     assert {"dot m-erm", "dot m-sam", "dot m-tsam"} == set(dots)
-    assert {s["method"] for f in page.data()["figures"] for s in f["series"]} == {"erm", "sam", "tsam"}
+    assert {s["method"] for f in page.data()["plots"] for s in f["curves"]} == {"erm", "sam", "tsam"}
 
 
-def test_nothing_comes_from_outside(made):
+def test_page_requests_nothing(made):
     runs, page = made
     text = (runs / "report" / "report.html").read_text()
     assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", text)
@@ -133,7 +133,7 @@ def test_nothing_comes_from_outside(made):
     assert all(link.startswith(("#", "data:")) for link in links)
 
 
-def test_the_policy_allows_this_script_alone(made):
+def test_content_security_policy(made):
     _, page = made
     (policy,) = [a["content"] for tag, a in page.tags if a.get("http-equiv") == "Content-Security-Policy"]
     for kind, text in (("script-src", page.scripts[-1][1]), ("style-src", page.styles[0][1])):
@@ -144,7 +144,7 @@ def test_the_policy_allows_this_script_alone(made):
     assert not [a for _, a in page.tags if "style" in a or any(k.startswith("on") for k in a)]
 
 
-def test_text_from_a_run_is_text(tmp_path):
+def test_page_escapes_text(tmp_path):
     calm = write_run(tmp_path / "calm", method="erm")
     folder = write_run(tmp_path / "evil", method="erm", notes=EVIL, flatness=flatness(label=EVIL))
     config = json.loads((folder / "config.json").read_text())
@@ -163,105 +163,106 @@ def test_text_from_a_run_is_text(tmp_path):
     plain = Page(write_report([calm], tmp_path / "plain", figures=False).page)
     assert {tag for tag, _ in evil.tags} <= {tag for tag, _ in plain.tags} | {"ul", "li", "nav", "a", "h2"}
     *numbers, (_, code) = evil.scripts
-    assert [found.get("id") for found, _ in numbers] == ["report-files", "report-data"]
+    assert [found.get("id") for found, _ in numbers] == ["report-data"]
     assert code == plain.scripts[-1][1]
     assert EVIL in evil.text
     attributes = {name for _, found in evil.tags for name in found}
     assert not {name for name in attributes if name.startswith("on") or name == "src"}
     assert not set("".join(text for _, text in numbers)) & set("<>&")
-    names = {s["name"] for f in evil.data()["figures"] for s in f["series"]}
+    names = {s["name"] for f in evil.data()["plots"] for s in f["curves"]}
     assert EVIL in names
-    assert {s["method"] for f in evil.data()["figures"] for s in f["series"]} == {"erm", "other"}
+    assert {s["method"] for f in evil.data()["plots"] for s in f["curves"]} == {"erm", "other"}
 
 
-def test_half_a_surrogate_does_not_stop_it(tmp_path):
+def test_page_with_lone_surrogate(tmp_path):
     folder = write_run(tmp_path)
     config = json.loads((folder / "config.json").read_text()) | {"task": "\ud800"}
     (folder / "config.json").write_text(json.dumps(config))
     assert "?" in Page(write_report([tmp_path], tmp_path / "out", figures=False).page).text
 
 
-def test_what_is_missing_is_on_the_page(tmp_path):
+def test_page_lists_problems(tmp_path):
     write_run(tmp_path, method="erm")
     write_run(tmp_path, method="sam", finished=False, lines=rows(2))
     page = Page(write_report([tmp_path], tmp_path / "out", figures=False).page)
-    assert "1 thing missing or damaged" in page.text
+    assert "1 item missing or damaged" in page.text
     assert "sam, seed 0: not finished, at epoch 2 of 6" in page.text
     assert "Not measured yet" in page.text
 
 
-def test_headlines_say_no_more_than_the_numbers(tmp_path):
+def test_headline_verdicts(tmp_path):
     def said(name, **scores):
         for method, values in scores.items():
             for seed, score in enumerate(values):
                 lines = rows(3, score) if score else []
                 write_run(tmp_path / name, method=method, seed=seed, lines=lines, finished=bool(score))
-        return headline(arrange(read_runs([tmp_path / name]))[0])
+        return headline(summarize(*read_runs([tmp_path / name]))[0])
 
     assert "more than the standard error" in said("clear", erm=[0.5, 0.51], sam=[0.7, 0.71])
-    assert "within the error" in said("close", erm=[0.5, 0.6], sam=[0.52, 0.6])
-    assert "says little" in said("single", erm=[0.5], sam=[0.7])
+    assert "less than the standard error" in said("close", erm=[0.5, 0.6], sam=[0.52, 0.6])
+    assert "single run" in said("single", erm=[0.5], sam=[0.7])
     assert said("tie", erm=[0.7, 0.71], sam=[0.7, 0.71]).endswith("%, level with sam.")
     assert said("alone", erm=[0.9]).startswith("erm reaches a test accuracy of 80.00")
     assert "No run has finished" in said("none", erm=[0])
     for file in (tmp_path / "none").rglob("config.json"):
         (file.parent / "diverged.txt").write_text("the loss is nan")
-    assert headline(arrange(read_runs([tmp_path / "none"]))[0]).startswith("All runs diverged")
+    assert headline(summarize(*read_runs([tmp_path / "none"]))[0]).startswith("All runs diverged")
     for rho in (0.1, 0.2):
         write_run(tmp_path / "tuned", method="sam", rho=rho, lines=rows(3, 0.8 + rho))
-    (task,) = arrange(read_runs([tmp_path / "tuned"]))
+    (task,) = summarize(*read_runs([tmp_path / "tuned"]))
     assert headline(task).startswith(
         "Of 2 settings, the best on validation, sam rho=0.2, reaches a test accuracy of 88.89"
     )
 
 
-def test_the_headline_tells_settings_in_which_what_it_compares_differs(tmp_path):
+def test_headline_names_differing_settings(tmp_path):
     for seed in (0, 1):
         write_run(tmp_path, method="erm", epochs=60, average=True, seed=seed, lines=rows(3, 0.9 + 0.001 * seed))
         write_run(tmp_path, method="sam", rho=0.3, seed=seed, lines=rows(3, 0.8 + 0.001 * seed))
-    told = headline(arrange(read_runs([tmp_path]))[0])
+    told = headline(summarize(*read_runs([tmp_path]))[0])
     assert told.startswith("erm epochs=60 average=True has the highest test accuracy of 80.04 ± 0.04 %,")
     assert "ahead of sam epochs=6 rho=0.3 average=False, more than" in told
 
 
-def test_the_best_of_several_settings_is_not_passed_off_as_the_one_of_others(tmp_path):
+def test_headline_reports_uneven_tuning(tmp_path):
     def said(*runs):
         for method, rho, score in runs:
             for seed in (0, 1):
                 write_run(tmp_path, method=method, rho=rho, seed=seed, lines=rows(3, score + 0.001 * seed))
-        return headline(arrange(read_runs([tmp_path]))[0])
+        return headline(summarize(*read_runs([tmp_path]))[0])
 
     told = said(("erm", None, 0.7), ("sam", 0.1, 0.8), ("sam", 0.2, 0.85), ("asam", 1.0, 0.9))
     assert told.startswith(
         "Of each method's best setting on validation, asam rho=1 has the highest test accuracy of 80.04"
     )
-    assert told.endswith("difference. Not all had as many settings to choose from: erm 1, sam 2, asam 1.")
+    assert told.endswith(": erm 1, sam 2, asam 1.")
     for seed in (0, 1):
         write_run(tmp_path, method="erm", lr=0.3, seed=seed)
     assert said(("asam", 2.0, 0.8)).endswith("standard error of the difference.")
 
 
-def test_where_nothing_was_validated_no_setting_is_called_the_best_on_validation(tmp_path):
+def test_headline_without_validation(tmp_path):
     def unseen(score):
         return [{k: v for k, v in row.items() if not k.startswith("validation")} for row in rows(3, score)]
 
     for rho in (0.1, 0.2):
         write_run(tmp_path / "alone", method="sam", rho=rho, lines=unseen(0.8 + rho), validation=0.0)
-    (task,) = arrange(read_runs([tmp_path / "alone"]))
-    told = "Of 2 settings, the first, as none has a validation score, sam rho=0.1, reaches a test accuracy of 80.00 %."
-    assert headline(task) == told
+    (task,) = summarize(*read_runs([tmp_path / "alone"]))
+    assert "the first (there is no validation score), sam rho=0.1," in headline(task)
+    assert task.tuning(task.settings[0]).startswith("not tuned")
     for number in range(12):
         write_run(tmp_path / "alone", method="asam", rho=1.0 + number)
     write_run(tmp_path / "alone", task="dtd", method="sam")
-    tasks = arrange(read_runs([tmp_path / "alone"]))
-    pick = "each method's best setting on validation, or its first where none has a validation score"
+    tasks = summarize(*read_runs([tmp_path / "alone"]))
+    (pick,) = {task.selection for task in tasks if task.name == "digits"}
+    assert "no validation score" in pick
     assert headline(tasks[0]).startswith(f"Of {pick}, sam rho=0.1 validation=0 has the highest")
-    assert task_figures(tasks[0])[0].note.startswith(f"Shown at first: {pick}; 12 more in the legend.")
+    assert task_plots(tasks[0])[0].note.startswith(f"Initially shown: {pick}; 12 more in the legend.")
     assert overview_table(tasks).caption.startswith(f"Test scores of {pick}, mean")
-    assert "Not all had as many settings to choose from." in overview_table(tasks).caption
+    assert "different numbers of settings" in overview_table(tasks).caption
 
 
-def test_a_reader_without_scripts_is_told_before_the_empty_figures(made):
+def test_page_noscript(made):
     runs, _ = made
     text = (runs / "report" / "report.html").read_text()
     assert text.index("<noscript>") < text.index("<section")

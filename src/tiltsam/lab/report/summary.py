@@ -1,0 +1,278 @@
+"""Group runs by task and setting, and average each setting over its seeds."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import MISSING, dataclass, fields
+from functools import cached_property
+from typing import Any
+
+import tiltsam
+from tiltsam.lab.config import METHOD_SETTINGS, TrainConfig
+from tiltsam.lab.palette import method_color
+from tiltsam.lab.report.runs import MetricsRow, RunProblem, RunRecord
+from tiltsam.lab.stats import Mean, mean_of
+
+__all__ = ["SettingSummary", "TaskSummary", "format_value", "summarize"]
+
+NOT_A_SETTING = ("task", "method", "seed", "device")
+"""Config fields that do not distinguish the settings of a method on a task."""
+DEFAULTS: dict[str, Any] = {f.name: f.default for f in fields(TrainConfig) if f.default is not MISSING}
+
+
+@dataclass(frozen=True)
+class SettingSummary:
+    """The runs of one method with one setting on a task: they differ in the seed only."""
+
+    method: str
+    options: dict[str, Any]
+    """All settings that the method uses."""
+    runs: list[RunRecord]
+    name: str
+    """The method and what distinguishes this setting from the method's others on the task."""
+    differs: dict[str, Any]
+    """Options that vary within the task, and options of some methods only that are not at their default."""
+    number: int
+    """Index among the settings with the same colour."""
+
+    @property
+    def differences(self) -> str:
+        """:attr:`differs` as text, such as ``rho=0.2 t=5``."""
+        return " ".join(f"{name}={format_value(value)}" for name, value in self.differs.items())
+
+    @property
+    def method_options(self) -> str:
+        """The method's own settings as text, with the values that its defaults stand for."""
+        if self.method not in METHOD_SETTINGS:
+            return self.differences
+        names = [name for name in METHOD_SETTINGS[self.method] if name in self.options]
+        values = {name: _resolved(self.method, name, self.options) for name in names}
+        # Switches at their default, such as split=False, say nothing about the method.
+        always = ("rho", "t", "radius", "num_samples", "delta", "eta", "alpha", "gamma", "lam", "num_points")
+        shown = {name: v for name, v in values.items() if name in always or self.options[name] != DEFAULTS[name]}
+        return " ".join(f"{name}={format_value(value)}" for name, value in shown.items())
+
+    @cached_property
+    def finished(self) -> list[RunRecord]:
+        """The runs with final numbers."""
+        return [run for run in self.runs if run.finished]
+
+    def final(self, key: str, scale: float = 1.0) -> Mean:
+        """Return a final number, averaged over the finished runs."""
+        results = [run.result for run in self.runs if run.result is not None]
+        return mean_of([scale * row.get(key, math.nan) for row in results])
+
+    @cached_property
+    def epochs(self) -> list[list[MetricsRow]]:
+        """The rows of all runs at each epoch; a last epoch that the budget cut short counts as a whole one."""
+        found: dict[int, list[MetricsRow]] = {}
+        for run in self.runs:
+            for row in run.rows:
+                found.setdefault(math.ceil(row["epoch"]), []).append(row)
+        return [found[epoch] for epoch in sorted(found)]
+
+    def curve(self, key: str, scale: float = 1.0) -> list[Mean]:
+        """Return a number by epoch, averaged over the runs that reached it."""
+        if (key, scale) not in self._curves:  # several plots use the same curve
+            means = [mean_of([scale * row.get(key, math.nan) for row in rows]) for rows in self.epochs]
+            self._curves[key, scale] = means
+        return self._curves[key, scale]
+
+    @cached_property
+    def _curves(self) -> dict[tuple[str, float], list[Mean]]:
+        return {}
+
+
+@dataclass(frozen=True)
+class TaskSummary:
+    """All runs of one task."""
+
+    name: str
+    metric: str
+    settings: list[SettingSummary]
+    shared: dict[str, Any]
+    """Options that have the same value in all runs that use them."""
+    problems: list[RunProblem]
+
+    @property
+    def runs(self) -> list[RunRecord]:
+        """All runs."""
+        return [run for setting in self.settings for run in setting.runs]
+
+    @property
+    def unit(self) -> str:
+        """The unit of scores times 100."""
+        return "%" if self.metric in ("accuracy", "f1") else "×100"
+
+    @property
+    def loss_unit(self) -> str:
+        """The unit of the loss: cross-entropy or squared error."""
+        return "squared error" if self.metric in ("pearson", "spearman") else "nats"
+
+    @cached_property
+    def chosen(self) -> list[SettingSummary]:
+        """For each method the setting with the best final validation score; the test score is not used.
+
+        Ties are broken by the validation loss, as in a sweep. Without validation scores it is the first setting.
+        """
+        best: dict[str, SettingSummary] = {}
+        for setting in self.settings:
+            now = best.get(setting.method)
+            if now is None or self._rank(setting) > self._rank(now):
+                best[setting.method] = setting
+        return list(best.values())
+
+    @cached_property
+    def num_settings(self) -> Counter[str]:
+        """The number of settings by method."""
+        return Counter(setting.method for setting in self.settings)
+
+    @property
+    def selection(self) -> str:
+        """How :attr:`chosen` was selected, as text."""
+        several = [s for s in self.chosen if self.num_settings[s.method] > 1]
+        rest = ", or its first setting if there is no validation score"
+        return f"each method's best setting on validation{'' if all(map(self.has_validation, several)) else rest}"
+
+    def tuning(self, setting: SettingSummary) -> str:
+        """Return how the setting was selected among those of its method."""
+        tried = self.num_settings[setting.method]
+        if all(run.swept for run in setting.runs):
+            return "tuned by a sweep on validation"
+        if tried == 1:
+            return "not tuned"
+        if not self.has_validation(setting):
+            return f"not tuned: 1 of {tried} settings, no validation score"
+        return f"{'best' if setting in self.chosen else '1'} of {tried} settings on validation"
+
+    def has_validation(self, setting: SettingSummary) -> bool:
+        """Return whether the setting has a final validation score."""
+        return self._rank(setting)[0] > -math.inf
+
+    def _rank(self, setting: SettingSummary) -> tuple[float, float]:
+        score, loss = (setting.final(f"validation_{name}").value for name in (self.metric, "loss"))
+        return score if math.isfinite(score) else -math.inf, -loss if math.isfinite(loss) else -math.inf
+
+
+def summarize(runs: Iterable[RunRecord], problems: Iterable[RunProblem] = ()) -> list[TaskSummary]:
+    """Return a summary per task, sorted by name, with the problems of its runs."""
+    by_task: dict[str, list[RunRecord]] = {}
+    for run in runs:
+        by_task.setdefault(run.task, []).append(run)
+    problems = list(problems)
+    return [
+        _summarize_task(name, found, [p for p in problems if p.task == name]) for name, found in sorted(by_task.items())
+    ]
+
+
+def _summarize_task(name: str, runs: list[RunRecord], problems: list[RunProblem]) -> TaskSummary:
+    groups: dict[str, list[RunRecord]] = {}
+    for run in runs:
+        key = json.dumps([run.method, _options(run)], sort_keys=True, default=str)
+        groups.setdefault(key, []).append(run)
+    order = {method: i for i, method in enumerate(METHOD_SETTINGS)}
+    ordered = sorted(
+        groups.values(), key=lambda g: (order.get(g[0].method, 99), g[0].method, _sort_key(_options(g[0])))
+    )
+    options = [_options(group[0]) for group in ordered]
+    methods = [group[0].method for group in ordered]
+    colors = [method_color(method) for method in methods]
+    varying = _varying(options)
+    common = set.intersection(*(set(body) for body in options))
+    by_method = {
+        m: _varying([o for o, method in zip(options, methods, strict=True) if method == m]) for m in set(methods)
+    }
+    settings = []
+    for i, group in enumerate(ordered):
+        method, body = methods[i], options[i]
+        label = " ".join([method, *(f"{k}={format_value(v)}" for k, v in body.items() if k in by_method[method])])
+        differs = {k: v for k, v in body.items() if k in varying or (k not in common and v != DEFAULTS.get(k))}
+        number = sum(color == colors[i] for color in colors[:i])
+        by_seed = sorted(group, key=lambda r: str(r.seed))
+        settings.append(SettingSummary(method, body, by_seed, label, differs, number))
+    differing = varying.union(*(setting.differs for setting in settings))
+    shared = {k: v for body in options for k, v in body.items() if k not in differing}
+    metric = _most_common(run.metric for run in runs if run.metric)
+    found = [*problems, *_missing_runs(name, settings), *_other_metrics(name, metric, runs), *_other_data(name, runs)]
+    return TaskSummary(name, metric or "score", settings, shared, found)
+
+
+def _options(run: RunRecord) -> dict[str, Any]:
+    """Return what defines the run's setting, without other methods' options; missing fields are at their defaults."""
+    own = set(METHOD_SETTINGS.get(run.method, ())) | ({"num_samples"} if run.method == "esam1" else set())
+    others = set().union(*METHOD_SETTINGS.values()) - own if run.method in METHOD_SETTINGS else set()
+    body = {k: v for k, v in (DEFAULTS | run.config).items() if k not in NOT_A_SETTING and k not in others}
+    return {k: float(v) if isinstance(v, int) and not isinstance(v, bool) else v for k, v in body.items()}
+
+
+def _resolved(method: str, name: str, options: dict[str, Any]) -> Any:
+    """Return the value of an option; for None, what the method uses instead."""
+    value = options[name]
+    if value is not None:
+        return value
+    if name == "radius":
+        return "0.003√d"
+    if name == "delta":
+        return options["t"] / 2 if isinstance(options.get("t"), float) else "t/2"
+    parameter = inspect.signature(tiltsam.METHODS["sam" if method == "esam1" else method]).parameters.get(name)
+    return value if parameter is None or parameter.default is parameter.empty else parameter.default
+
+
+def _varying(options: Sequence[dict[str, Any]]) -> set[str]:
+    """Return the keys with more than one value."""
+    values: dict[str, set[str]] = {}
+    for body in options:
+        for key, value in body.items():
+            values.setdefault(key, set()).add(json.dumps(value, sort_keys=True, default=str))
+    return {key for key, found in values.items() if len(found) > 1}
+
+
+def _sort_key(options: dict[str, Any]) -> list[tuple[str, float, str]]:
+    return [(k, v if isinstance(v, float) else -math.inf, str(v)) for k, v in sorted(options.items())]
+
+
+def format_value(value: Any) -> str:
+    """Return the value of an option as text."""
+    if value is None:
+        return "default"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _missing_runs(task: str, settings: Sequence[SettingSummary]) -> list[RunProblem]:
+    """Return a problem per unfinished run, and per setting that lacks a seed that others have."""
+    found = []
+    for setting in settings:
+        for run in setting.runs:
+            if not run.finished:
+                why = f"diverged: {run.diverged}" if run.diverged else f"not finished, at {run.progress}"
+                found.append(RunProblem(f"{setting.name}, seed {run.seed}", why, task))
+    seeds = {str(run.seed): run.seed for setting in settings for run in setting.runs}
+    for setting in settings:
+        missing = [seed for seed in seeds if seed not in {str(run.seed) for run in setting.runs}]
+        if missing:
+            plural = "s" if len(missing) > 1 else ""
+            what = f"no run with seed{plural} {', '.join(missing)}, which other settings have"
+            found.append(RunProblem(setting.name, what, task))
+    return found
+
+
+def _other_metrics(task: str, metric: str, runs: Iterable[RunRecord]) -> list[RunProblem]:
+    odd = [run for run in runs if run.metric and run.metric != metric]
+    return [RunProblem(str(run.folder), f"scored by {run.metric}, the others by {metric}", task) for run in odd]
+
+
+def _other_data(task: str, runs: Iterable[RunRecord]) -> list[RunProblem]:
+    """Return the runs on a user's data as they were before or after an edit: they should not be averaged."""
+    known = [(run, mark) for run in runs if isinstance(mark := run.environment.get("data"), str)]
+    usual = _most_common(mark for _, mark in known)
+    what = "trained on other data than most runs"
+    return [RunProblem(str(run.folder), what, task) for run, mark in known if mark != usual]
+
+
+def _most_common(values: Iterable[str]) -> str:
+    ranked = Counter(values).most_common(1)
+    return ranked[0][0] if ranked else ""

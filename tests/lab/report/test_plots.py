@@ -1,0 +1,86 @@
+"""The curves of the plots."""
+
+import json
+import math
+import statistics
+
+import pytest
+
+from helpers.report_runs import rows, write_run, write_runs
+from tiltsam.lab.report import write_report
+from tiltsam.lab.report.plots import flatness_plots, task_plots
+from tiltsam.lab.report.runs import read_runs
+from tiltsam.lab.report.summary import summarize
+from tiltsam.lab.report.tables import (
+    comparable_flatness,
+)
+
+
+def test_task_plots_equal_records(tmp_path):
+    (task,) = summarize(*read_runs([write_runs(tmp_path)]))
+    figures = {figure.name: figure for figure in task_plots(task)}
+    names = ["convergence", "train-loss", "passes", "seconds", "effective-samples", "tilt", "tilt-curves"]
+    assert list(figures) == names
+    tsam = task.settings[3]
+    for figure, x, y, scale in (
+        ("convergence", "epoch", "test_accuracy", 100),
+        ("train-loss", "epoch", "train_loss", 1),
+        ("passes", "passes", "test_accuracy", 100),
+        ("seconds", "seconds", "test_accuracy", 100),
+    ):
+        series = figures[figure].curves[3]
+        assert series.name == "tsam t=20"
+        records = [[json.loads(x) for x in (r.folder / "metrics.jsonl").read_text().splitlines()] for r in tsam.runs]
+        assert series.x == pytest.approx([statistics.fmean(r[k][x] for r in records) for k in range(6)])
+        assert series.y == pytest.approx([statistics.fmean(scale * r[k][y] for r in records) for k in range(6)])
+        errors = [statistics.stdev(scale * r[k][y] for r in records) / math.sqrt(3) for k in range(6)]
+        assert series.error == pytest.approx(errors)
+    assert [s.name for s in figures["effective-samples"].curves] == ["tsam t=1", "tsam t=20"]
+    (tilt,) = figures["tilt"].curves
+    assert (figures["tilt"].ticks, tilt.x) == (["1", "20"], [0.0, 1.0])
+    assert tilt.y == pytest.approx([setting.final("score", 100).value for setting in task.settings[2:]])
+    assert [s.name for s in figures["tilt-curves"].curves] == ["t = 1", "t = 20"]
+    assert min(s.shade for s in figures["tilt-curves"].curves) >= 0.5  # paler lines are lost on white and on dark
+
+
+def test_user_methods_have_different_dashes(tmp_path):
+    """They have one colour, which is no method's of ours, and so lines of several kinds."""
+    for name in ("mine", "yours"):
+        for rho in (0.1, 0.2):
+            folder = write_run(tmp_path / name, method="sam", rho=rho)
+            config = json.loads((folder / "config.json").read_text()) | {"method": name}
+            (folder / "config.json").write_text(json.dumps(config))
+    write_run(tmp_path, method="sam")
+    (task,) = summarize(*read_runs([tmp_path]))
+    dashes = {series.name: series.dash for series in task_plots(task)[0].curves}
+    names = ["sam", "mine rho=0.1", "mine rho=0.2", "yours rho=0.1", "yours rho=0.2"]
+    assert dashes == dict(zip(names, [0, 0, 1, 2, 3], strict=True))
+
+
+def test_axes_have_units(tmp_path):
+    (task,) = summarize(*read_runs([write_runs(tmp_path)]))
+    labels = {
+        f.name: (f.x_label, f.y_label) for f in [*task_plots(task), *flatness_plots(comparable_flatness(task)[0], task)]
+    }
+    assert labels["convergence"] == ("epoch", "test accuracy (%)")
+    assert labels["train-loss"] == ("epoch", "train loss (nats)")
+    assert labels["seconds"] == ("training time (s)", "test accuracy (%)")
+    assert labels["passes"][0] == "forward+backward passes"
+    assert labels["noise-variance"][1] == "variance of the loss (nats²)"
+    assert all(x and y for x, y in labels.values())
+
+
+def test_malformed_flatness_is_ignored(tmp_path):
+    odd = {"about": 3, "neighborhood": [1], "slices": [7, {"label": None}], "eigenvalues": {"values": ["x", None]}}
+    write_run(tmp_path, flatness=odd)
+    report = write_report([tmp_path], tmp_path / "report", figures=False)
+    assert report.page.exists()
+
+
+def test_many_settings_show_the_best_of_each_method(tmp_path):
+    for number in range(8):
+        for method in ("erm", "sam"):
+            write_run(tmp_path, method=method, lr=0.01 * (number + 1), lines=rows(3, 0.5 + 0.01 * number))
+    (task,) = summarize(*read_runs([tmp_path]))
+    shown = [s.name for s in task_plots(task)[0].curves if s.visible]
+    assert shown == ["erm lr=0.08", "sam lr=0.08"]

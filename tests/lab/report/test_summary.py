@@ -1,0 +1,112 @@
+"""Grouping runs into settings and averaging over seeds."""
+
+import json
+import math
+import re
+import statistics
+
+import pytest
+import torch
+
+from helpers.report_runs import rows, write_run, write_runs
+from tiltsam.lab.config import TrainConfig
+from tiltsam.lab.record import Record
+from tiltsam.lab.report import write_report
+from tiltsam.lab.report.plots import task_plots
+from tiltsam.lab.report.runs import read_runs
+from tiltsam.lab.report.summary import summarize
+from tiltsam.lab.report.tables import (
+    results_table,
+    runs_table,
+)
+from tiltsam.lab.train import Diverged, train
+
+
+def column(table, heading):
+    return [row[table.headings.index(heading)] for row in table.rows]
+
+
+def test_unfinished_runs_and_missing_seeds_are_problems(tmp_path):
+    write_run(tmp_path, method="erm", seed=0)
+    write_run(tmp_path, method="erm", seed=1, finished=False, lines=rows(2))
+    write_run(tmp_path, method="sam", seed=0, finished=False, lines=[])
+    report = write_report([tmp_path], tmp_path / "report", figures=False)
+    assert [p.where for p in report.problems] == ["erm, seed 1", "sam, seed 0", "sam"]
+    assert [re.findall(r"\d+", p.what) for p in report.problems] == [["2", "6"], ["6"], ["1"]]
+    (task,) = summarize(*read_runs([tmp_path]))
+    table = results_table(task)
+    assert [cell.text for cell in column(table, "runs")] == ["1 of 2", "0 of 1"]
+    assert column(table, "test accuracy (%)")[1].text == "–"
+    convergence = task_plots(task)[0]
+    assert convergence.curves[0].count == [2, 2, 1, 1, 1, 1]
+
+
+def test_diverged_run_state(tmp_path):
+    config = TrainConfig(method="erm", lr=1e30, epochs=1)
+    record = Record.of(tmp_path, config)
+    with pytest.raises(Diverged):
+        train(config, record)
+    report = write_report([tmp_path], tmp_path / "report", figures=False)
+    assert [p.where for p in report.problems] == ["erm, seed 0"]
+    assert "diverged" in report.problems[0].what
+    (task,) = summarize(*read_runs([tmp_path]))
+    assert column(runs_table(task), "state")[0].text == "diverged"
+    record.begin(config, torch.device("cpu"))  # once more
+    (task,) = summarize(*read_runs([tmp_path]))
+    assert column(runs_table(task), "state")[0].text == "not finished"
+
+
+def test_runs_on_edited_data_are_problems(tmp_path):
+    folders = [write_run(tmp_path, method="erm", seed=seed) for seed in range(4)]
+    for folder, mark in zip(folders[:3], ("new", "old", "new"), strict=True):  # one of before there were any
+        (folder / "environment.json").write_text(json.dumps({"data": mark}))
+    (task,) = summarize(*read_runs([tmp_path]))
+    assert [p.where for p in task.problems] == [str(folders[1])]
+
+
+def test_summarize_settings_and_means(tmp_path):
+    (task,) = summarize(*read_runs([write_runs(tmp_path)]))
+    assert [s.name for s in task.settings] == ["erm", "sam", "tsam t=1", "tsam t=20"]
+    assert [s.name for s in task.chosen] == ["erm", "sam", "tsam t=20"]
+    table = results_table(task)
+    scores = column(table, "test accuracy (%)")
+    for setting, cell in zip(task.settings, scores, strict=True):
+        finals = [100 * json.loads((run.folder / "result.json").read_text())["score"] for run in setting.runs]
+        assert cell.value == pytest.approx(statistics.fmean(finals), rel=1e-14)
+        assert cell.error == pytest.approx(statistics.stdev(finals) / math.sqrt(3), rel=1e-12)
+        assert cell.text == f"{cell.value:.2f} ± {cell.error:.2f}"
+    assert [cell.best for cell in scores] == [False, False, False, True]
+    assert not any(cell.best for cell in column(table, "passes"))
+    assert [cell.text for cell in column(table, "passes")] == ["60", "120", "360", "360"]
+
+
+def test_summarize_ignores_options_of_other_methods(tmp_path):
+    write_run(tmp_path / "a", method="sam", seed=0, t=1.0)
+    folder = write_run(tmp_path / "b", method="sam", seed=1, t=5.0)
+    config = json.loads((folder / "config.json").read_text())
+    del config["batch_size"]
+    config["epochs"] = 6
+    (folder / "config.json").write_text(json.dumps(config))
+    (task,) = summarize(*read_runs([tmp_path]))
+    assert [len(setting.runs) for setting in task.settings] == [2]
+    assert task.shared["batch_size"] == TrainConfig().batch_size
+
+
+def test_differs_includes_options_of_some_methods(tmp_path):
+    """With one setting of sam beside erm, rho differs from nothing, and is still what a reader asks for first."""
+    write_run(tmp_path, method="erm")
+    write_run(tmp_path, method="sam", rho=0.3)
+    write_run(tmp_path, method="tsam", rho=0.3, num_samples=1)
+    (task,) = summarize(*read_runs([tmp_path]))
+    assert [cell.text for cell in column(results_table(task), "settings")] == ["", "rho=0.3", "rho=0.3 num_samples=1"]
+    assert [setting.name for setting in task.settings] == ["erm", "sam", "tsam"]
+    assert task.shared["t"] == TrainConfig().t  # of tsam alone, and its default
+    assert "rho" not in task.shared
+
+
+def test_chosen_breaks_ties_by_validation_loss(tmp_path):
+    for rho, loss in ((0.1, 1.1), (0.2, 0.9), (0.3, 1.0), (0.4, None)):
+        lines = [{k: v for k, v in (row | {"validation_loss": loss}).items() if v is not None} for row in rows(3)]
+        write_run(tmp_path, method="sam", rho=rho, lines=lines)
+    (task,) = summarize(*read_runs([tmp_path]))
+    assert [setting.name for setting in task.chosen] == ["sam rho=0.2"]

@@ -1,0 +1,105 @@
+"""The tables, and their Markdown and LaTeX."""
+
+import json
+import statistics
+
+import pytest
+
+from helpers.report_runs import flatness, write_run, write_runs
+from tiltsam.lab.report.plots import flatness_plots
+from tiltsam.lab.report.runs import read_runs
+from tiltsam.lab.report.summary import summarize
+from tiltsam.lab.report.tables import (
+    comparable_flatness,
+    flatness_table,
+    latex_table,
+    markdown_table,
+    overview_table,
+    results_table,
+    runs_table,
+)
+
+
+def test_overview_table(tmp_path):
+    write_runs(tmp_path)
+    write_run(tmp_path, task="dtd", method="sam")
+    tasks = summarize(*read_runs([tmp_path]))
+    table = overview_table(tasks)
+    assert table.headings == ["method", "digits: accuracy (%)", "dtd: accuracy (%)"]
+    assert [row[0].text for row in table.rows] == ["erm", "sam", "tsam"]
+    assert [row[2].text for row in table.rows] == ["–", "75.56", "–"]
+    assert [row[1].best for row in table.rows] == [False, False, True]
+    assert "over seeds, of 1 to 3 runs each. Bold" in table.caption
+    assert (
+        "over seeds, of 3 runs each. Bold" in overview_table([task for task in tasks if task.name == "digits"]).caption
+    )
+
+
+def test_runs_table_equals_records(tmp_path):
+    (task,) = summarize(*read_runs([write_runs(tmp_path)]))
+    table = runs_table(task)
+    for row, run in zip(table.rows, task.runs, strict=True):
+        assert row[table.headings.index("test accuracy (%)")].value == 100 * run.result["score"]
+        assert row[table.headings.index("seconds")].value == run.rows[-1]["seconds"]
+
+
+def test_comparable_flatness_needs_the_same_examples(tmp_path):
+    write_runs(tmp_path)
+    odd = next(tmp_path.rglob("erm-*/seed-2")) / "flatness.json"
+    odd.write_text(json.dumps(flatness() | {"about": {"split": "test"}}))
+    next(tmp_path.rglob("sam-*/seed-1/flatness.json")).unlink()
+    (task,) = summarize(*read_runs([tmp_path]))
+    settings, problems = comparable_flatness(task)
+    assert [len(s.runs) for s in settings] == [2, 2, 3, 3]
+    assert [p.where for p in problems] == [str(odd), "erm", "sam"]
+    figures = {f.name: f for f in flatness_plots(settings, task)}
+    assert list(figures) == ["noise-mean", "noise-variance", "spectrum", "density", "slice-0"]
+    density = figures["density"].curves[0]  # of the first run; the tail that is noise is left out
+    assert density.x == [0.0, 4.0, 8.0]
+    assert density.y == [5.0, 0.01, 0.002]
+    erm = figures["spectrum"].curves[0]
+    measured = [json.loads((run.folder / "flatness.json").read_text()) for run in settings[0].runs]
+    assert erm.y == pytest.approx([statistics.fmean(m["eigenvalues"]["values"][k] for m in measured) for k in range(3)])
+    assert figures["noise-mean"].curves[0].x == [0.005, 0.01, 0.1]
+
+
+def test_flatness_table_shows_rises(tmp_path):
+    """Of two models the one with the lower loss is the sharper one."""
+    about = {"task": "digits", "split": "train", "examples": 300, "num_samples": 50}
+    for seed in range(2):
+        for method, loss, rise in (("erm", 0.01, 0.2), ("sam", 0.3, 0.02)):
+            around = {"std": [0.01], "mean": [loss + rise + 0.001 * seed], "variance": [rise]}
+            measured = {"about": about, "loss": loss, "neighborhood": around, "worst_case": {"value": rise}}
+            write_run(tmp_path, flatness=measured, method=method, seed=seed)
+    (task,) = summarize(*read_runs([tmp_path]))
+    table = flatness_table(comparable_flatness(task)[0], task)
+    columns = {heading: [row[k] for row in table.rows] for k, heading in enumerate(table.headings)}
+    assert [cell.value for cell in columns["loss"]] == [0.01, 0.3]
+    assert [cell.best for cell in columns["loss"]] == [False, False]
+    assert [cell.value for cell in columns["mean rise at 0.01"]] == pytest.approx([0.2005, 0.0205])
+    assert [cell.best for cell in columns["mean rise at 0.01"]] == [False, True]
+    assert "largest rise nearby" in table.caption  # the radius is not in these records
+    assert "over seeds, of 2 runs each; losses" in table.caption
+
+
+def test_comparable_flatness_ignores_number_of_draws(tmp_path):
+    for seed, more in enumerate([{"num_samples": 50}, {"num_samples": 500, "rho": 0.1}, {}]):
+        measured = flatness()
+        measured["about"] |= more
+        write_run(tmp_path, flatness=measured, seed=seed)
+    (task,) = summarize(*read_runs([tmp_path]))
+    settings, problems = comparable_flatness(task)
+    assert not problems
+    assert "largest rise within a radius of 0.1;" in flatness_table(settings, task).caption
+
+
+def test_markdown_and_latex_escape_text(tmp_path):
+    write_run(tmp_path, task="npz:a_b|c&d%$x^{2}~#<i>`*[y](z).npz", notes="line\n| two \\ end")
+    (task,) = summarize(*read_runs([tmp_path]))
+    markdown, latex = markdown_table(runs_table(task)), latex_table(results_table(task))
+    body = markdown.splitlines()[2]
+    assert body.replace("\\\\", "").replace("\\|", "").count("|") == len(runs_table(task).headings) + 1
+    assert r"a\_b\|c\&d%$x^{2}\~\#\<i\>\`\*\[y\](z).npz" in markdown
+    assert (
+        r"npz:a\_b|c\&d\%\$x\textasciicircum{}\{2\}\textasciitilde{}\#\textless{}i\textgreater{}`*[y](z).npz" in latex
+    )

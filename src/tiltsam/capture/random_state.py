@@ -21,7 +21,7 @@ class CapturedRandom:
     Args:
         graph: The graph.
         device: The GPU it runs on.
-        num_passes: Number of passes that draw alike; 0 if passes draw nothing, or each draws anew.
+        num_passes: Number of passes that draw alike; 0 if passes draw nothing, or each draws its own numbers.
     """
 
     def __init__(self, graph: torch.cuda.CUDAGraph, device: torch.device, num_passes: int) -> None:

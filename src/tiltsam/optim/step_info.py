@@ -18,7 +18,7 @@ __all__ = ["StepInfo"]
 class StepInfo:
     """Losses, weights, norms and passes of a step.
 
-    Tensors stay on the device and are assembled when they are read, so a step that nobody looks at pays nothing.
+    Tensors stay on the device and are assembled when they are read, so a step whose info is not read pays nothing.
     """
 
     loss: Tensor

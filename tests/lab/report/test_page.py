@@ -10,13 +10,16 @@ from pathlib import Path
 import pytest
 
 from helpers.report_runs import flatness, rows, write_run, write_runs
+from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.palette import METHOD_COLORS
+from tiltsam.lab.record import Record
 from tiltsam.lab.report import write_report
-from tiltsam.lab.report.page import headline
+from tiltsam.lab.report.page import headline, task_facts
 from tiltsam.lab.report.plots import task_plots
 from tiltsam.lab.report.runs import read_runs
 from tiltsam.lab.report.summary import summarize
 from tiltsam.lab.report.tables import overview_table
+from tiltsam.lab.train import train
 
 EVIL = "<script>alert(1)</script><img src=x onerror=alert(2)>\"'&</style><!--"
 
@@ -260,6 +263,25 @@ def test_headline_without_validation(tmp_path):
     assert task_plots(tasks[0])[0].note.startswith(f"Initially shown: {pick}; 12 more in the legend.")
     assert overview_table(tasks).caption.startswith(f"Test scores of {pick}, mean")
     assert "different numbers of settings" in overview_table(tasks).caption
+
+
+def test_task_facts_of_a_trained_run(tmp_path):
+    config = TrainConfig("digits", method="sam", epochs=1, batch_size=256)
+    train(config, Record.of(tmp_path, config))
+    (task,) = summarize(*read_runs([tmp_path]))
+    facts = task_facts(task)
+    assert facts["task"].startswith("digits · ")
+    assert facts["examples"] == "1,078 train, 120 validation, 599 test"
+    assert (facts["test share"], facts["classes"], facts["model"], facts["epochs"]) == ("33%", "10", "mlp", "1")
+    assert facts["label noise"].startswith("20%")
+    assert "1,078 train" in Page(write_report([tmp_path], tmp_path / "out", figures=False).page).text
+
+
+def test_task_facts_without_setup(tmp_path):
+    write_run(tmp_path, method="erm", noise=0.0)
+    write_run(tmp_path, method="sam", noise=0.0, model="cnn")
+    (task,) = summarize(*read_runs([tmp_path]))
+    assert task_facts(task) == {"task": "digits", "label noise": "none", "model": "auto or cnn", "epochs": "6"}
 
 
 def test_page_noscript(made):

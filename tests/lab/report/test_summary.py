@@ -8,7 +8,7 @@ import statistics
 import pytest
 import torch
 
-from helpers.report_runs import rows, write_run, write_runs
+from helpers.report_runs import column, rows, write_run, write_runs
 from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.record import Record
 from tiltsam.lab.report import write_report
@@ -20,10 +20,6 @@ from tiltsam.lab.report.tables import (
     runs_table,
 )
 from tiltsam.lab.train import Diverged, train
-
-
-def column(table, heading):
-    return [row[table.headings.index(heading)] for row in table.rows]
 
 
 def test_unfinished_runs_and_missing_seeds_are_problems(tmp_path):

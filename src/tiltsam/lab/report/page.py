@@ -152,7 +152,7 @@ def task_facts(task: TaskSummary) -> dict[str, str]:
     """
 
     def values(name: str) -> list[Any]:
-        found = [run.dataset.get(name, run.config.get(name)) for run in task.runs]
+        found = [run.setup.get(name, run.config.get(name)) for run in task.runs]
         return sorted({value for value in found if isinstance(value, (str, float, int))}, key=str)
 
     def sizes(name: str) -> list[int]:
@@ -161,8 +161,8 @@ def task_facts(task: TaskSummary) -> dict[str, str]:
     facts = {"task": " · ".join([task.name, *map(str, values("description"))])}
     splits = {split: sizes(f"num_{split}") for split in ("train", "validation", "test")}
     facts["examples"] = ", ".join(f"{_either(found)} {split}" for split, found in splits.items() if found)
-    if all(len(found) == 1 for found in splits.values()):
-        facts["test share"] = f"{splits['test'][0] / sum(found[0] for found in splits.values()):.0%}"
+    if splits["test"] and max(map(len, splits.values())) == 1:
+        facts["test share"] = f"{splits['test'][0] / sum(map(sum, splits.values())):.0%}"
     facts["classes"] = _either(sizes("num_classes"))
     if facts["classes"] == "1":
         facts["classes"] = "none: the target is a number"

@@ -135,6 +135,31 @@ def test_tooltip_on_hover_and_arrow_keys(browser, page):
     assert browser.run(shown) == "hidden"
 
 
+def test_tooltip_stays_after_a_tap(browser):
+    shown = f"getComputedStyle(document.querySelector('{CONVERGENCE} .tip')).visibility"
+
+    def touch(kind, selector):
+        event = f"new PointerEvent('{kind}', {{pointerType: 'touch', bubbles: true, clientX: 200, clientY: 200}})"
+        browser.run(f"document.querySelector('{selector}').dispatchEvent({event})")
+
+    touch("pointerdown", f"{CONVERGENCE} .plot > svg")
+    touch("pointerleave", f"{CONVERGENCE} .plot > svg")
+    assert browser.run(shown) == "visible"
+    touch("pointerdown", "h1")
+    assert browser.run(shown) == "hidden"
+
+
+@pytest.mark.parametrize(("width", "media"), [(1200, "screen"), (703, "print")])  # 703 px: A4 without its margins
+def test_tables_fit(browser, page, width, media):
+    browser.look(width=width)
+    browser.call("Emulation.setEmulatedMedia", media=media)
+    browser.open(page)
+    browser.run("document.querySelectorAll('details').forEach(d => d.open = true)")
+    excess = "t.scrollWidth - t.closest('.scroll').clientWidth"
+    tables = f"[...document.querySelectorAll('table')].map(t => [t.dataset.table, {excess}])"
+    assert [name for name, pixels in browser.run(tables) if pixels > 1] == []
+
+
 @pytest.mark.parametrize(("dark", "palette"), [(False, METHOD_COLORS), (True, METHOD_COLORS_ON_DARK)])
 def test_light_and_dark_mode(browser, page, dark, palette):
     browser.look(dark=dark)

@@ -309,7 +309,7 @@ def _style() -> str:
         return ":root{" + "".join(f"--m-{name}:{color};" for name, color in palette.items()) + "}"
 
     light = colors({**METHOD_COLORS, "other": OTHER_COLOR})
-    dark = f"@media (prefers-color-scheme: dark){{{colors(METHOD_COLORS_ON_DARK)}}}"
+    dark = f"@media screen and (prefers-color-scheme: dark){{{colors(METHOD_COLORS_ON_DARK)}}}"
     classes = "".join(f".m-{name}{{color:var(--m-{name})}}" for name in (*METHOD_COLORS, "other"))
     return "\n".join([_asset("page.css"), light, dark, classes])
 

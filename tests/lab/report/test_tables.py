@@ -55,7 +55,7 @@ def test_comparable_flatness_needs_the_same_examples(tmp_path):
     assert [p.where for p in problems] == [str(odd), "erm", "sam"]
     figures = {f.name: f for f in flatness_plots(settings, task)}
     assert list(figures) == ["noise-mean", "noise-variance", "spectrum", "density", "slice-0"]
-    density = figures["density"].curves[0]  # of the first run; the tail that is noise is left out
+    density = figures["density"].curves[0]  # of the first run, without the noise in its tail
     assert density.x == [0.0, 4.0, 8.0]
     assert density.y == [5.0, 0.01, 0.002]
     erm = figures["spectrum"].curves[0]
@@ -65,7 +65,7 @@ def test_comparable_flatness_needs_the_same_examples(tmp_path):
 
 
 def test_flatness_table_shows_rises(tmp_path):
-    """Of two models the one with the lower loss is the sharper one."""
+    """The model with the lower loss is the sharper one here."""
     about = {"task": "digits", "split": "train", "examples": 300, "num_samples": 50}
     for seed in range(2):
         for method, loss, rise in (("erm", 0.01, 0.2), ("sam", 0.3, 0.02)):

@@ -1,9 +1,9 @@
-"""How long a report over 500 runs takes to build, and its page to open in Chromium.
+"""Time how long a report over 500 runs takes to build, and its page to open in Chromium.
 
     python benchmarks/bench_report.py [--runs 500] [--epochs 200] [--out FOLDER]
 
-The records are made up: five tasks, each with a sweep of every method and several seeds, a tenth of the runs not
-finished, flatness measured of one task in five. The issue's bounds are 20 s to build and 3 s to open.
+The records are synthetic: five tasks, each with several settings of every method and several seeds; a tenth of the runs
+is unfinished, and one task in five has flatness. The bounds are 20 s to build and 3 s to open.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def main() -> None:
         print(f"{made} runs of {args.epochs} epochs: built in {built:.1f} s ({work:.1f} s of CPU time), ", end="")
         print(f"{len(report.figures)} figure files, {len(report.tables)} table files, a page of {size:.1f} MiB")
         if CHROMIUM is None:
-            print("opening not timed: no chromium here")
+            print("opening not timed: chromium is not installed")
             return
         browser = Browser(Path(scratch) / "profile")
         try:
@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def make_runs(folder: Path, count: int, epochs: int) -> int:
-    """Write records as training would leave them."""
+    """Write records in the format that training writes."""
     draw = random.Random(0)
     settings = math.ceil(count / (len(TASKS) * SEEDS))
     methods = list(tiltsam.METHODS)

@@ -1,4 +1,4 @@
-"""Records of made-up runs for the tests of the report, written as training leaves them."""
+"""Records of made-up runs for the tests of the report, in the format that training writes."""
 
 import json
 from dataclasses import asdict
@@ -8,7 +8,7 @@ from tiltsam.lab.record import Record
 
 
 def rows(epochs, score=0.8, loss=1.0, cost=1):
-    """Lines of metrics with numbers that have no short decimal form."""
+    """Return rows of metrics with numbers that have no short decimal form."""
     return [
         {
             "epoch": epoch,
@@ -28,7 +28,7 @@ def rows(epochs, score=0.8, loss=1.0, cost=1):
 
 
 def write_run(out, *, lines=None, finished=True, notes="", flatness=None, **settings):
-    """A run's folder; ``settings`` are fields of its config."""
+    """Write a run and return its folder; ``settings`` are fields of its config."""
     config = TrainConfig(**{"epochs": 6, **settings})
     folder = Record.of(out, config).folder
     folder.mkdir(parents=True)
@@ -51,7 +51,7 @@ def write_run(out, *, lines=None, finished=True, notes="", flatness=None, **sett
 
 
 def flatness(scale=1.0, label="random direction"):
-    """What ``tiltsam sharpness`` leaves, in part."""
+    """Return part of what ``tiltsam sharpness`` writes."""
     return {
         "about": {"task": "digits", "split": "train", "examples": 300},
         "loss": 0.3 * scale,
@@ -69,7 +69,7 @@ def flatness(scale=1.0, label="random direction"):
 
 
 def write_runs(out, **everywhere):
-    """Three methods with three seeds, tsam at two tilts; tsam leads clearly."""
+    """Write three methods with three seeds, tsam with two tilts; tsam leads clearly."""
     for seed in range(3):
         for method, t, score, loss, cost in (
             ("erm", 20.0, 0.7, 0.5, 1),
@@ -81,3 +81,8 @@ def write_runs(out, **everywhere):
             measured = flatness(1 / cost + 0.01 * seed)
             write_run(out, lines=lines, flatness=measured, method=method, t=t, num_samples=3, seed=seed, **everywhere)
     return out
+
+
+def column(table, heading):
+    """Return the cells of a table's column."""
+    return [row[table.headings.index(heading)] for row in table.rows]

@@ -27,6 +27,7 @@ __all__ = [
     "mlp",
     "resnet18",
     "resnet34",
+    "resolve_name",
     "vit_small",
     "wrn16_8",
 ]
@@ -259,12 +260,13 @@ def build(name: str, data: Data) -> nn.Module:
         DataError: If the files of a pretrained model are missing.
     """
     inputs = data.train.inputs
+    name = resolve_name(name, data)
     try:
         if "image" in inputs:
             model = _image_model(name, inputs["image"][0], data.num_classes)
         elif "input_ids" in inputs:
             model = TextEncoder(text_source(name), data.num_classes)
-        elif name in ("auto", "mlp"):
+        elif name == "mlp":
             model = mlp(inputs["x"][0].numel(), data.num_classes)
         else:
             raise ConfigError(f"model must be mlp for rows of features, got {name!r}")
@@ -273,6 +275,17 @@ def build(name: str, data: Data) -> nn.Module:
     except ValueError as error:
         raise ConfigError(str(error)) from None
     return model
+
+
+def resolve_name(name: str, data: Data) -> str:
+    """Return the name of a model; for ``auto``, that of the model that fits the task."""
+    if name != "auto":
+        return name
+    inputs = data.train.inputs
+    if "image" not in inputs:
+        return "minilm" if "input_ids" in inputs else "mlp"
+    channels, _, width = inputs["image"].shape[1:]
+    return "mlp" if width < 16 else "cnn" if width < 32 or channels != 3 else "resnet18"
 
 
 def load_model(record: Record, data: Data) -> nn.Module:
@@ -307,8 +320,6 @@ def _check_input_size(model: nn.Module, name: str, inputs: Mapping[str, Tensor])
 
 def _image_model(name: str, image: Tensor, num_classes: int) -> nn.Module:
     channels, height, width = image.shape
-    if name == "auto":
-        name = "mlp" if width < 16 else "cnn" if width < 32 or channels != 3 else "resnet18"
     if name == "cnn":
         return cnn(num_classes, channels=channels)
     if name == "mlp":

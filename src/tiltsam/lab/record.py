@@ -1,6 +1,7 @@
 """A run's folder: what was asked, where it ran, how it went, and enough to go on after any interruption.
 
     RUN/config.json         the resolved config
+    RUN/setup.json          numbers of examples and classes, label noise, model
     RUN/environment.json    versions, device, fingerprints of the code and of one's own data; where others of these
                             had begun the run, theirs under "before", and "since" which epoch each worked on it
     RUN/metrics.jsonl       one JSON object a line, appended, never rewritten
@@ -55,7 +56,7 @@ __all__ = [
 
 LONGEST_NAME = 200  # bytes of a folder's name; file systems take 255, and a sweep adds to it
 # What only the process that holds the run writes by a draft: other commands may just be writing theirs.
-DRAFTED = ("config.json", "environment.json", "model.safetensors", "result.json", "diverged.txt")
+DRAFTED = ("config.json", "setup.json", "environment.json", "model.safetensors", "result.json", "diverged.txt")
 LARGEST = 1e100  # of a number: the squares of larger ones overflow, and float32 ends at 3e38
 ATTEMPTS = 50  # to make and lock a folder that others remove meanwhile, 10 ms apart
 

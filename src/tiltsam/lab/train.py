@@ -20,11 +20,12 @@ import tiltsam
 from tiltsam.lab.budget import Budget, passes_of
 from tiltsam.lab.checkpoints import seconds_between
 from tiltsam.lab.config import ConfigError, TrainConfig, settings_of
-from tiltsam.lab.data import Data, LoadingCallback, Split, fingerprint, load
+from tiltsam.lab.data import Data, LoadingCallback, Split, find_task, fingerprint, load
 from tiltsam.lab.data.loader import Batches
 from tiltsam.lab.devices import Leash, resolve_device, suited_to
+from tiltsam.lab.files import write_json
 from tiltsam.lab.interrupts import Interrupted, Stop, stopping
-from tiltsam.lab.models import build
+from tiltsam.lab.models import build, resolve_name
 from tiltsam.lab.record import Checkpoint, Record, RecordError
 from tiltsam.lab.schedules import set_rates
 from tiltsam.lab.scoring import as_tested, reestimate_batchnorm, score
@@ -224,6 +225,7 @@ class Run:
         self._resume()
         if self.team.first:
             self.record.begin(self.config, self.device, self.data.fingerprint, self._position())
+            write_json(self.record.folder / "setup.json", self._setup())
         saved = time.perf_counter()
         while self.progress.done < until:
             loss, spread = self._epoch(tick, stop)
@@ -249,6 +251,21 @@ class Run:
         conclude = self._finish if self.progress.done >= 1 else self._last_row
         numbers: dict[str, Any] = self.team.tell(conclude() if self.team.first else None)
         return numbers
+
+    def _setup(self) -> dict[str, Any]:
+        """Return what is trained on what, for the report: the config does not contain the values of its defaults."""
+        config, data = self.config, self.data
+        task = find_task(config.task)
+        return {
+            "description": task.description,
+            "num_train": len(data.train),
+            "num_validation": len(data.validation),
+            "num_test": len(data.test),
+            "num_classes": data.num_classes,
+            "noise": task.noise if config.noise is None else config.noise,
+            "model": resolve_name(config.model, data),
+            "num_parameters": sum(p.numel() for p in self.model.parameters()),
+        }
 
     def _epoch(self, tick: Callable[[Progress], None], stop: Stop) -> tuple[float, float]:
         """One pass through the examples, or what is left of it or of the budget.

@@ -102,7 +102,7 @@ def test_legend_toggles_curves(browser):
     browser.click(button)
     assert browser.run(count) == 3
     assert browser.run(f"document.querySelector('{button}').ariaPressed") == "false"
-    assert browser.run(curve) != before  # the axis follows what is left
+    assert browser.run(curve) != before  # the axis is rescaled
     browser.run(f"document.querySelector('{button}').focus()")
     browser.press("Enter")
     assert browser.run(count) == 4
@@ -135,6 +135,31 @@ def test_tooltip_on_hover_and_arrow_keys(browser, page):
     assert browser.run(shown) == "hidden"
 
 
+def test_tooltip_stays_after_a_tap(browser):
+    shown = f"getComputedStyle(document.querySelector('{CONVERGENCE} .tip')).visibility"
+
+    def touch(kind, selector):
+        event = f"new PointerEvent('{kind}', {{pointerType: 'touch', bubbles: true, clientX: 200, clientY: 200}})"
+        browser.run(f"document.querySelector('{selector}').dispatchEvent({event})")
+
+    touch("pointerdown", f"{CONVERGENCE} .plot > svg")
+    touch("pointerleave", f"{CONVERGENCE} .plot > svg")
+    assert browser.run(shown) == "visible"
+    touch("pointerdown", "h1")
+    assert browser.run(shown) == "hidden"
+
+
+@pytest.mark.parametrize(("width", "media"), [(1200, "screen"), (703, "print")])  # 703 px: A4 without its margins
+def test_tables_fit(browser, page, width, media):
+    browser.look(width=width)
+    browser.call("Emulation.setEmulatedMedia", media=media)
+    browser.open(page)
+    browser.run("document.querySelectorAll('details').forEach(d => d.open = true)")
+    excess = "t.scrollWidth - t.closest('.scroll').clientWidth"
+    tables = f"[...document.querySelectorAll('table')].map(t => [t.dataset.table, {excess}])"
+    assert [name for name, pixels in browser.run(tables) if pixels > 1] == []
+
+
 @pytest.mark.parametrize(("dark", "palette"), [(False, METHOD_COLORS), (True, METHOD_COLORS_ON_DARK)])
 def test_light_and_dark_mode(browser, page, dark, palette):
     browser.look(dark=dark)
@@ -155,7 +180,7 @@ def test_phone_width(browser, page):
     assert browser.run("document.documentElement.scrollWidth") == 360  # tables scroll inside their frames
     rights = "[...document.querySelectorAll('figure')].map(f => f.getBoundingClientRect().right)"
     assert max(browser.run(rights)) <= 360
-    # No text of a figure is cut off at its sides.
+    # No text of a plot is cut off.
     outside = """[...document.querySelectorAll('.plot > svg')].flatMap(svg => {
         const frame = svg.getBoundingClientRect();
         return [...svg.querySelectorAll('text')].filter(t => {
@@ -180,7 +205,7 @@ def test_long_names_wrap(browser, tmp_path):
         "[...document.querySelectorAll('p, h1')].filter(p => p.scrollWidth > p.clientWidth + 1).map(p => p.textContent)"
     )
     assert browser.run(cut) == []
-    # A range over a word has one box for every line that it is on.
+    # A range over a word has one box per line.
     words = """[...document.querySelectorAll('table[data-table="flatness"] td.text')].flatMap(cell => {
         const text = cell.lastChild;
         return [...text.textContent.matchAll(/\\S+/g)].map(word => {
@@ -195,7 +220,7 @@ def test_long_names_wrap(browser, tmp_path):
     widths = browser.run(
         "[...document.querySelectorAll('table[data-table=\"results\"] td.text')].map(c => c.clientWidth)"
     )
-    assert max(widths) < 300  # the name of ninety letters is broken
+    assert max(widths) < 300  # the name of 90 letters wraps
 
 
 def test_short_log_axis_has_ticks(browser, tmp_path):
@@ -237,5 +262,5 @@ def test_500_runs_open_quickly(browser, tmp_path):
     for number in range(500):
         write_run(tmp_path, method=("erm", "sam", "tsam")[number % 3], lr=0.001 * (1 + number // 3), lines=lines)
     page = write_report([tmp_path], tmp_path / "report", figures=False).page
-    # The bound is 3 s, of a machine that has nothing else to do; benchmarks/bench_report.py times it with longer runs.
+    # The bound of 3 s is for an idle machine; benchmarks/bench_report.py measures it with longer runs.
     assert any(browser.open(page) < 3000 for _ in range(10))

@@ -44,7 +44,7 @@ def test_figure_uses_method_colors(tmp_path, monkeypatch):
     draw_figure(samples, tmp_path / "x")
     low, high = drawn[-1].axes[0].get_ylim()
     assert low < 1
-    assert high > 3  # from one sample to all
+    assert high > 3  # the axis includes 1 and s
 
 
 def test_five_tilts_have_different_dashes(tmp_path, monkeypatch):

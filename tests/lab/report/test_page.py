@@ -10,13 +10,16 @@ from pathlib import Path
 import pytest
 
 from helpers.report_runs import flatness, rows, write_run, write_runs
+from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.palette import METHOD_COLORS
+from tiltsam.lab.record import Record
 from tiltsam.lab.report import write_report
-from tiltsam.lab.report.page import headline
+from tiltsam.lab.report.page import headline, task_facts
 from tiltsam.lab.report.plots import task_plots
 from tiltsam.lab.report.runs import read_runs
 from tiltsam.lab.report.summary import summarize
 from tiltsam.lab.report.tables import overview_table
+from tiltsam.lab.train import train
 
 EVIL = "<script>alert(1)</script><img src=x onerror=alert(2)>\"'&</style><!--"
 
@@ -191,19 +194,19 @@ def test_page_lists_problems(tmp_path):
 
 
 def test_headline_verdicts(tmp_path):
-    def said(name, **scores):
+    def headline_of(name, **scores):
         for method, values in scores.items():
             for seed, score in enumerate(values):
                 lines = rows(3, score) if score else []
                 write_run(tmp_path / name, method=method, seed=seed, lines=lines, finished=bool(score))
         return headline(summarize(*read_runs([tmp_path / name]))[0])
 
-    assert "more than the standard error" in said("clear", erm=[0.5, 0.51], sam=[0.7, 0.71])
-    assert "less than the standard error" in said("close", erm=[0.5, 0.6], sam=[0.52, 0.6])
-    assert "single run" in said("single", erm=[0.5], sam=[0.7])
-    assert said("tie", erm=[0.7, 0.71], sam=[0.7, 0.71]).endswith("%, level with sam.")
-    assert said("alone", erm=[0.9]).startswith("erm reaches a test accuracy of 80.00")
-    assert "No run has finished" in said("none", erm=[0])
+    assert "more than the standard error" in headline_of("clear", erm=[0.5, 0.51], sam=[0.7, 0.71])
+    assert "less than the standard error" in headline_of("close", erm=[0.5, 0.6], sam=[0.52, 0.6])
+    assert "single run" in headline_of("single", erm=[0.5], sam=[0.7])
+    assert headline_of("tie", erm=[0.7, 0.71], sam=[0.7, 0.71]).endswith("%, level with sam.")
+    assert headline_of("alone", erm=[0.9]).startswith("erm reaches a test accuracy of 80.00")
+    assert "No run has finished" in headline_of("none", erm=[0])
     for file in (tmp_path / "none").rglob("config.json"):
         (file.parent / "diverged.txt").write_text("the loss is nan")
     assert headline(summarize(*read_runs([tmp_path / "none"]))[0]).startswith("All runs diverged")
@@ -219,26 +222,26 @@ def test_headline_names_differing_settings(tmp_path):
     for seed in (0, 1):
         write_run(tmp_path, method="erm", epochs=60, average=True, seed=seed, lines=rows(3, 0.9 + 0.001 * seed))
         write_run(tmp_path, method="sam", rho=0.3, seed=seed, lines=rows(3, 0.8 + 0.001 * seed))
-    told = headline(summarize(*read_runs([tmp_path]))[0])
-    assert told.startswith("erm epochs=60 average=True has the highest test accuracy of 80.04 ± 0.04 %,")
-    assert "ahead of sam epochs=6 rho=0.3 average=False, more than" in told
+    text = headline(summarize(*read_runs([tmp_path]))[0])
+    assert text.startswith("erm epochs=60 average=True has the highest test accuracy of 80.04 ± 0.04 %,")
+    assert "ahead of sam epochs=6 rho=0.3 average=False, more than" in text
 
 
 def test_headline_reports_uneven_tuning(tmp_path):
-    def said(*runs):
+    def headline_of(*runs):
         for method, rho, score in runs:
             for seed in (0, 1):
                 write_run(tmp_path, method=method, rho=rho, seed=seed, lines=rows(3, score + 0.001 * seed))
         return headline(summarize(*read_runs([tmp_path]))[0])
 
-    told = said(("erm", None, 0.7), ("sam", 0.1, 0.8), ("sam", 0.2, 0.85), ("asam", 1.0, 0.9))
-    assert told.startswith(
+    text = headline_of(("erm", None, 0.7), ("sam", 0.1, 0.8), ("sam", 0.2, 0.85), ("asam", 1.0, 0.9))
+    assert text.startswith(
         "Of each method's best setting on validation, asam rho=1 has the highest test accuracy of 80.04"
     )
-    assert told.endswith(": erm 1, sam 2, asam 1.")
+    assert text.endswith(": erm 1, sam 2, asam 1.")
     for seed in (0, 1):
         write_run(tmp_path, method="erm", lr=0.3, seed=seed)
-    assert said(("asam", 2.0, 0.8)).endswith("standard error of the difference.")
+    assert headline_of(("asam", 2.0, 0.8)).endswith("standard error of the difference.")
 
 
 def test_headline_without_validation(tmp_path):
@@ -260,6 +263,25 @@ def test_headline_without_validation(tmp_path):
     assert task_plots(tasks[0])[0].note.startswith(f"Initially shown: {pick}; 12 more in the legend.")
     assert overview_table(tasks).caption.startswith(f"Test scores of {pick}, mean")
     assert "different numbers of settings" in overview_table(tasks).caption
+
+
+def test_task_facts_of_a_trained_run(tmp_path):
+    config = TrainConfig("digits", method="sam", epochs=1, batch_size=256)
+    train(config, Record.of(tmp_path, config))
+    (task,) = summarize(*read_runs([tmp_path]))
+    facts = task_facts(task)
+    assert facts["task"].startswith("digits · ")
+    assert facts["examples"] == "1,078 train, 120 validation, 599 test"
+    assert (facts["test share"], facts["classes"], facts["model"], facts["epochs"]) == ("33%", "10", "mlp", "1")
+    assert facts["label noise"].startswith("20%")
+    assert "1,078 train" in Page(write_report([tmp_path], tmp_path / "out", figures=False).page).text
+
+
+def test_task_facts_without_setup(tmp_path):
+    write_run(tmp_path, method="erm", noise=0.0)
+    write_run(tmp_path, method="sam", noise=0.0, model="cnn")
+    (task,) = summarize(*read_runs([tmp_path]))
+    assert task_facts(task) == {"task": "digits", "label noise": "none", "model": "auto or cnn", "epochs": "6"}
 
 
 def test_page_noscript(made):

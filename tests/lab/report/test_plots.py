@@ -40,11 +40,11 @@ def test_task_plots_equal_records(tmp_path):
     assert (figures["tilt"].ticks, tilt.x) == (["1", "20"], [0.0, 1.0])
     assert tilt.y == pytest.approx([setting.final("score", 100).value for setting in task.settings[2:]])
     assert [s.name for s in figures["tilt-curves"].curves] == ["t = 1", "t = 20"]
-    assert min(s.shade for s in figures["tilt-curves"].curves) >= 0.5  # paler lines are lost on white and on dark
+    assert min(s.shade for s in figures["tilt-curves"].curves) >= 0.5  # paler lines are invisible
 
 
 def test_user_methods_have_different_dashes(tmp_path):
-    """They have one colour, which is no method's of ours, and so lines of several kinds."""
+    """Methods without a colour of their own share one, so their dashes must differ."""
     for name in ("mine", "yours"):
         for rho in (0.1, 0.2):
             folder = write_run(tmp_path / name, method="sam", rho=rho)

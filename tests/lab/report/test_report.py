@@ -48,7 +48,7 @@ def test_write_report_without_matplotlib(tmp_path, monkeypatch, capsys):
 def test_compare_writes_report(tmp_path, capsys, monkeypatch):
     import tiltsam.lab.report as report_package
 
-    monkeypatch.setattr(report_package, "draw_figure", lambda figure, path: [])  # tested above, and slow
+    monkeypatch.setattr(report_package, "draw_figure", lambda figure, path: [])  # slow
     arguments = [
         "compare",
         "digits",
@@ -67,4 +67,4 @@ def test_compare_writes_report(tmp_path, capsys, monkeypatch):
     page = tmp_path / "digits" / "report" / "report.html"
     assert last == f"report: {page}"
     assert page.exists()
-    assert len(read_runs([tmp_path]).runs) == 2  # the report is no run
+    assert len(read_runs([tmp_path]).runs) == 2  # the report is not a run

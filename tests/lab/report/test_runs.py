@@ -38,7 +38,7 @@ def test_read_runs_drops_rows_of_a_restarted_epoch(tmp_path):
     assert "line 8" in reading.problems[0].where
 
 
-@pytest.mark.parametrize("name", ["config.json", "result.json", "environment.json", "flatness.json"])
+@pytest.mark.parametrize("name", ["config.json", "result.json", "setup.json", "environment.json", "flatness.json"])
 @pytest.mark.parametrize("content", [b"{", b"[]", b"\xff", b"[" * 100_000], ids=["half", "list", "bytes", "deep"])
 def test_damaged_file_is_a_problem(tmp_path, name, content):
     write_run(tmp_path, method="erm")

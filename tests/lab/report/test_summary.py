@@ -8,7 +8,7 @@ import statistics
 import pytest
 import torch
 
-from helpers.report_runs import rows, write_run, write_runs
+from helpers.report_runs import column, rows, write_run, write_runs
 from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.record import Record
 from tiltsam.lab.report import write_report
@@ -20,10 +20,6 @@ from tiltsam.lab.report.tables import (
     runs_table,
 )
 from tiltsam.lab.train import Diverged, train
-
-
-def column(table, heading):
-    return [row[table.headings.index(heading)] for row in table.rows]
 
 
 def test_unfinished_runs_and_missing_seeds_are_problems(tmp_path):
@@ -51,14 +47,14 @@ def test_diverged_run_state(tmp_path):
     assert "diverged" in report.problems[0].what
     (task,) = summarize(*read_runs([tmp_path]))
     assert column(runs_table(task), "state")[0].text == "diverged"
-    record.begin(config, torch.device("cpu"))  # once more
+    record.begin(config, torch.device("cpu"))  # restart it
     (task,) = summarize(*read_runs([tmp_path]))
     assert column(runs_table(task), "state")[0].text == "not finished"
 
 
 def test_runs_on_edited_data_are_problems(tmp_path):
     folders = [write_run(tmp_path, method="erm", seed=seed) for seed in range(4)]
-    for folder, mark in zip(folders[:3], ("new", "old", "new"), strict=True):  # one of before there were any
+    for folder, mark in zip(folders[:3], ("new", "old", "new"), strict=True):  # the last one has no fingerprint
         (folder / "environment.json").write_text(json.dumps({"data": mark}))
     (task,) = summarize(*read_runs([tmp_path]))
     assert [p.where for p in task.problems] == [str(folders[1])]
@@ -93,14 +89,14 @@ def test_summarize_ignores_options_of_other_methods(tmp_path):
 
 
 def test_differs_includes_options_of_some_methods(tmp_path):
-    """With one setting of sam beside erm, rho differs from nothing, and is still what a reader asks for first."""
+    """With a single setting of sam, rho does not vary, but readers still want to see it."""
     write_run(tmp_path, method="erm")
     write_run(tmp_path, method="sam", rho=0.3)
     write_run(tmp_path, method="tsam", rho=0.3, num_samples=1)
     (task,) = summarize(*read_runs([tmp_path]))
     assert [cell.text for cell in column(results_table(task), "settings")] == ["", "rho=0.3", "rho=0.3 num_samples=1"]
     assert [setting.name for setting in task.settings] == ["erm", "sam", "tsam"]
-    assert task.shared["t"] == TrainConfig().t  # of tsam alone, and its default
+    assert task.shared["t"] == TrainConfig().t  # used by tsam only, at its default
     assert "rho" not in task.shared
 
 

@@ -5,7 +5,7 @@ import statistics
 
 import pytest
 
-from helpers.report_runs import flatness, write_run, write_runs
+from helpers.report_runs import column, flatness, rows, write_run, write_runs
 from tiltsam.lab.report.plots import flatness_plots
 from tiltsam.lab.report.runs import read_runs
 from tiltsam.lab.report.summary import summarize
@@ -14,6 +14,7 @@ from tiltsam.lab.report.tables import (
     flatness_table,
     latex_table,
     markdown_table,
+    methods_table,
     overview_table,
     results_table,
     runs_table,
@@ -54,7 +55,7 @@ def test_comparable_flatness_needs_the_same_examples(tmp_path):
     assert [p.where for p in problems] == [str(odd), "erm", "sam"]
     figures = {f.name: f for f in flatness_plots(settings, task)}
     assert list(figures) == ["noise-mean", "noise-variance", "spectrum", "density", "slice-0"]
-    density = figures["density"].curves[0]  # of the first run; the tail that is noise is left out
+    density = figures["density"].curves[0]  # of the first run, without the noise in its tail
     assert density.x == [0.0, 4.0, 8.0]
     assert density.y == [5.0, 0.01, 0.002]
     erm = figures["spectrum"].curves[0]
@@ -64,7 +65,7 @@ def test_comparable_flatness_needs_the_same_examples(tmp_path):
 
 
 def test_flatness_table_shows_rises(tmp_path):
-    """Of two models the one with the lower loss is the sharper one."""
+    """The model with the lower loss is the sharper one here."""
     about = {"task": "digits", "split": "train", "examples": 300, "num_samples": 50}
     for seed in range(2):
         for method, loss, rise in (("erm", 0.01, 0.2), ("sam", 0.3, 0.02)):
@@ -73,7 +74,9 @@ def test_flatness_table_shows_rises(tmp_path):
             write_run(tmp_path, flatness=measured, method=method, seed=seed)
     (task,) = summarize(*read_runs([tmp_path]))
     table = flatness_table(comparable_flatness(task)[0], task)
-    columns = {heading: [row[k] for row in table.rows] for k, heading in enumerate(table.headings)}
+    columns = {
+        heading: [row[k] for row in table.rows] for k, heading in enumerate(h.split(" (")[0] for h in table.headings)
+    }
     assert [cell.value for cell in columns["loss"]] == [0.01, 0.3]
     assert [cell.best for cell in columns["loss"]] == [False, False]
     assert [cell.value for cell in columns["mean rise at 0.01"]] == pytest.approx([0.2005, 0.0205])
@@ -103,3 +106,46 @@ def test_markdown_and_latex_escape_text(tmp_path):
     assert (
         r"npz:a\_b|c\&d\%\$x\textasciicircum{}\{2\}\textasciitilde{}\#\textless{}i\textgreater{}`*[y](z).npz" in latex
     )
+
+
+def test_methods_table_shows_defaults_and_selection(tmp_path):
+    write_run(tmp_path, method="erm")
+    for rho, score in ((0.1, 0.7), (0.2, 0.8)):
+        write_run(tmp_path, method="sam", rho=rho, lines=rows(3, score))
+    write_run(tmp_path, method="tsam", t=10.0)
+    (task,) = summarize(*read_runs([tmp_path]))
+    table = methods_table(task)
+    settings = [cell.text for cell in column(table, "settings")]
+    assert settings[:3] == ["–", "rho=0.1", "rho=0.2"]
+    assert settings[3] == "rho=0.1 t=10 radius=0.003√d num_samples=3 delta=5"
+    selection = [cell.text for cell in column(table, "selection")]
+    assert selection == ["not tuned", "1 of 2 settings on validation", "best of 2 settings on validation", "not tuned"]
+
+
+@pytest.mark.parametrize(
+    ("variances", "heading", "texts"),
+    [
+        ((2e-6, 4e-5), "variance at 0.01 (1e-6)", ["2.00", "40.00"]),
+        ((0.5, 12.0), "variance at 0.01", ["0.500", "12.000"]),
+        ((1e-9, 0.1), "variance at 0.01", ["1.0e-09", "1.0e-01"]),
+    ],
+)
+def test_flatness_column_has_one_notation(tmp_path, variances, heading, texts):
+    for method, variance in zip(("erm", "sam"), variances, strict=True):
+        around = {"std": [0.01], "mean": [0.4], "variance": [variance]}
+        write_run(tmp_path, method=method, flatness=flatness() | {"neighborhood": around})
+    (task,) = summarize(*read_runs([tmp_path]))
+    cells = column(flatness_table(comparable_flatness(task)[0], task), heading)
+    assert [cell.text for cell in cells] == texts
+    assert [cell.value for cell in cells] == list(variances)
+
+
+def test_runs_of_a_sweep_are_tuned(tmp_path):
+    folder = write_run(tmp_path, method="sam")
+    study = tmp_path / "sweeps" / "study"
+    study.mkdir(parents=True)
+    test = {"runs": [{"run": str(folder.relative_to(tmp_path)), "seed": 0, "state": "done"}]}
+    (study / "sweep.json").write_text(json.dumps({"methods": {"sam": {"test": test}}}))
+    for place in (study, tmp_path):
+        (task,) = summarize(*read_runs([place]))
+        assert task.tuning(task.settings[0]) == "tuned by a sweep on validation"

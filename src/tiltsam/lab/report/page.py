@@ -22,6 +22,7 @@ from importlib.resources import files
 from typing import Any
 
 import tiltsam
+from tiltsam.lab.config import METHOD_SETTINGS
 from tiltsam.lab.palette import METHOD_COLORS, METHOD_COLORS_ON_DARK, OTHER_COLOR, method_class
 from tiltsam.lab.record import is_number
 from tiltsam.lab.report.plots import Plot, plot_data
@@ -119,7 +120,7 @@ files.</p></noscript>
 
 def _section(section: TaskSection, number: int, plots: list[Plot], *, titled: bool) -> str:
     task = section.task
-    shared = {name: format_value(value) for name, value in task.shared.items()}
+    shared = _shared_settings(task)
     parts = [
         f'<section id="task-{number}">',
         f"<h2>{escape(task.name)}</h2>" if titled else "",
@@ -129,9 +130,7 @@ def _section(section: TaskSection, number: int, plots: list[Plot], *, titled: bo
         html_table(section.results),
         "<h3>Methods</h3>",
         html_table(section.methods),
-        f"<details><summary>Settings shared by all methods that use them</summary>{_facts(shared)}</details>"
-        if shared
-        else "",
+        f"<details><summary>Settings shared by all runs</summary>{_facts(shared)}</details>" if shared else "",
         "<h3>Training</h3>" if section.plots else "",
         f'<p class="note">{HOW_TO_READ}</p>' if section.plots else "",
         _grid(section.plots, plots),
@@ -152,7 +151,7 @@ def task_facts(task: TaskSummary) -> dict[str, str]:
     """
 
     def values(name: str) -> list[Any]:
-        found = [run.dataset.get(name, run.config.get(name)) for run in task.runs]
+        found = [run.setup.get(name, run.config.get(name)) for run in task.runs]
         return sorted({value for value in found if isinstance(value, (str, float, int))}, key=str)
 
     def sizes(name: str) -> list[int]:
@@ -161,8 +160,8 @@ def task_facts(task: TaskSummary) -> dict[str, str]:
     facts = {"task": " · ".join([task.name, *map(str, values("description"))])}
     splits = {split: sizes(f"num_{split}") for split in ("train", "validation", "test")}
     facts["examples"] = ", ".join(f"{_either(found)} {split}" for split, found in splits.items() if found)
-    if all(len(found) == 1 for found in splits.values()):
-        facts["test share"] = f"{splits['test'][0] / sum(found[0] for found in splits.values()):.0%}"
+    if splits["test"] and max(map(len, splits.values())) == 1:
+        facts["test share"] = f"{splits['test'][0] / sum(map(sum, splits.values())):.0%}"
     facts["classes"] = _either(sizes("num_classes"))
     if facts["classes"] == "1":
         facts["classes"] = "none: the target is a number"
@@ -174,6 +173,14 @@ def task_facts(task: TaskSummary) -> dict[str, str]:
     facts["parameters"] = _either(sizes("num_parameters"))
     facts["epochs"] = " or ".join(f"{value:g}" for value in values("epochs") if is_number(value))
     return {name: text for name, text in facts.items() if text}
+
+
+def _shared_settings(task: TaskSummary) -> dict[str, str]:
+    """Return the shared settings that are set and that neither the facts nor the table of methods contain."""
+    elsewhere = {"model", "noise", "epochs"}
+    if all(setting.method in METHOD_SETTINGS for setting in task.settings):
+        elsewhere |= set().union(*METHOD_SETTINGS.values())
+    return {k: format_value(v) for k, v in task.shared.items() if v is not None and k not in elsewhere}
 
 
 def _either(numbers: Sequence[int]) -> str:
@@ -302,7 +309,7 @@ def _style() -> str:
         return ":root{" + "".join(f"--m-{name}:{color};" for name, color in palette.items()) + "}"
 
     light = colors({**METHOD_COLORS, "other": OTHER_COLOR})
-    dark = f"@media (prefers-color-scheme: dark){{{colors(METHOD_COLORS_ON_DARK)}}}"
+    dark = f"@media screen and (prefers-color-scheme: dark){{{colors(METHOD_COLORS_ON_DARK)}}}"
     classes = "".join(f".m-{name}{{color:var(--m-{name})}}" for name in (*METHOD_COLORS, "other"))
     return "\n".join([_asset("page.css"), light, dark, classes])
 

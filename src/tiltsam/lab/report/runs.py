@@ -49,8 +49,8 @@ class RunRecord:
     metric: str = ""
     """The metric of the task, such as ``accuracy``; empty if the record does not name one yet."""
     environment: dict[str, Any] = field(default_factory=dict)
-    dataset: dict[str, Any] = field(default_factory=dict)
-    """Numbers of examples and classes; empty in records of earlier versions."""
+    setup: dict[str, Any] = field(default_factory=dict)
+    """Numbers of examples and classes, label noise, model; empty in records of earlier versions."""
     flatness: dict[str, Any] | None = None
     """What ``tiltsam sharpness`` measured."""
     diverged: str = ""
@@ -151,7 +151,7 @@ def _read_run(folder: Path, config: dict[str, Any], problems: list[RunProblem], 
         result=None if result is None else _numbers(result),
         metric=metric if result is None else result["metric"],
         environment=_read_optional(folder / "environment.json", problems) or {},
-        dataset=_read_optional(folder / "dataset.json", problems) or {},
+        setup=_read_optional(folder / "setup.json", problems) or {},
         flatness=_read_optional(folder / "flatness.json", problems),
         diverged=_read_text(folder / "diverged.txt", problems),
         notes=_read_text(folder / "notes.txt", problems),

@@ -28,6 +28,7 @@ __all__ = [
 ]
 
 MEANS = "mean ± standard error over seeds"
+IN_UNITS = " (1e-3) in a heading: numbers in units of 0.001, and so on."
 BOLD = "Bold: ahead of the next by more than the standard error of their difference."
 
 
@@ -257,33 +258,36 @@ def _settings_table(
         best = None if column.highest is None else best_of(means, highest=column.highest)
         heading, texts = column.heading, [format_mean(mean, column.digits) for mean in means]
         if column.digits is None:
-            unit, texts = _common_notation(means)
-            heading += unit
+            power, texts = _common_notation(means)
+            if power:
+                heading += f" (1e{power})"
+                caption += "" if caption.endswith(IN_UNITS) else IN_UNITS
         headings.append(heading)
         for i, (row, mean, text) in enumerate(zip(rows, means, texts, strict=True)):
             row.append(replace(number_cell(mean, column.digits, best=i == best), text=text))
     return ReportTable(name, caption, headings, rows, [False, *([False] if differ else []), *(True for _ in columns)])
 
 
-def _common_notation(means: Sequence[Mean]) -> tuple[str, list[str]]:
-    """Return the numbers of a column in one notation: a power of ten for its heading, and the texts.
+def _common_notation(means: Sequence[Mean]) -> tuple[int, list[str]]:
+    """Return the numbers of a column in one notation: the exponent of a common power of ten, and the texts.
 
     All texts have the same number of digits after the point, so that they can be compared by eye. A column that spans
     more than four orders of magnitude is written with exponents instead.
     """
     sizes = [abs(m.value) for m in means if math.isfinite(m.value) and m.value]
     if not sizes:
-        return "", [format_mean(m) for m in means]
+        return 0, [format_mean(m) for m in means]
     low, high = min(sizes), max(sizes)
     if high > 1e4 * low:
-        return "", [_with_exponent(m) for m in means]
-    power = 0 if low >= 1e-2 and high < 1e5 else 3 * math.floor(math.log10(high) / 3)
-    scaled = [Mean(m.value / 10.0**power, m.error / 10.0**power, m.runs) for m in means]
+        return 0, [_with_exponent(m) for m in means]
     # Two significant digits of the smallest error, or three of the smallest value if there is no error.
-    errors = [m.error for m in scaled if math.isfinite(m.error) and m.error]
-    smallest, significant = (min(errors), 2) if errors else (low / 10.0**power, 3)
-    digits = min(max(significant - 1 - math.floor(math.log10(smallest)), 0), 4)
-    return f" (1e{power})" if power else "", [format_mean(m, digits) for m in scaled]
+    errors = [m.error for m in means if math.isfinite(m.error) and m.error]
+    smallest, significant = (min(errors), 2) if errors else (low, 3)
+    digits = significant - 1 - math.floor(math.log10(smallest))
+    power = 3 * math.floor(math.log10(high) / 3) if digits > 3 or high >= 1e5 else 0
+    digits = min(max(digits + power, 0), 4)
+    scaled = [Mean(m.value / 10.0**power, m.error / 10.0**power, m.runs) for m in means]
+    return power, [format_mean(m, digits) for m in scaled]
 
 
 def _with_exponent(mean: Mean) -> str:

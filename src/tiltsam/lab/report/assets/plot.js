@@ -98,7 +98,7 @@ function range(values, log, margin) {
 
 // ---------------------------------------------------------------- a plot
 
-class Plot {
+class PlotView {
   constructor(element, plot) {
     this.plot = plot;
     this.canvas = element.querySelector(".plot");
@@ -148,7 +148,7 @@ class Plot {
     root.setAttribute("aria-label", `${plot.title}: ${plot.y_label} against ${plot.x_label}. Arrow keys read values.`);
     this.box = { left: 0, right: width - MARGIN.right, top: MARGIN.top, bottom: height - MARGIN.bottom };
     this.drawAxes(root, shown);
-    const clip = `clip-${(Plot.clips = (Plot.clips ?? 0) + 1)}`;
+    const clip = `clip-${(PlotView.clips = (PlotView.clips ?? 0) + 1)}`;
     svg(svg(root, "clipPath", { id: clip }), "rect", {
       x: this.box.left, y: this.box.top - 5, width: Math.max(0, this.box.right - this.box.left + 5),
       height: this.box.bottom - this.box.top + 5,
@@ -302,5 +302,5 @@ class Plot {
 
 const plots = new Map();
 for (const element of document.querySelectorAll("figure[data-plot]")) {
-  plots.set(element, new Plot(element, report.plots[Number(element.dataset.plot)]));
+  plots.set(element, new PlotView(element, report.plots[Number(element.dataset.plot)]));
 }

@@ -146,14 +146,6 @@ def test_a_command_looks_for_no_garbage_at_its_exit():
     assert not done.stderr
 
 
-def test_a_second_interrupt_finds_nothing_left_to_break_off(capsys, monkeypatch):
-    """What the first one brings about imports nothing, which would take its time."""
-    monkeypatch.setattr("tiltsam.cli._known_mistakes", Mock(side_effect=KeyboardInterrupt))
-    monkeypatch.setattr("tiltsam.cli._methods", Mock(side_effect=KeyboardInterrupt))
-    assert main(["methods"]) == 130
-    assert capsys.readouterr().err == "tiltsam methods: interrupted\n"
-
-
 @pytest.mark.parametrize("arguments", [["methods"], ["--help"]])
 def test_nobody_reads_what_a_command_prints(arguments):
     reader, writer = os.pipe()

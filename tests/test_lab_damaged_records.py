@@ -14,10 +14,10 @@ from tiltsam.lab import flat as lab_flat
 from tiltsam.lab.compare import compare, format_rows
 from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.data import load
-from tiltsam.lab.errors import DataError
+from tiltsam.lab.errors import DataError, RecordError
 from tiltsam.lab.flat import find_runs, measure_runs, save_flatness
 from tiltsam.lab.flatness import FlatnessPlan
-from tiltsam.lab.record import Record, RecordError
+from tiltsam.lab.record import Record
 from tiltsam.lab.report import write_report
 from tiltsam.lab.train import train
 

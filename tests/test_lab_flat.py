@@ -10,12 +10,13 @@ import torch
 
 from tiltsam.cli import main
 from tiltsam.lab import flat as lab_flat
-from tiltsam.lab.config import ConfigError, TrainConfig
+from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.data import load as load_task
+from tiltsam.lab.errors import ConfigError, RecordError
 from tiltsam.lab.flat import find_runs, measure_runs
 from tiltsam.lab.flatness import FlatnessPlan
 from tiltsam.lab.flatness_plots import plot_slices
-from tiltsam.lab.record import Record, RecordError
+from tiltsam.lab.record import Record
 from tiltsam.lab.report import write_report
 from tiltsam.lab.train import train
 from tiltsam.landscape import Slice1D

@@ -10,8 +10,9 @@ import torch
 from report_files import flatness, rows, write_run, write_runs
 from tiltsam.cli import main
 from tiltsam.lab.config import TrainConfig
+from tiltsam.lab.errors import Diverged, RecordError
 from tiltsam.lab.palette import METHOD_COLORS
-from tiltsam.lab.record import Record, RecordError
+from tiltsam.lab.record import Record
 from tiltsam.lab.report import write_report
 from tiltsam.lab.report.figures import flatness_figures, task_figures
 from tiltsam.lab.report.runs import read_runs
@@ -24,7 +25,7 @@ from tiltsam.lab.report.tables import (
     runs_table,
 )
 from tiltsam.lab.report.writing import latex_table, markdown_table
-from tiltsam.lab.train import Diverged, train
+from tiltsam.lab.train import train
 
 
 def column(table, heading):

@@ -16,15 +16,16 @@ from rich.console import Console
 from tiltsam.cli import main
 from tiltsam.lab.compare import compare
 from tiltsam.lab.config import METHOD_SETTINGS, NOTHING_TO_WEIGH, TrainConfig
+from tiltsam.lab.errors import Diverged, SweepError, TrainError
 from tiltsam.lab.record import Record, folders_of_runs
 from tiltsam.lab.sweep import sweep
 from tiltsam.lab.sweeping import plan as planning
 from tiltsam.lab.sweeping import screen
 from tiltsam.lab.sweeping.board import Entry
-from tiltsam.lab.sweeping.grids import PAPER, Point, SweepError, parse_grid, points
+from tiltsam.lab.sweeping.grids import PAPER, Point, parse_grid, points
 from tiltsam.lab.sweeping.standing import Standing, Trial, validation_numbers
 from tiltsam.lab.sweeping.store import open_store, sqlite_url
-from tiltsam.lab.train import Diverged, Progress, TrainError
+from tiltsam.lab.train import Progress
 
 SMALL = TrainConfig("digits", epochs=1, batch_size=128, num_samples=2)
 RATES = {"lr": (0.01, 0.1)}

@@ -15,8 +15,9 @@ from helpers.lab_files import bert
 from helpers.ranks import Ranks
 from lab_processes import files_named, wait_for
 from tiltsam.cli import main
-from tiltsam.lab.config import ConfigError, TrainConfig
+from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.data import load
+from tiltsam.lab.errors import ConfigError
 from tiltsam.lab.record import Record
 from tiltsam.lab.team import Team, team_of_this_process
 from tiltsam.lab.train import Run

@@ -22,17 +22,17 @@ from lab_processes import files_named, start
 from tiltsam.cli import main
 from tiltsam.lab import train as training
 from tiltsam.lab.compare import compare, format_rows, summarise
-from tiltsam.lab.config import METHOD_SETTINGS, ConfigError, TrainConfig
+from tiltsam.lab.config import METHOD_SETTINGS, TrainConfig
 from tiltsam.lab.data import load
 from tiltsam.lab.data.loader import Batches
+from tiltsam.lab.errors import ConfigError, Interrupted, RecordError, TrainError
 from tiltsam.lab.flags import field_docs
-from tiltsam.lab.interrupts import Interrupted
 from tiltsam.lab.models import load_model
-from tiltsam.lab.record import Record, RecordError, _is_at
+from tiltsam.lab.record import Record, _is_at
 from tiltsam.lab.report.runs import read_runs
 from tiltsam.lab.schedules import rate_factor
 from tiltsam.lab.tensorboard import Board
-from tiltsam.lab.train import Run, TrainError, train
+from tiltsam.lab.train import Run, train
 
 SMALL = TrainConfig(epochs=2, batch_size=128, num_samples=2, num_points=2)
 

@@ -37,11 +37,12 @@ from tiltsam.lab.budget import passes_per_step
 from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.data import Data, data_key, load
 from tiltsam.lab.devices import suited_to
+from tiltsam.lab.errors import Diverged
 from tiltsam.lab.files import drafted, write_json
 from tiltsam.lab.flat import cross_runs, measure_runs, save_flatness
 from tiltsam.lab.flatness import FlatnessPlan
 from tiltsam.lab.record import Record
-from tiltsam.lab.train import Diverged, Run, train
+from tiltsam.lab.train import Run, train
 from timing import best_of, environment, print_table
 
 COMMANDS = ("rates", "work", "left", "weights", "flat", "cross", "table", "collect", "restore")

@@ -17,15 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import tiltsam
+from tiltsam.lab.errors import LabError, UserError
 from tiltsam.lab.exits import GOES_ON, end, ending_soon, let_go_of_output
 from tiltsam.lab.interrupts import heeding_interrupts
 from tiltsam.lab.provenance import code_digest
 
 __all__ = ["main"]
-
-
-class UserError(Exception):
-    """A mistake of the user's: one line on the screen, exit code 2, no traceback."""
 
 
 class _Version(argparse.Action):
@@ -48,10 +45,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 _needs(command)
                 args.run(args)
             print(end="", flush=True)
-    except KeyboardInterrupt as error:  # first: to know the mistakes takes imports, and a second one may come meanwhile
+    except KeyboardInterrupt as error:
         told = str(error) or f"interrupted{GOES_ON.get(command, '')}"
         return end(128 + getattr(error, "number", signal.SIGINT), command, told)
-    except _known_mistakes() as error:
+    except (LabError, ImportError) as error:
         return end(2, command, error)
     except BrokenPipeError:  # `tiltsam … | head` is no error, but there may be work left
         if command not in GOES_ON:
@@ -236,20 +233,6 @@ def _add_reproduce(commands: argparse._SubParsersAction[argparse.ArgumentParser]
     parser.add_argument("--data-root", type=Path, help="folder of the data sets (default: $TILTSAM_DATA, or data)")
     parser.add_argument("--download", action="store_true", help="download missing data sets and models")
     parser.set_defaults(run=_reproduce)
-
-
-def _known_mistakes() -> tuple[type[Exception], ...]:
-    """Errors that speak to the user in one line."""
-    from tiltsam.lab.config import ConfigError
-    from tiltsam.lab.errors import DataError, RecipeError, RecordError
-
-    known = UserError, ImportError, ConfigError, DataError, RecipeError, RecordError
-    try:
-        from tiltsam.lab.sweeping.grids import SweepError
-        from tiltsam.lab.train import TrainError
-    except ImportError:  # without the lab's packages nothing raises these
-        return known
-    return *known, SweepError, TrainError
 
 
 def _train(args: argparse.Namespace) -> None:

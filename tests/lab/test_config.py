@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import tiltsam
-from tiltsam.lab.config import _SAYS_NOTHING, ConfigError, TrainConfig
+from tiltsam.lab.config import _SAYS_NOTHING, TrainConfig
+from tiltsam.lab.errors import ConfigError
 
 
 def test_key_ignores_later_fields_at_their_defaults():

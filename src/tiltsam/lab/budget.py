@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 
-from tiltsam.lab.config import METHOD_SETTINGS, ConfigError, TrainConfig
+from tiltsam.lab.config import METHOD_SETTINGS, TrainConfig
+from tiltsam.lab.errors import ConfigError
 from tiltsam.lab.team import Team
 from tiltsam.optim import StepInfo
 

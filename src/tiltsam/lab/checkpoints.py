@@ -21,7 +21,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tiltsam.lab.config import ConfigError
+from tiltsam.lab.errors import ConfigError
 from tiltsam.lab.files import load_tensors, parse_json, save_tensors, write_json
 
 __all__ = ["Checkpoint", "load", "save", "seconds_between"]

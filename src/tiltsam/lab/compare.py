@@ -14,9 +14,10 @@ import torch
 
 from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.data import Data, LoadingCallback, data_loader
+from tiltsam.lab.errors import TrainError
 from tiltsam.lab.record import Record
 from tiltsam.lab.stats import Mean, format_mean, mean_of
-from tiltsam.lab.train import Progress, TrainError, train
+from tiltsam.lab.train import Progress, train
 
 __all__ = ["Row", "compare", "format_rows", "summarise"]
 

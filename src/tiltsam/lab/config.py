@@ -16,9 +16,10 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from torch.optim import Optimizer
 
 import tiltsam
+from tiltsam.lab.errors import ConfigError
 from tiltsam.samplers import Center, Sampler
 
-__all__ = ["ConfigError", "TrainConfig", "check_types", "methods", "settings_of", "settings_of_others", "tilts_nothing"]
+__all__ = ["TrainConfig", "check_types", "methods", "settings_of", "settings_of_others", "tilts_nothing"]
 
 NOTHING_TO_WEIGH = "one sample and nothing to weigh, so t has no effect: pass --num-samples 3"
 
@@ -69,10 +70,6 @@ _SAYS_NOTHING: dict[str, Any] = {
 # Networks that no longer begin with the weights they once began with: their runs are others than those of that time.
 _BEGIN_ANEW = ("resnet18", "resnet34", "wrn16-8")
 _IMAGES = ("cifar", "tiny-imagenet", "dtd", "images:", "npz:")  # where "auto" may pick one of them
-
-
-class ConfigError(Exception):
-    """A setting that cannot be, told in one line."""
 
 
 @dataclass(frozen=True)

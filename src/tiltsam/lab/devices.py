@@ -9,7 +9,7 @@ from contextlib import contextmanager, nullcontext
 import torch
 from torch import nn
 
-from tiltsam.lab.config import ConfigError
+from tiltsam.lab.errors import ConfigError
 
 __all__ = ["Leash", "one_thread", "resolve_device", "suited_to"]
 

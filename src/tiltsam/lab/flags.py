@@ -13,7 +13,8 @@ from argparse import ArgumentParser, ArgumentTypeError, BooleanOptionalAction, _
 from collections.abc import Callable
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from tiltsam.lab.config import NOTHING_TO_WEIGH, ConfigError, TrainConfig, settings_of_others, tilts_nothing
+from tiltsam.lab.config import NOTHING_TO_WEIGH, TrainConfig, settings_of_others, tilts_nothing
+from tiltsam.lab.errors import ConfigError
 
 __all__ = ["add_arguments", "field_docs", "from_arguments", "given", "parse_method", "parse_setting", "remarks"]
 

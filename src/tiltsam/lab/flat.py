@@ -20,14 +20,15 @@ from torch import Tensor, nn
 
 from tiltsam.flatness.loss_surface import ProgressCallback
 from tiltsam.flatness.objectives import CrossEntry, CrossTable, Objective, cross_objectives
-from tiltsam.lab.config import ConfigError, TrainConfig
+from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.data import Data, data_key, data_loader
 from tiltsam.lab.data.loader import normalise
 from tiltsam.lab.devices import resolve_device, suited_to
+from tiltsam.lab.errors import ConfigError, RecordError
 from tiltsam.lab.files import drafted
 from tiltsam.lab.flatness import Flatness, FlatnessPlan, measure
 from tiltsam.lab.models import load_model
-from tiltsam.lab.record import Record, RecordError, folders_of_runs
+from tiltsam.lab.record import Record, folders_of_runs
 from tiltsam.lab.report.runs import Reading, Run
 from tiltsam.lab.report.settings import arrange
 

@@ -10,20 +10,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-__all__ = ["Interrupted", "Stop", "heeding_interrupts", "stopping", "uninterrupted"]
-
-
-class Interrupted(KeyboardInterrupt):
-    """Training that a signal has ended; the message says what is saved.
-
-    Args:
-        message: What is saved.
-        number: The signal.
-    """
-
-    def __init__(self, message: str, number: int = signal.SIGINT) -> None:
-        super().__init__(message)
-        self.number = number
+__all__ = ["Stop", "heeding_interrupts", "stopping", "uninterrupted"]
 
 
 class Stop:

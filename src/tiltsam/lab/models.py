@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
-from tiltsam.lab.config import ConfigError
 from tiltsam.lab.data.dataset import Data
+from tiltsam.lab.errors import ConfigError
 from tiltsam.lab.pretrained import ImageEncoder, TextEncoder, source_of, text_source
 from tiltsam.lab.record import Record
 

@@ -36,15 +36,14 @@ from torch import Tensor
 import tiltsam
 from tiltsam.lab import checkpoints
 from tiltsam.lab.checkpoints import Checkpoint
-from tiltsam.lab.config import ConfigError, TrainConfig, check_types
-from tiltsam.lab.errors import RecordError
+from tiltsam.lab.config import TrainConfig, check_types
+from tiltsam.lab.errors import ConfigError, RecordError
 from tiltsam.lab.files import drafted, drop_drafts, load_tensors, parse_json, save_tensors, write_json
 from tiltsam.lab.provenance import code_digest
 
 __all__ = [
     "Checkpoint",
     "Record",
-    "RecordError",
     "check_result",
     "folders_of_runs",
     "is_number",

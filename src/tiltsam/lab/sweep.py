@@ -14,9 +14,10 @@ from typing import Any
 
 from tiltsam.lab.config import METHOD_SETTINGS, TrainConfig
 from tiltsam.lab.data import LoadingCallback, find_task, fingerprint, load
+from tiltsam.lab.errors import SweepError
 from tiltsam.lab.files import write_json
 from tiltsam.lab.flags import parse_method
-from tiltsam.lab.sweeping.grids import Point, SweepError, points
+from tiltsam.lab.sweeping.grids import Point, points
 from tiltsam.lab.sweeping.plan import Desk, Plan
 from tiltsam.lab.sweeping.standing import Standing, to_json
 from tiltsam.lab.sweeping.store import sqlite_url

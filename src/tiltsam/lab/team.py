@@ -29,7 +29,7 @@ from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
 import tiltsam
-from tiltsam.lab.config import ConfigError
+from tiltsam.lab.errors import ConfigError
 
 __all__ = ["Split", "Team", "team_of_this_process"]
 

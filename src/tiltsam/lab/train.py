@@ -19,29 +19,22 @@ from torch import Tensor, nn
 import tiltsam
 from tiltsam.lab.budget import Budget, passes_of
 from tiltsam.lab.checkpoints import seconds_between
-from tiltsam.lab.config import ConfigError, TrainConfig, settings_of
+from tiltsam.lab.config import TrainConfig, settings_of
 from tiltsam.lab.data import Data, LoadingCallback, Split, fingerprint, load
 from tiltsam.lab.data.loader import Batches
 from tiltsam.lab.devices import Leash, resolve_device, suited_to
-from tiltsam.lab.interrupts import Interrupted, Stop, stopping
+from tiltsam.lab.errors import ConfigError, Diverged, Interrupted, RecordError, TrainError
+from tiltsam.lab.interrupts import Stop, stopping
 from tiltsam.lab.models import build
-from tiltsam.lab.record import Checkpoint, Record, RecordError
+from tiltsam.lab.record import Checkpoint, Record
 from tiltsam.lab.schedules import set_rates
 from tiltsam.lab.scoring import as_tested, reestimate_batchnorm, score
 from tiltsam.lab.team import Team
 from tiltsam.lab.tensorboard import Board
 
-__all__ = ["Diverged", "Progress", "Run", "TrainError", "train"]
+__all__ = ["Progress", "Run", "train"]
 
 TICK_SECONDS = 0.5  # between signs of life within an epoch
-
-
-class TrainError(Exception):
-    """Training that cannot go on, told in one line."""
-
-
-class Diverged(TrainError):
-    """The loss is not finite any more."""
 
 
 @dataclass

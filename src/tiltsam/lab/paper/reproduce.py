@@ -18,14 +18,14 @@ from tiltsam.lab.compare import compare
 from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.data import Data, LoadingCallback, data_key, data_loader
 from tiltsam.lab.devices import resolve_device
-from tiltsam.lab.errors import DataError, RecipeError, RecordError
+from tiltsam.lab.errors import DataError, RecipeError, RecordError, TrainError
 from tiltsam.lab.files import write_json
 from tiltsam.lab.flat import cross_runs, measure_runs, save_flatness
 from tiltsam.lab.flatness import PAPER_STDS, Flatness, FlatnessPlan
 from tiltsam.lab.paper.recipes import Recipe, RecipeCell
 from tiltsam.lab.paper.settings import column_config, training_examples
 from tiltsam.lab.record import Record
-from tiltsam.lab.train import Progress, TrainError
+from tiltsam.lab.train import Progress
 
 __all__ = ["Reproduction", "ReproductionPlan", "reproduce"]
 

@@ -77,10 +77,11 @@ def _sweep(args: argparse.Namespace) -> None:
         if error.name not in ("optuna", "sqlalchemy"):
             raise
         raise ImportError("tiltsam sweep needs Optuna: pip install '.[sweep]'") from None
+    from tiltsam.lab.errors import SweepError
     from tiltsam.lab.record import tests_of_sweep
     from tiltsam.lab.report.command import report
     from tiltsam.lab.screen import print_table
-    from tiltsam.lab.sweeping.grids import SweepError, parse_grid
+    from tiltsam.lab.sweeping.grids import parse_grid
     from tiltsam.lab.sweeping.plan import Plan
     from tiltsam.lab.sweeping.screen import SweepScreen
     from tiltsam.lab.sweeping.standing import format_edges, format_standings

@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 
-from tiltsam.lab.config import METHOD_SETTINGS, NOTHING_TO_WEIGH, ConfigError, TrainConfig, settings_of, tilts_nothing
+from tiltsam.lab.config import METHOD_SETTINGS, NOTHING_TO_WEIGH, TrainConfig, settings_of, tilts_nothing
 from tiltsam.lab.config import methods as all_methods
+from tiltsam.lab.errors import ConfigError, SweepError
 from tiltsam.lab.flags import parse_method, parse_setting
 
-__all__ = ["PAPER", "Point", "SweepError", "parse_grid", "points"]
+__all__ = ["PAPER", "Point", "parse_grid", "points"]
 
 PAPER: dict[str, tuple[Any, ...]] = {
     "lr": (1e-4, 3e-4, 0.001, 0.003, 0.01, 0.03, 0.1),
@@ -28,13 +29,6 @@ PAPER: dict[str, tuple[Any, ...]] = {
 
 # A sweep compares validation scores, so nothing may change what they are measured on.
 FIXED = ("task", "method", "seed", "device", "validation", "noise")
-
-
-class SweepError(Exception):
-    """A sweep that cannot be, or cannot go on, told in one line."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__(" ".join(message.split()))
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,13 @@ from typing import Any
 
 from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.data import LoadingCallback, data_loader, fingerprint
+from tiltsam.lab.errors import Diverged, SweepError
 from tiltsam.lab.record import Record, task_folder
 from tiltsam.lab.sweeping.board import Board, Job, Ticket
-from tiltsam.lab.sweeping.grids import Point, SweepError
+from tiltsam.lab.sweeping.grids import Point
 from tiltsam.lab.sweeping.standing import Standing, Trial, validation_numbers
 from tiltsam.lab.sweeping.store import open_store
-from tiltsam.lab.train import Diverged, Progress, train
+from tiltsam.lab.train import Progress, train
 
 __all__ = ["Desk", "Plan", "in_turns"]
 

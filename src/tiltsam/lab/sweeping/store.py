@@ -10,8 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from tiltsam.lab.errors import SweepError
 from tiltsam.lab.interrupts import uninterrupted
-from tiltsam.lab.sweeping.grids import SweepError
 
 if TYPE_CHECKING:
     import optuna

@@ -12,14 +12,10 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from tiltsam.lab.config import ConfigError
-from tiltsam.lab.errors import DataError
+from tiltsam.lab.errors import LabError, SweepError
 from tiltsam.lab.exits import ending_soon
 from tiltsam.lab.interrupts import heeding_interrupts
-from tiltsam.lab.record import RecordError
-from tiltsam.lab.sweeping.grids import SweepError
 from tiltsam.lab.sweeping.plan import Desk, Plan
-from tiltsam.lab.train import TrainError
 
 __all__ = ["main", "run_workers", "work"]
 
@@ -130,7 +126,7 @@ def work(plan: Plan, device: str | None = None, parent: int | None = None) -> in
     try:
         with Desk(plan, device=device, pause=orphaned) as desk:
             desk.work()
-    except (SweepError, ConfigError, DataError, RecordError, TrainError, ImportError) as error:
+    except (LabError, ImportError) as error:
         print(error, file=sys.stderr)
         return 2
     except KeyboardInterrupt:

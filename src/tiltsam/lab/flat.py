@@ -25,6 +25,7 @@ from tiltsam.lab.data import Data, data_key, data_loader
 from tiltsam.lab.data.loader import normalise
 from tiltsam.lab.devices import resolve_device, suited_to
 from tiltsam.lab.errors import ConfigError, RecordError
+from tiltsam.lab.evaluate import task_loss
 from tiltsam.lab.files import drafted
 from tiltsam.lab.flatness import Flatness, FlatnessPlan, measure
 from tiltsam.lab.models import load_model
@@ -240,9 +241,6 @@ def _batches(data: Data, split: str, examples: int, batch_size: int, device: tor
 def _loss_fn(data: Data) -> Callable[[nn.Module, Any], Tensor]:
     def loss(model: nn.Module, batch: Any) -> Tensor:
         inputs, targets = batch
-        outputs = model(*inputs).float()
-        if data.num_classes == 1:
-            return nn.functional.mse_loss(outputs.squeeze(1), targets)
-        return nn.functional.cross_entropy(outputs, targets)
+        return task_loss(model(*inputs).float(), targets, data.num_classes)
 
     return loss

@@ -24,11 +24,11 @@ from tiltsam.lab.data import Data, LoadingCallback, Split, fingerprint, load
 from tiltsam.lab.data.loader import Batches
 from tiltsam.lab.devices import Leash, resolve_device, suited_to
 from tiltsam.lab.errors import ConfigError, Diverged, Interrupted, RecordError, TrainError
+from tiltsam.lab.evaluate import evaluate, evaluated_weights, reestimate_batchnorm, task_loss
 from tiltsam.lab.interrupts import Stop, stopping
 from tiltsam.lab.models import build
 from tiltsam.lab.record import Checkpoint, Record
 from tiltsam.lab.schedules import set_rates
-from tiltsam.lab.scoring import as_tested, reestimate_batchnorm, score
 from tiltsam.lab.team import Team
 from tiltsam.lab.tensorboard import Board
 
@@ -327,9 +327,7 @@ class Run:
 
     def _loss(self, *batch: Tensor) -> Tensor:
         outputs, targets = self._forward(self._passing, batch[:-1]), batch[-1]
-        if self.data.num_classes == 1:
-            return nn.functional.mse_loss(outputs.squeeze(1), targets)
-        return nn.functional.cross_entropy(outputs, targets, label_smoothing=self.config.label_smoothing)
+        return task_loss(outputs, targets, self.data.num_classes, self.config.label_smoothing)
 
     def _part_loss(self, sample: int, *batch: Tensor) -> Tensor:
         """Return the loss on the part of the batch that belongs to a sample."""
@@ -355,12 +353,12 @@ class Run:
             "train_loss": loss,
             "effective_sample_size": spread,
         }
-        with as_tested(self.model, self.average):
+        with evaluated_weights(self.model, self.average):
             if self.config.reestimate_batchnorm:
                 reestimate_batchnorm(self.model, self._outputs, self.data.train)
             self.model.eval()
             for name in ("validation", "test"):
-                for metric, value in score(self._outputs, self.data, getattr(self.data, name)).items():
+                for metric, value in evaluate(self._outputs, self.data, getattr(self.data, name)).items():
                     row[f"{name}_{metric}"] = value
                 self._check_finite(row.get(f"{name}_loss", 0.0), f"after epoch {math.ceil(self.progress.epoch)}")
             kept = self.model.state_dict().keys()  # some buffers are no part of it
@@ -447,7 +445,7 @@ class Run:
         if self.best:
             numbers["score_at_best_validation"] = self.best[f"test_{self.data.metrics[0]}"]
             numbers["best_validation"] = self.best[f"validation_{self.data.metrics[0]}"]
-        with as_tested(self.model, self.average):
+        with evaluated_weights(self.model, self.average):
             self.record.finish({**self.model.state_dict(), **self.estimated}, **numbers)
         return numbers
 

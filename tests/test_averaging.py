@@ -19,7 +19,7 @@ from tiltsam.lab.data import load
 from tiltsam.lab.data.loader import Batches
 from tiltsam.lab.evaluate import evaluate, reestimate_batchnorm
 from tiltsam.lab.models import load_model
-from tiltsam.lab.record import Record
+from tiltsam.lab.records import Record
 from tiltsam.lab.train import train
 from tiltsam.space import model_state
 

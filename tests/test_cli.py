@@ -159,9 +159,9 @@ def test_nobody_reads_what_a_command_prints(arguments):
 
 def test_a_run_whose_lines_nobody_reads_is_told_to_be_unfinished(tmp_path, capsys, monkeypatch):
     """As by tiltsam train … | head, which ended it without a word."""
-    monkeypatch.setattr("tiltsam.lab.screen.Screen.report", Mock(side_effect=BrokenPipeError))
+    monkeypatch.setattr("tiltsam.lab.console.RunDisplay.report", Mock(side_effect=BrokenPipeError))
     assert main(["train", "digits", "--epochs", "1", "--out", str(tmp_path)]) == 141
-    said = "tiltsam train: stopped, for nobody reads its output any more; the same command resumes"
+    said = "tiltsam train: stopped: standard output was closed; the same command resumes"
     assert capsys.readouterr().err.startswith(said)
 
 

@@ -27,7 +27,7 @@ from evidence.tables import (
 from evidence.trials import around
 from tiltsam.lab.config import _SAYS_NOTHING, TrainConfig, methods
 from tiltsam.lab.errors import TrainError
-from tiltsam.lab.record import Record
+from tiltsam.lab.records import Record
 from tiltsam.lab.train import train
 
 RECORDS = Path(__file__).parents[1] / "benchmarks" / "records"

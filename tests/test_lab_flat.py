@@ -16,7 +16,7 @@ from tiltsam.lab.errors import ConfigError, RecordError
 from tiltsam.lab.flat import find_runs, measure_runs
 from tiltsam.lab.flatness import FlatnessPlan
 from tiltsam.lab.flatness_plots import plot_slices
-from tiltsam.lab.record import Record
+from tiltsam.lab.records import Record
 from tiltsam.lab.report import write_report
 from tiltsam.lab.train import train
 from tiltsam.landscape import Slice1D
@@ -149,7 +149,7 @@ def test_runs_that_cannot_be_measured_are_left_out(copied, tmp_path, capsys):
         str(copied / "torn"),
         str(copied / "unfinished"),
     ]
-    assert "holds no model yet" in out
+    assert "has no model" in out
     assert [path.parent for path in copied.rglob("flatness.json")] == [good]
     shutil.rmtree(good)
     assert sharpness_of(copied) == 2

@@ -12,7 +12,7 @@ from tiltsam.cli import main
 from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.errors import Diverged, RecordError
 from tiltsam.lab.palette import METHOD_COLORS
-from tiltsam.lab.record import Record
+from tiltsam.lab.records import Record
 from tiltsam.lab.report import write_report
 from tiltsam.lab.report.figures import flatness_figures, task_figures
 from tiltsam.lab.report.runs import read_runs

@@ -17,12 +17,13 @@ from tiltsam.cli import main
 from tiltsam.lab.compare import compare
 from tiltsam.lab.config import METHOD_SETTINGS, NOTHING_TO_WEIGH, TrainConfig
 from tiltsam.lab.errors import Diverged, SweepError, TrainError
-from tiltsam.lab.record import Record, folders_of_runs
+from tiltsam.lab.records import Record
 from tiltsam.lab.sweep import sweep
 from tiltsam.lab.sweeping import plan as planning
 from tiltsam.lab.sweeping import screen
 from tiltsam.lab.sweeping.board import Entry
-from tiltsam.lab.sweeping.grids import PAPER, Point, parse_grid, points
+from tiltsam.lab.sweeping.grids import PAPER, GridPoint, parse_grid, points
+from tiltsam.lab.sweeping.results import find_run_folders
 from tiltsam.lab.sweeping.standing import Standing, Trial, validation_numbers
 from tiltsam.lab.sweeping.store import open_store, sqlite_url
 from tiltsam.lab.train import Progress
@@ -413,7 +414,7 @@ def test_what_a_trial_did_on_the_test_set_is_nowhere(tmp_path, pretend):
 def test_equal_scores_go_by_the_loss_then_by_the_order():
     def trial(lr, score, loss):
         result = {"metric": "f1", "validation_f1": score, "validation_loss": loss}
-        point = Point(replace(SMALL, lr=lr), {"lr": lr})
+        point = GridPoint(replace(SMALL, lr=lr), {"lr": lr})
         return Trial(point, Entry("done", result))
 
     rows = [trial(0.1, 0.5, 0.1), trial(0.2, 0.8, 0.9), trial(0.3, 0.8, 0.3), trial(0.4, 0.8, 0.3)]
@@ -439,7 +440,7 @@ def test_equal_scores_go_by_the_loss_then_by_the_order():
 def test_a_choice_at_the_edge_of_what_was_tried_is_told(settings, chosen, edges):
     rows = [
         Trial(
-            Point(replace(SMALL, **each), each),
+            GridPoint(replace(SMALL, **each), each),
             Entry("done", {"metric": "f1", "validation_f1": float(k == chosen), "validation_loss": 1}),
         )
         for k, each in enumerate(settings)
@@ -581,16 +582,16 @@ def test_it_ends_with_a_report_of_what_was_tested(tmp_path, capsys):
     assert "average=True" in table
     assert "lr" not in table  # the trials that were not chosen have no part in it
     tested = {run["run"] for each in json.loads(path.read_text())["methods"].values() for run in each["test"]["runs"]}
-    assert {folder.relative_to(tmp_path).as_posix() for folder in folders_of_runs([path.parent])} == tested
-    assert len(folders_of_runs([tmp_path])) == 6  # all, each once
+    assert {folder.relative_to(tmp_path).as_posix() for folder in find_run_folders([path.parent])} == tested
+    assert len(find_run_folders([tmp_path])) == 6  # all, each once
     for here, name in ((path.parent, "."), (path.parent.parent, path.parent.name), (tmp_path / "digits", "../sweeps")):
         with chdir(here):
-            assert len(folders_of_runs([Path(name)])) == 4, name
+            assert len(find_run_folders([Path(name)])) == 4, name
     (tmp_path / "beside").mkdir()
     for link, to in (("study", path.parent), ("out", tmp_path), ("sweeps", path.parent.parent)):
         (tmp_path / "beside" / link).symlink_to(to)
     for way in ("study", "sweeps", f"sweeps/{path.parent.name}", f"out/sweeps/{path.parent.name}"):
-        found = folders_of_runs([tmp_path / "beside" / way])
+        found = find_run_folders([tmp_path / "beside" / way])
         assert {folder.resolve().relative_to(tmp_path).as_posix() for folder in found} == tested, way
     shutil.rmtree(tmp_path / "digits" / TrainConfig(epochs=1, method="erm", lr=0.1).key() / "seed-1")
     assert main(["report", str(path.parent)]) == 0

@@ -22,7 +22,7 @@ import postgres
 from lab_processes import files_named, wait_for
 from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.errors import SweepError
-from tiltsam.lab.record import Record
+from tiltsam.lab.records import Record
 from tiltsam.lab.sweep import sweep
 from tiltsam.lab.sweeping.board import Board, Job
 from tiltsam.lab.sweeping.grids import points

@@ -18,9 +18,14 @@ from typing import Any
 
 import tiltsam
 from tiltsam.lab.errors import LabError, UserError
-from tiltsam.lab.exits import GOES_ON, end, ending_soon, let_go_of_output
-from tiltsam.lab.interrupts import heeding_interrupts
 from tiltsam.lab.provenance import code_digest
+from tiltsam.lab.shutdown import (
+    RESUMES,
+    exit_with_message,
+    flush_output,
+    reraise_dropped_interrupts,
+    skip_garbage_collection_at_exit,
+)
 
 __all__ = ["main"]
 
@@ -36,9 +41,9 @@ class _Version(argparse.Action):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     command = ""
-    ending_soon()
+    skip_garbage_collection_at_exit()
     try:
-        with heeding_interrupts():
+        with reraise_dropped_interrupts():
             args = _parse(argv)
             command = args.command
             with _plain_warnings(command):
@@ -46,19 +51,21 @@ def main(argv: Sequence[str] | None = None) -> int:
                 args.run(args)
             print(end="", flush=True)
     except KeyboardInterrupt as error:
-        told = str(error) or f"interrupted{GOES_ON.get(command, '')}"
-        return end(128 + getattr(error, "number", signal.SIGINT), command, told)
+        told = str(error) or f"interrupted{RESUMES.get(command, '')}"
+        return exit_with_message(128 + getattr(error, "number", signal.SIGINT), command, told)
     except (LabError, ImportError) as error:
-        return end(2, command, error)
+        return exit_with_message(2, command, error)
     except BrokenPipeError:  # `tiltsam … | head` is no error, but there may be work left
-        if command not in GOES_ON:
+        if command not in RESUMES:
             return 0
-        return end(128 + signal.SIGPIPE, command, f"stopped, for nobody reads its output any more{GOES_ON[command]}")
+        return exit_with_message(
+            128 + signal.SIGPIPE, command, f"stopped: standard output was closed{RESUMES[command]}"
+        )
     except OSError as error:  # a full disk, an unwritable folder: what was saved before is intact
         where = f" ({error.filename})" if error.filename else ""
-        return end(2, command, f"{error.strerror or error}{where}")
+        return exit_with_message(2, command, f"{error.strerror or error}{where}")
     finally:
-        let_go_of_output()
+        flush_output()
     return 0
 
 
@@ -236,26 +243,26 @@ def _add_reproduce(commands: argparse._SubParsersAction[argparse.ArgumentParser]
 
 
 def _train(args: argparse.Namespace) -> None:
+    from tiltsam.lab.console import RunDisplay
     from tiltsam.lab.data import find_task
+    from tiltsam.lab.distributed import connect_ranks
     from tiltsam.lab.flags import from_arguments, remarks
-    from tiltsam.lab.record import Record
-    from tiltsam.lab.screen import Screen
-    from tiltsam.lab.team import team_of_this_process
+    from tiltsam.lab.records import Record
     from tiltsam.lab.train import train
 
     config = from_arguments(args)
     find_task(config.task)  # before a folder is made for it
     record = Record.of(args.out, config)
-    with team_of_this_process(args.parallel, config.device) as team, ExitStack() as held:
-        mine = held.enter_context(record.working()) if team.first else None
-        if not team.tell(mine):
+    with connect_ranks(args.parallel, config.device) as distributed, ExitStack() as held:
+        mine = held.enter_context(record.lock()) if distributed.is_main else None
+        if not distributed.broadcast_object(mine):
             raise UserError(f"another process is training this run in {record.folder}")
         shown: dict[str, Any] = {}
-        if team.first:
+        if distributed.is_main:
             samples = config.num_samples if config.method == "tsam" else 1
-            for remark in remarks(args, config) + team.remarks(samples):
+            for remark in remarks(args, config) + distributed.warnings(samples):
                 print(f"tiltsam train: {remark}", file=sys.stderr, flush=True)
-            screen = held.enter_context(Screen())
+            screen = held.enter_context(RunDisplay())
             report = partial(screen.report, config)
             shown = {"loading": screen.loading, "report": report, "tick": report}
         result = train(
@@ -264,13 +271,13 @@ def _train(args: argparse.Namespace) -> None:
             root=args.data_root,
             download=args.download,
             tensorboard=args.tensorboard,
-            team=team,
+            distributed=distributed,
             until=args.until,
             **shown,
         )
-    if team.first and "score" not in result:
+    if distributed.is_main and "score" not in result:
         print(f"paused after {result['epoch']:g} epochs, {result['passes']:.0f} passes: {record.folder}")
-    elif team.first:
+    elif distributed.is_main:
         print(f"test {result['metric']} {100 * result['score']:.2f} after {result['epoch']:g} epochs, ", end="")
         print(f"{result['passes']:.0f} passes, {result['seconds']:.1f} s: {record.folder}")
 
@@ -278,11 +285,11 @@ def _train(args: argparse.Namespace) -> None:
 def _compare(args: argparse.Namespace) -> None:
     from tiltsam.lab.compare import compare, format_rows
     from tiltsam.lab.config import NOTHING_TO_WEIGH, tilts_nothing
+    from tiltsam.lab.console import RunDisplay, print_table
     from tiltsam.lab.data import find_task
     from tiltsam.lab.flags import from_arguments, given, parse_method
-    from tiltsam.lab.record import Record
+    from tiltsam.lab.records import Record
     from tiltsam.lab.report.command import report
-    from tiltsam.lab.screen import Screen, print_table
 
     if args.seeds < 1:
         raise UserError(f"--seeds must be at least 1, got {args.seeds}")
@@ -295,7 +302,7 @@ def _compare(args: argparse.Namespace) -> None:
     for name in names.values():
         if tilts_nothing(from_arguments(args, **settings[name]), given(args) | settings[name]):
             print(f"tiltsam compare: {name} has {NOTHING_TO_WEIGH}", file=sys.stderr, flush=True)
-    with Screen(names) as screen:
+    with RunDisplay(names) as screen:
         rows = compare(
             cells,
             args.out,
@@ -305,7 +312,7 @@ def _compare(args: argparse.Namespace) -> None:
             tensorboard=args.tensorboard,
             report=screen.report,
             tick=screen.report,
-            failed=lambda config, error: screen.say(f"{screen.name(config)}: {error}"),
+            failed=lambda config, error: screen.print(f"{screen.name(config)}: {error}"),
             names=names,
         )
     first = cells[0]
@@ -321,12 +328,12 @@ def _compare(args: argparse.Namespace) -> None:
 
 
 def _reproduce(args: argparse.Namespace) -> None:
+    from tiltsam.lab.console import MeasurementBars, RunDisplay
     from tiltsam.lab.paper.cost import print_costs
     from tiltsam.lab.paper.recipes import RECIPES, find_recipe, select_methods
     from tiltsam.lab.paper.reproduce import ReproductionPlan, reproduce
     from tiltsam.lab.paper.tables import print_header, print_results, write_numbers
     from tiltsam.lab.report.command import report
-    from tiltsam.lab.screen import Bars, Screen
 
     if args.name:
         recipes = [find_recipe(args.name).select(methods=args.methods)]
@@ -340,7 +347,7 @@ def _reproduce(args: argparse.Namespace) -> None:
         return
     (plan,) = plans
     print_header(plan)
-    with Screen(plan.names()) as screen, Bars() as bars:
+    with RunDisplay(plan.names()) as screen, MeasurementBars() as bars:
         found = reproduce(
             plan,
             args.out,
@@ -348,8 +355,8 @@ def _reproduce(args: argparse.Namespace) -> None:
             download=args.download,
             loading=screen.loading,
             report=screen.report,
-            say=screen.say,
-            measuring=screen.gives_way_to(bars),
+            say=screen.print,
+            measuring=screen.stop_before(bars),
         )
     print_results(found)
     folder = args.out / "reproduced" / plan.recipe.name.replace("/", "-")
@@ -360,10 +367,10 @@ def _reproduce(args: argparse.Namespace) -> None:
 
 
 def _sharpness(args: argparse.Namespace) -> None:
+    from tiltsam.lab.console import MeasurementBars
     from tiltsam.lab.flat import find_runs, measure_runs, save_flatness
     from tiltsam.lab.flatness import FlatnessPlan, format_table, table_rows
     from tiltsam.lab.flatness_plots import write_figures
-    from tiltsam.lab.screen import Bars
 
     if args.examples < 1 or args.samples < 2:
         raise UserError(
@@ -379,7 +386,7 @@ def _sharpness(args: argparse.Namespace) -> None:
     figures = _figures(args)
     plan = FlatnessPlan(num_samples=args.samples, t=args.t)
     measured = {}
-    with Bars() as bars:
+    with MeasurementBars() as bars:
         for flat, about in measure_runs(
             runs,
             task=args.task,

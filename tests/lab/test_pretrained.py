@@ -20,7 +20,7 @@ from tiltsam.lab.errors import ConfigError, DataError
 from tiltsam.lab.files import save_tensors
 from tiltsam.lab.models import build, load_model
 from tiltsam.lab.pretrained import tokenize
-from tiltsam.lab.record import Record
+from tiltsam.lab.records import Record
 from tiltsam.lab.train import train
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install '.[text]'")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 
 from tiltsam.lab.config import METHOD_SETTINGS, TrainConfig
+from tiltsam.lab.distributed import DistributedContext
 from tiltsam.lab.errors import ConfigError
-from tiltsam.lab.team import Team
 from tiltsam.optim import StepInfo
 
 __all__ = ["Budget", "passes_of", "passes_per_step"]
@@ -63,12 +63,12 @@ class Budget:
     Args:
         config: The run.
         per_epoch: Steps an epoch.
-        team: The processes that train it together, and have to stop together.
+        distributed: The processes that train it together, and have to stop together.
     """
 
-    def __init__(self, config: TrainConfig, per_epoch: int, team: Team) -> None:
+    def __init__(self, config: TrainConfig, per_epoch: int, distributed: DistributedContext) -> None:
         self._epochs, self._passes, self._seconds = config.epochs, config.passes, config.seconds
-        self._team = team
+        self._distributed = distributed
         if config.method == "esam1":  # SAM until it has spent what TSAM would have
             tsam = 1 + (config.num_samples * (1 + config.ascent_fraction) - 1) / config.every  # others cost one pass
             self._passes = min(config.passes or math.inf, config.epochs * per_epoch * tsam)
@@ -85,8 +85,8 @@ class Budget:
         shares = [epoch / self._epochs]
         # By one count and one clock, or some processes would stop while others wait for them.
         if self._passes is not None:
-            shares.append(self._team.agree(passes) / self._passes)
+            shares.append(self._distributed.broadcast(passes) / self._passes)
         if self._seconds is not None:
-            shares.append(self._team.agree(seconds) / self._seconds)
+            shares.append(self._distributed.broadcast(seconds) / self._seconds)
         done = max(shares)
         return done if done < 1 - ROUNDING else max(done, 1.0)

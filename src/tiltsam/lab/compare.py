@@ -15,7 +15,7 @@ import torch
 from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.data import Data, LoadingCallback, data_loader
 from tiltsam.lab.errors import TrainError
-from tiltsam.lab.record import Record
+from tiltsam.lab.records import Record
 from tiltsam.lab.stats import Mean, format_mean, mean_of
 from tiltsam.lab.train import Progress, train
 
@@ -89,7 +89,7 @@ def compare(
         elsewhere = []
         for config in pending:
             record = Record.of(out, config)
-            with record.working() as mine:
+            with record.lock() as mine:
                 if not mine:
                     elsewhere.append(config)
                     continue

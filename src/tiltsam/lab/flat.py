@@ -29,9 +29,10 @@ from tiltsam.lab.evaluate import task_loss
 from tiltsam.lab.files import drafted
 from tiltsam.lab.flatness import Flatness, FlatnessPlan, measure
 from tiltsam.lab.models import load_model
-from tiltsam.lab.record import Record, folders_of_runs
+from tiltsam.lab.records import Record
 from tiltsam.lab.report.runs import Reading, Run
 from tiltsam.lab.report.settings import arrange
+from tiltsam.lab.sweeping.results import find_run_folders
 
 __all__ = ["cross_runs", "find_runs", "measure_runs", "save_flatness"]
 
@@ -51,7 +52,7 @@ def find_runs(paths: Sequence[Path], *, left_out: Callable[[str], Any] | None = 
         RecordError: If a folder holds no run.
     """
     runs = []
-    for place in folders_of_runs(paths):
+    for place in find_run_folders(paths):
         try:
             config = Record(place).config()
         except _UNFIT as error:

@@ -10,12 +10,12 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from tiltsam.lab.record import Record
+from tiltsam.lab.records import Record
 
-__all__ = ["Board"]
+__all__ = ["TensorBoardWriter"]
 
 
-class Board:
+class TensorBoardWriter:
     """Writes to ``RUN/tensorboard``. A context.
 
     Args:
@@ -35,7 +35,7 @@ class Board:
         self._writer: Any = None
         self._shown = 0  # steps of the newest line on the board
 
-    def __enter__(self) -> Board:
+    def __enter__(self) -> TensorBoardWriter:
         return self
 
     def __exit__(self, *_: object) -> None:

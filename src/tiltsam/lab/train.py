@@ -23,16 +23,16 @@ from tiltsam.lab.config import TrainConfig, settings_of
 from tiltsam.lab.data import Data, LoadingCallback, Split, fingerprint, load
 from tiltsam.lab.data.loader import Batches
 from tiltsam.lab.devices import Leash, resolve_device, suited_to
+from tiltsam.lab.distributed import DistributedContext
 from tiltsam.lab.errors import ConfigError, Diverged, Interrupted, RecordError, TrainError
 from tiltsam.lab.evaluate import evaluate, evaluated_weights, reestimate_batchnorm, task_loss
-from tiltsam.lab.interrupts import Stop, stopping
 from tiltsam.lab.models import build
-from tiltsam.lab.record import Checkpoint, Record
+from tiltsam.lab.records import Checkpoint, Record
 from tiltsam.lab.schedules import set_rates
-from tiltsam.lab.team import Team
-from tiltsam.lab.tensorboard import Board
+from tiltsam.lab.shutdown import StopFlag, defer_signals
+from tiltsam.lab.tensorboard import TensorBoardWriter
 
-__all__ = ["Progress", "Run", "train"]
+__all__ = ["Progress", "Trainer", "train"]
 
 TICK_SECONDS = 0.5  # between signs of life within an epoch
 
@@ -63,7 +63,7 @@ def train(
     report: Callable[[Progress], None] = lambda progress: None,
     tick: Callable[[Progress], None] = lambda progress: None,
     checkpoint_seconds: float | None = None,
-    team: Team | None = None,
+    distributed: DistributedContext | None = None,
     until: float = 1.0,
 ) -> dict[str, Any]:
     """Train, or go on training, and return the final numbers; of a run that pauses, those so far.
@@ -80,7 +80,7 @@ def train(
         tick: Called about twice a second within an epoch; does not wait for the device.
         checkpoint_seconds: Time between checkpoints, which lie at ends of epochs; by default the environment variable
             TILTSAM_CHECKPOINT_SECONDS, or 20.
-        team: The processes that train it together, each of which calls this; the first one writes and reports.
+        distributed: The processes that train it together, each of which calls this; the first one writes and reports.
         until: Pause at the end of the epoch in which this share of the budget is reached, with a checkpoint: called
             again, the run goes on from there.
 
@@ -90,13 +90,13 @@ def train(
     """
     if not 0 < until <= 1:
         raise ConfigError(f"until must be in (0, 1], got {until}")
-    team = team or Team()
+    distributed = distributed or DistributedContext()
     with ExitStack() as stack:
-        board = stack.enter_context(Board(record)) if tensorboard and team.first else None
-        finished: dict[str, Any] | None = team.tell(record.result())
+        board = stack.enter_context(TensorBoardWriter(record)) if tensorboard and distributed.is_main else None
+        finished: dict[str, Any] | None = distributed.broadcast_object(record.result())
         if finished is not None:
             record.check_data(fingerprint(config.task))
-            if team.first:
+            if distributed.is_main:
                 record.tidy()  # the process that finished it may have been killed in its last moment
             if board is not None and not (record.folder / "tensorboard").exists():
                 board.update()
@@ -110,13 +110,13 @@ def train(
             report(progress)
 
         found = data(config) if data else load(config, root, download=download, progress=loading)
-        run = Run(config, record, found, team)
+        run = Trainer(config, record, found, distributed)
         # Processes of a team would have to agree on the step to stop after: they end at once.
-        with stopping() if team.size == 1 else nullcontext(Stop()) as stop:
+        with defer_signals() if distributed.world_size == 1 else nullcontext(StopFlag()) as stop:
             try:
                 numbers = run.run(tell, checkpoint_seconds, tick, until, stop)
             except Diverged as error:
-                if team.first:
+                if distributed.is_main:
                     record.diverge(str(error))
                 raise
             except KeyboardInterrupt:
@@ -126,30 +126,32 @@ def train(
         return numbers
 
 
-class Run:
+class Trainer:
     """A run in progress: the model, its optimizer, and how far they are.
 
     Args:
         config: The run.
         record: Its folder.
         data: The task's data.
-        team: The processes that train it together.
+        distributed: The processes that train it together.
 
     Attributes:
         step: Takes one step on a batch and returns its loss: a :class:`tiltsam.capture.CapturedStep`.
         saved: Up to which step the run is saved, in words.
     """
 
-    def __init__(self, config: TrainConfig, record: Record, data: Data, team: Team | None = None) -> None:
+    def __init__(
+        self, config: TrainConfig, record: Record, data: Data, distributed: DistributedContext | None = None
+    ) -> None:
         self.config, self.record = config, record
-        self.team = team or Team()
-        self.device = resolve_device(self.team.device or config.device)
+        self.distributed = distributed or DistributedContext()
+        self.device = resolve_device(self.distributed.device or config.device)
         self.data = data.to(self.device)
         torch.manual_seed(config.seed)
         self.model = build(config.model, data).to(self.device)
         if self.device.type == "cuda":
             self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        self.trained = self.team.wrap(self.model)
+        self.trained = self.distributed.wrap(self.model)
         self._passing = torch.compile(self.trained) if config.compile else self.trained
         self.optimizer = self._optimizer()
         self.average = tiltsam.WeightAverage(self.model) if config.average else None
@@ -160,9 +162,9 @@ class Run:
         self._cut_off: tuple[list[float], list[float]] = ([], [])  # losses and sizes of an epoch that was interrupted
         self.estimated: dict[str, Tensor] = {}
         self.batches = Batches(self.data, config.batch_size)
-        self.budget = Budget(config, self.batches.per_epoch, self.team)
-        self.team.check(self.batches.size, config.passes)
-        part = len(self.team.part((self.data.train.targets[: self.batches.size],))[0])
+        self.budget = Budget(config, self.batches.per_epoch, self.distributed)
+        self.distributed.check_config(self.batches.size, config.passes)
+        part = len(self.distributed.local_batch((self.data.train.targets[: self.batches.size],))[0])
         if config.label_smoothing and self.data.num_classes == 1:
             raise ConfigError(f"{config.task} predicts a number, not a class: label smoothing does not apply to it")
         if config.splits() and part < config.num_samples:
@@ -186,7 +188,7 @@ class Run:
         if config.clip is not None:
             longest = config.clip
             base.register_step_pre_hook(lambda *_: _clip(self.model, longest))
-        return config.wrap(base, model=self.trained, seed=config.seed, parallel=self.team.parallel())
+        return config.wrap(base, model=self.trained, seed=config.seed, parallel=self.distributed.parallel())
 
     # ---------------------------------------------------------------- the loop
 
@@ -196,7 +198,7 @@ class Run:
         checkpoint_seconds: float,
         tick: Callable[[Progress], None] = lambda progress: None,
         until: float = 1.0,
-        stop: Stop | None = None,
+        stop: StopFlag | None = None,
     ) -> dict[str, Any]:
         """Train until the budget is used up; the arguments are those of :func:`train`.
 
@@ -204,7 +206,7 @@ class Run:
             KeyboardInterrupt: Once ``stop`` holds a signal, after a checkpoint.
         """
         with suited_to(self.device, self.model):
-            return self._run(report, checkpoint_seconds, tick, until, stop or Stop())
+            return self._run(report, checkpoint_seconds, tick, until, stop or StopFlag())
 
     def _run(
         self,
@@ -212,10 +214,10 @@ class Run:
         checkpoint_seconds: float,
         tick: Callable[[Progress], None],
         until: float,
-        stop: Stop,
+        stop: StopFlag,
     ) -> dict[str, Any]:
         self._resume()
-        if self.team.first:
+        if self.distributed.is_main:
             self.record.begin(self.config, self.device, self.data.fingerprint, self._position())
         saved = time.perf_counter()
         while self.progress.done < until:
@@ -227,7 +229,7 @@ class Run:
                 self.progress.row = self._evaluate(loss, spread)
             if due:  # a pause adds no epoch to choose from
                 self._choose(self.progress.row)
-            if not self.team.first:
+            if not self.distributed.is_main:
                 continue
             if looked:
                 self.record.log(**self.progress.row)
@@ -240,10 +242,10 @@ class Run:
             if stopped:
                 raise KeyboardInterrupt
         conclude = self._finish if self.progress.done >= 1 else self._last_row
-        numbers: dict[str, Any] = self.team.tell(conclude() if self.team.first else None)
+        numbers: dict[str, Any] = self.distributed.broadcast_object(conclude() if self.distributed.is_main else None)
         return numbers
 
-    def _epoch(self, tick: Callable[[Progress], None], stop: Stop) -> tuple[float, float]:
+    def _epoch(self, tick: Callable[[Progress], None], stop: StopFlag) -> tuple[float, float]:
         """One pass through the examples, or what is left of it or of the budget.
 
         Returns:
@@ -257,7 +259,7 @@ class Run:
         start, before = time.perf_counter(), progress.seconds
         ticked = start
         self.trained.train()
-        self.team.draw_apart(config.seed, epoch)
+        self.distributed.seed_dropout(config.seed, epoch)
         for k, batch in enumerate(self.batches.epoch(config.seed, epoch)):
             if k < len(losses_before):
                 continue
@@ -272,12 +274,12 @@ class Run:
                 progress.steps += len(losses)
                 self._save()
                 raise KeyboardInterrupt
-            if now - ticked >= TICK_SECONDS and self.team.first:
+            if now - ticked >= TICK_SECONDS and self.distributed.is_main:
                 tick(progress)
                 ticked = now
             set_rates(self.optimizer.param_groups, config, progress.done, self._rho)
             # kept, not added up: a sum would be one more kernel at every step
-            losses.append(self.take_step(self.team.part(batch)))
+            losses.append(self.take_step(self.distributed.local_batch(batch)))
             info = self.optimizer.info
             sizes.append(info.effective_sample_size)
             progress.passes += passes_of(info, config.ascent_fraction)

@@ -20,7 +20,7 @@ from tiltsam.lab.paper import reproduce as reproduce_module
 from tiltsam.lab.paper.recipes import RECIPES, find_recipe
 from tiltsam.lab.paper.reproduce import ReproductionPlan, reproduce
 from tiltsam.lab.paper.tables import comparison_tables, our_scores, write_numbers
-from tiltsam.lab.record import Record
+from tiltsam.lab.records import Record
 
 NEED_TRANSFORMERS = {"dtd-vit", *GLUE}
 

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 import tiltsam
 from tiltsam.lab.budget import passes_per_step
 from tiltsam.lab.config import TrainConfig
+from tiltsam.lab.console import print_table
 from tiltsam.lab.data import find_task
 from tiltsam.lab.devices import resolve_device, suited_to
 from tiltsam.lab.flatness import PAPER_STDS
 from tiltsam.lab.models import MODELS
 from tiltsam.lab.paper.reproduce import ReproductionPlan
 from tiltsam.lab.paper.settings import DISTILBERT, VIT, column_config, training_examples
-from tiltsam.lab.screen import print_table
 
 __all__ = ["measuring_passes", "num_passes", "num_steps", "print_costs", "seconds_per_pass"]
 

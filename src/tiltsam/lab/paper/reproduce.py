@@ -24,7 +24,7 @@ from tiltsam.lab.flat import cross_runs, measure_runs, save_flatness
 from tiltsam.lab.flatness import PAPER_STDS, Flatness, FlatnessPlan
 from tiltsam.lab.paper.recipes import Recipe, RecipeCell
 from tiltsam.lab.paper.settings import column_config, training_examples
-from tiltsam.lab.record import Record
+from tiltsam.lab.records import Record
 from tiltsam.lab.train import Progress
 
 __all__ = ["Reproduction", "ReproductionPlan", "reproduce"]

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from tiltsam.lab.files import parse_json
-from tiltsam.lab.record import check_result, folders_of_runs, is_number, read_metrics, tests_of_sweep
+from tiltsam.lab.records import check_result, is_number, read_metrics
+from tiltsam.lab.sweeping.results import find_run_folders, tested_runs
 
 __all__ = ["Problem", "Reading", "Run", "read_runs"]
 
@@ -109,7 +110,7 @@ def read_runs(folders: Sequence[Path]) -> Reading:
     """
     runs: list[Run] = []
     problems: list[Problem] = []
-    for place in folders_of_runs(folders):
+    for place in find_run_folders(folders):
         config = _read_object(place / "config.json", problems)
         if config is None:
             continue
@@ -141,7 +142,7 @@ def read_runs(folders: Sequence[Path]) -> Reading:
 
 def _not_here(sweep: Path) -> list[Problem]:
     """Tests of a sweep without a record: they have not begun, or are on another machine."""
-    tests = tests_of_sweep(sweep).items()
+    tests = tested_runs(sweep).items()
     gone = [told for run, told in tests if not (run / "config.json").exists()]
     return [Problem(name, f"no record here; by sweep.json it is {state}") for name, state in gone]
 

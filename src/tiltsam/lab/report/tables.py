@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tiltsam.lab.record import is_number
+from tiltsam.lab.records import is_number
 from tiltsam.lab.report.runs import Problem, Run
 from tiltsam.lab.report.settings import Setting, Task
 from tiltsam.lab.stats import Mean, best_of, format_mean, mean_of

@@ -11,10 +11,10 @@ from typing import Any
 
 import tiltsam
 from tiltsam.lab.config import TrainConfig, tilts_nothing
-from tiltsam.lab.record import Record
+from tiltsam.lab.records import Record
 from tiltsam.lab.stats import format_mean, mean_of
 from tiltsam.lab.sweeping.board import Entry, Job
-from tiltsam.lab.sweeping.grids import Point
+from tiltsam.lab.sweeping.grids import GridPoint
 
 __all__ = ["Standing", "Trial", "format_edges", "format_standings", "to_json", "validation_numbers"]
 
@@ -32,7 +32,7 @@ def validation_numbers(result: Mapping[str, Any]) -> dict[str, Any]:
 class Trial:
     """A point of the grid and what became of it."""
 
-    point: Point
+    point: GridPoint
     entry: Entry
 
     @property

@@ -13,8 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from tiltsam.lab.errors import LabError, SweepError
-from tiltsam.lab.exits import ending_soon
-from tiltsam.lab.interrupts import heeding_interrupts
+from tiltsam.lab.shutdown import reraise_dropped_interrupts, skip_garbage_collection_at_exit
 from tiltsam.lab.sweeping.plan import Desk, Plan
 
 __all__ = ["main", "run_workers", "work"]
@@ -136,8 +135,8 @@ def work(plan: Plan, device: str | None = None, parent: int | None = None) -> in
 
 def main() -> int:
     """A worker as a program of its own: its plan comes by the standard input."""
-    ending_soon()
+    skip_garbage_collection_at_exit()
     told = pickle.load(sys.stdin.buffer)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    with heeding_interrupts():
+    with reraise_dropped_interrupts():
         return work(*told)

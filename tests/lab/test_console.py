@@ -18,9 +18,9 @@ from tiltsam.lab import data as lab_data
 from tiltsam.lab import train as training
 from tiltsam.lab.compare import compare
 from tiltsam.lab.config import TrainConfig
+from tiltsam.lab.console import MeasurementBars, RunDisplay, print_table
 from tiltsam.lab.data.download import Remote, download
-from tiltsam.lab.record import Record
-from tiltsam.lab.screen import Bars, Screen, print_table
+from tiltsam.lab.records import Record
 from tiltsam.lab.train import Progress, train
 
 CONFIG = TrainConfig(method="sam", epochs=2)
@@ -35,12 +35,12 @@ def terminal(request, monkeypatch):
 
 
 def test_a_run_shows_loss_score_speed_and_time_left(terminal, capsys):
-    with Screen() as screen:
+    with RunDisplay() as screen:
         screen.report(CONFIG, Progress(epoch=1.0, passes=300, seconds=90.0, steps=150, done=0.5, row=ROW))
     out = capsys.readouterr().out
     for piece in ("sam seed 0", "50%", "loss 0.500", "test accuracy 90.00", "3.33 passes/s", "1:30 left"):
         assert piece in out
-    with Screen() as screen:  # the first epoch has not ended
+    with RunDisplay() as screen:  # the first epoch has not ended
         screen.report(CONFIG, Progress(passes=10, seconds=10.0, steps=5, done=0.001))
     out = capsys.readouterr().out
     assert "2:46:30 left" in out
@@ -58,7 +58,7 @@ def test_a_narrow_terminal_cuts_no_number(monkeypatch, capsys):
 def test_bars(terminal: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("rich")
     monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
-    with Bars() as bars:
+    with MeasurementBars() as bars:
         tell = bars("a model")
         tell(1, 4)
     out, err = capsys.readouterr()
@@ -69,16 +69,16 @@ def test_bars(terminal: bool, capsys: pytest.CaptureFixture[str], monkeypatch: p
 def test_two_bars_are_not_drawn_over_each_other(monkeypatch, capsys):
     for stream in (sys.stdout, sys.stderr):
         monkeypatch.setattr(stream, "isatty", lambda: True)
-    with Screen() as screen, Bars() as bars:
+    with RunDisplay() as screen, MeasurementBars() as bars:
         screen.report(CONFIG, Progress(epoch=1.0, done=1.0, row=ROW))
         time.sleep(0.3)
         assert capsys.readouterr().err == ""  # nothing is measured yet
-        measuring = screen.gives_way_to(bars)
+        measuring = screen.stop_before(bars)
         tell = measuring("a model")
         capsys.readouterr()
         time.sleep(0.3)
         tell(1, 4)
-        screen.say("one is not measured")
+        screen.print("one is not measured")
         out = err = ""
         end = time.monotonic() + 60
         while "25%" not in err:  # a thread draws it, ten times a second where nobody else wants the processor
@@ -121,7 +121,7 @@ def server(tmp_path):
 
 def test_a_download_shows_how_far_it_is(terminal, server, tmp_path, capsys):
     remote = Remote(server, "md5:" + hashlib.md5(bytes(3_000_000)).hexdigest())
-    with Screen() as screen:
+    with RunDisplay() as screen:
         download(remote, tmp_path, screen.loading)
     out = capsys.readouterr().out
     assert "downloading data.bin" in out
@@ -227,7 +227,7 @@ def test_interrupted_it_says_how_to_go_on(tmp_path, capsys, monkeypatch):
             if progress.epoch >= 3:
                 raise KeyboardInterrupt
 
-        patch.setattr(Screen, "report", press)
+        patch.setattr(RunDisplay, "report", press)
         assert main([*run, str(tmp_path / "broken")]) == 130
     (folder,) = (tmp_path / "broken" / "digits").glob("sam-*/seed-0")
     (line,) = capsys.readouterr().err.splitlines()

@@ -8,7 +8,7 @@ import optuna
 import pytest
 import sqlalchemy
 
-from tiltsam.lab.interrupts import heeding_interrupts, uninterrupted
+from tiltsam.lab.shutdown import defer_interrupt, reraise_dropped_interrupts
 from tiltsam.lab.sweeping.store import open_store, sqlite_url
 
 
@@ -32,7 +32,7 @@ def test_an_interrupt_that_python_drops_comes_again():
         time.sleep(60)
 
     start = time.monotonic()
-    with heeding_interrupts(), pytest.raises(KeyboardInterrupt):
+    with reraise_dropped_interrupts(), pytest.raises(KeyboardInterrupt):
         work()
     assert time.monotonic() - start < 50  # it wakes a thread that sleeps
 
@@ -45,9 +45,9 @@ def test_an_interrupt_waits_for_the_end():
     done = []
 
     def work():
-        with uninterrupted():
+        with defer_interrupt():
             ctrl_c()
-            with uninterrupted():
+            with defer_interrupt():
                 done.append("within")
             done.append("after it")  # the outermost holds it
 
@@ -60,7 +60,7 @@ def test_a_second_interrupt_does_not_wait():
     done = []
 
     def work():
-        with uninterrupted(), uninterrupted():
+        with defer_interrupt(), defer_interrupt():
             ctrl_c()
             done.append("after one")
             ctrl_c()
@@ -72,7 +72,7 @@ def test_a_second_interrupt_does_not_wait():
 
 
 def test_an_interrupt_is_not_lost_with_an_error():
-    @uninterrupted()
+    @defer_interrupt()
     def work():
         ctrl_c()
         raise ValueError
@@ -85,7 +85,7 @@ def test_other_threads_and_ignored_interrupts_are_left_alone():
     seen = []
 
     def work():
-        with uninterrupted():
+        with defer_interrupt():
             seen.append(signal.getsignal(signal.SIGINT))
 
     thread = threading.Thread(target=work)

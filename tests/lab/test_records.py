@@ -17,7 +17,7 @@ from tiltsam.lab.data import load
 from tiltsam.lab.errors import DataError, RecordError
 from tiltsam.lab.flat import find_runs, measure_runs, save_flatness
 from tiltsam.lab.flatness import FlatnessPlan
-from tiltsam.lab.record import Record
+from tiltsam.lab.records import Record
 from tiltsam.lab.report import write_report
 from tiltsam.lab.train import train
 
@@ -120,7 +120,7 @@ def test_damaged_json_is_named_or_passed_over(made, run, name, command, tmp_path
             assert command == "sharpness"  # another task, which is not there
         except Exception as error:
             raise AssertionError(f"{command} with {name} = {text[:200]}") from error
-        named = str(record.folder / name.split("/")[0]) in told or f"{record.folder} have changed" in told
+        named = str(record.folder / name.split("/")[0]) in told or f"{record.folder} changed" in told
         assert not told or (named and "\n" not in told), f"{text[:200]}: {told}"
         shutil.rmtree(out)
 

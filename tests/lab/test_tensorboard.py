@@ -7,7 +7,7 @@ import pytest
 
 from tiltsam.cli import main
 from tiltsam.lab.config import TrainConfig
-from tiltsam.lab.record import Record
+from tiltsam.lab.records import Record
 from tiltsam.lab.train import train
 
 pytest.importorskip("tensorboard", reason="tensorboard is not installed: pip install '.[tensorboard]'")

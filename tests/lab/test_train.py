@@ -1,6 +1,7 @@
 """Training, records and comparison: what is asked is what runs, and nothing is lost on the way."""
 
 import json
+import os
 import random
 import re
 import resource
@@ -9,7 +10,7 @@ import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
@@ -28,11 +29,11 @@ from tiltsam.lab.data.loader import Batches
 from tiltsam.lab.errors import ConfigError, Interrupted, RecordError, TrainError
 from tiltsam.lab.flags import field_docs
 from tiltsam.lab.models import load_model
-from tiltsam.lab.record import Record, _is_at
+from tiltsam.lab.records import Record
 from tiltsam.lab.report.runs import read_runs
 from tiltsam.lab.schedules import rate_factor
-from tiltsam.lab.tensorboard import Board
-from tiltsam.lab.train import Run, train
+from tiltsam.lab.tensorboard import TensorBoardWriter
+from tiltsam.lab.train import Trainer, train
 
 SMALL = TrainConfig(epochs=2, batch_size=128, num_samples=2, num_points=2)
 
@@ -49,7 +50,7 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 def test_every_method_trains(method, tmp_path):
     config = replace(SMALL, method=method)
     record = Record.of(tmp_path, config)
-    with record.working() as mine:
+    with record.lock() as mine:
         assert mine
         result = train(config, record)
     assert result["epoch"] >= 2
@@ -68,7 +69,7 @@ def test_every_method_trains(method, tmp_path):
 
 def test_a_finished_run_is_not_trained_again(tmp_path):
     record = Record.of(tmp_path, SMALL)
-    with record.working():
+    with record.lock():
         first = train(SMALL, record)
         assert train(SMALL, record, report=lambda p: pytest.fail("trained again")) == first
 
@@ -86,8 +87,8 @@ def slow(monkeypatch):
 
         return work
 
-    monkeypatch.setattr(Run, "take_step", taking(1.0, Run.take_step))
-    monkeypatch.setattr(Run, "_evaluate", taking(3600.0, Run._evaluate))
+    monkeypatch.setattr(Trainer, "take_step", taking(1.0, Trainer.take_step))
+    monkeypatch.setattr(Trainer, "_evaluate", taking(3600.0, Trainer._evaluate))
 
 
 def test_budgets(tmp_path, slow):
@@ -164,7 +165,7 @@ class Stop(Exception):
 def test_stopped_and_resumed_is_bitwise_unbroken(method, optimizer, tmp_path):
     config = replace(SMALL, method=method, epochs=5, optimizer=optimizer, lr=0.01, schedule="cosine")
     data = load(config)
-    Run(config, Record(tmp_path / "unbroken"), data).run(lambda p: None, 0.0)
+    Trainer(config, Record(tmp_path / "unbroken"), data).run(lambda p: None, 0.0)
 
     def stop_at(epoch):
         def report(progress):
@@ -177,8 +178,8 @@ def test_stopped_and_resumed_is_bitwise_unbroken(method, optimizer, tmp_path):
     broken = Record(tmp_path / "broken")
     for epoch in (2, 3, 4):
         with pytest.raises(Stop):
-            Run(config, broken, data).run(stop_at(epoch), 0.0)
-    Run(config, broken, data).run(lambda p: None, 0.0)
+            Trainer(config, broken, data).run(stop_at(epoch), 0.0)
+    Trainer(config, broken, data).run(lambda p: None, 0.0)
     assert same(weights(Record(tmp_path / "unbroken")), weights(broken))
     ignored = ("seconds",)
     one, two = (
@@ -203,7 +204,7 @@ def test_interrupt_within_an_epoch_saves_the_step_and_resumes_bitwise(average, t
     config = replace(SMALL, method="tsam", epochs=3, optimizer="adamw", lr=0.01, schedule="cosine", average=average)
     data = load(config)
     train(config, Record(tmp_path / "unbroken"), data=lambda _: data)
-    broken, original, taken = Record(tmp_path / "broken"), Run.take_step, []
+    broken, original, taken = Record(tmp_path / "broken"), Trainer.take_step, []
     broken.folder.mkdir()
 
     def take_step(run, batch):
@@ -215,7 +216,7 @@ def test_interrupt_within_an_epoch_saves_the_step_and_resumes_bitwise(average, t
     # Within the first epoch of 8 steps, once more in the same one, at its last step, and by SIGTERM in the third.
     press = {3: signal.SIGINT, 5: signal.SIGINT, 8: signal.SIGINT, 20: signal.SIGTERM}
     with monkeypatch.context() as patch:
-        patch.setattr(Run, "take_step", take_step)
+        patch.setattr(Trainer, "take_step", take_step)
         for step, number in press.items():
             with pytest.raises(Interrupted, match=rf"{broken.folder} is saved up to step {step} ") as caught:
                 train(config, broken, data=lambda _: data)
@@ -238,7 +239,7 @@ def test_interrupt_in_the_last_step_keeps_the_result(tmp_path):
 
 @pytest.mark.usefixtures("default_signals")
 def test_second_interrupt_ends_at_once(tmp_path, monkeypatch):
-    original = Run.take_step
+    original = Trainer.take_step
 
     def take_step(run, batch):
         signal.raise_signal(signal.SIGINT)
@@ -246,7 +247,7 @@ def test_second_interrupt_ends_at_once(tmp_path, monkeypatch):
         pytest.fail("it went on")
         return original(run, batch)
 
-    monkeypatch.setattr(Run, "take_step", take_step)
+    monkeypatch.setattr(Trainer, "take_step", take_step)
     with pytest.raises(Interrupted, match=f"nothing of {tmp_path} is saved"):
         train(replace(SMALL, method="erm"), Record(tmp_path))
 
@@ -255,7 +256,7 @@ def test_second_interrupt_ends_at_once(tmp_path, monkeypatch):
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 @pytest.mark.parametrize("command", ["train", "compare", "sweep"])
 def test_signals_end_commands_with_their_exit_code(number, code, command, tmp_path, capsys, monkeypatch):
-    original, taken = Run.take_step, []
+    original, taken = Trainer.take_step, []
 
     def take_step(run, batch):
         taken.append(run)
@@ -270,7 +271,7 @@ def test_signals_end_commands_with_their_exit_code(number, code, command, tmp_pa
     }
     arguments = [command, "digits", *more[command], "--epochs", "1", "--batch-size", "128", "--out", str(tmp_path)]
     with monkeypatch.context() as patch:
-        patch.setattr(Run, "take_step", take_step)
+        patch.setattr(Trainer, "take_step", take_step)
         assert main(arguments) == code
     (line,) = capsys.readouterr().err.splitlines()
     assert "saved up to step 4" in line
@@ -443,7 +444,7 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(tmp_path):
 
     record.folder.mkdir()
     with pytest.raises(Stop):
-        Run(config, record, data).run(stop, 0.0)
+        Trainer(config, record, data).run(stop, 0.0)
     places = sorted(p.name for p in (record.folder / "checkpoints").iterdir())
     assert places == ["000002", "000003"]  # the last two
     newest = record.folder / "checkpoints" / "000003" / "model.safetensors"
@@ -452,9 +453,9 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(tmp_path):
         checkpoint = record.load()
     assert checkpoint.state["epoch"] == 2
     with pytest.warns(RuntimeWarning, match="damaged"):
-        Run(config, record, data).run(lambda p: None, 100.0)
+        Trainer(config, record, data).run(lambda p: None, 100.0)
     unbroken = Record(tmp_path / "unbroken")
-    Run(config, unbroken, data).run(lambda p: None, 100.0)
+    Trainer(config, unbroken, data).run(lambda p: None, 100.0)
     assert same(weights(record), weights(unbroken))
 
 
@@ -473,7 +474,7 @@ def test_what_a_run_needs_no_more_goes_also_if_it_was_interrupted_in_its_last_mo
     config, record = replace(SMALL, method="erm"), Record(tmp_path)
     train(config, record, until=0.5)
     with monkeypatch.context() as patch:
-        patch.setattr("tiltsam.lab.record.shutil.rmtree", Mock(side_effect=KeyboardInterrupt))
+        patch.setattr("tiltsam.lab.records.shutil.rmtree", Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             train(config, record)
     assert record.result() is not None
@@ -509,7 +510,7 @@ def test_what_an_attempt_wrote_that_was_killed_does_not_count(tmp_path):
     assert run.rows == rows
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 6
     pytest.importorskip("tensorboard")
-    board, writer = Board(Record(tmp_path)), Mock()
+    board, writer = TensorBoardWriter(Record(tmp_path)), Mock()
     board._open = lambda *_, **__: writer
     board.update()
     assert [call.args for call in writer.add_scalar.call_args_list] == [
@@ -597,7 +598,7 @@ def test_two_processes_never_run_the_same_cell(tmp_path):
 
 def test_a_run_that_is_held_is_refused(tmp_path, capsys):
     config = TrainConfig(epochs=2)
-    with Record.of(tmp_path, config).working() as mine:
+    with Record.of(tmp_path, config).lock() as mine:
         assert mine
         assert main(["train", "digits", "--epochs", "2", "--out", str(tmp_path)]) == 2
     assert "another process is training this run" in capsys.readouterr().err
@@ -679,7 +680,7 @@ def test_the_largest_seed_trains(tmp_path):
 def test_one_example_a_step_is_enough_where_a_channel_has_pixels(tmp_path):
     np.savez(tmp_path / "a.npz", x=np.zeros((8, 1, 8, 8), np.uint8), y=np.arange(8) % 2)
     config = TrainConfig(f"npz:{tmp_path / 'a.npz'}", "erm", "cnn", epochs=1, batch_size=1)
-    before = Run(config, Record(tmp_path / "run"), load(config)).model.state_dict()
+    before = Trainer(config, Record(tmp_path / "run"), load(config)).model.state_dict()
     assert all(int(x) == 0 for name, x in before.items() if name.endswith("num_batches_tracked"))
     assert train(config, Record(tmp_path / "run"))["steps"] > 1
 
@@ -787,23 +788,28 @@ def test_where_nothing_was_trained_nothing_is_left(tmp_path, capsys):
     assert [path.name for path in out.iterdir()] == ["digits"]
 
 
-def test_a_lock_that_was_removed_is_no_lock(tmp_path):
-    """One process opens the lock, another one, with nothing to show, removes it: the first must not hold a ghost."""
+def test_lock_is_not_taken_on_a_removed_file(tmp_path):
+    """Another process, whose run wrote nothing, removes the file between our opening and our locking it."""
     record = Record(tmp_path / "task" / "method" / "seed-0")
-    with record.working():
-        ghost = open(record.folder / "lock", "w")  # noqa: SIM115 (closed below)
-    assert not record.folder.exists()
-    with record.working() as mine, Record(record.folder).working() as other:
+    lock, real_open, opened = record.folder / "lock", os.open, []
+
+    def open_and_remove(path, *args, **options):
+        file = real_open(path, *args, **options)
+        if Path(path) == lock and not opened:
+            lock.unlink()
+        opened.append(path)
+        return file
+
+    with patch("os.open", open_and_remove), record.lock() as mine, Record(record.folder).lock() as other:
         assert mine
         assert not other
-        assert not _is_at(ghost, record.folder / "lock")
+        assert lock.exists()
         (record.folder / "config.json").touch()
-    ghost.close()
-    assert (record.folder / "lock").exists()
+    assert len(opened) > 1
 
 
 def test_a_folder_that_is_no_run(tmp_path):
-    with pytest.raises(RecordError, match="is no run"):
+    with pytest.raises(RecordError, match=r"config\.json"):
         Record(tmp_path).config()
     for content in (b"{", b"\xff\xfe", b"[]"):
         (tmp_path / "config.json").write_bytes(content)
@@ -927,13 +933,13 @@ def test_every_needs_a_class(monkeypatch):
 
 
 def test_nonfinite_samples_are_reported_after_the_epoch(tmp_path, monkeypatch):
-    calls, loss = [], Run._loss
+    calls, loss = [], Trainer._loss
 
     def sometimes_infinite(self, *batch):
         calls.append(batch)
         return loss(self, *batch) * (torch.inf if len(calls) == 4 else 1.0)  # the second sample of the first step
 
-    monkeypatch.setattr(Run, "_loss", sometimes_infinite)
+    monkeypatch.setattr(Trainer, "_loss", sometimes_infinite)
     config = replace(SMALL, method="tsam", epochs=1)
     with pytest.warns(RuntimeWarning, match=r"^1 samples") as caught:
         train(config, Record(tmp_path))

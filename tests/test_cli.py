@@ -10,7 +10,7 @@ import torch
 
 import tiltsam
 from tiltsam.cli import main
-from tiltsam.lab.config import NOTHING_TO_WEIGH
+from tiltsam.lab.config import TILT_HAS_NO_EFFECT
 from tiltsam.lab.provenance import code_digest
 
 
@@ -168,7 +168,7 @@ def test_a_run_whose_lines_nobody_reads_is_told_to_be_unfinished(tmp_path, capsy
 def test_a_setting_that_the_method_does_not_have_is_told(tmp_path, capsys):
     small = ["train", "digits", "--epochs", "0.1", "--out", str(tmp_path)]
     assert main([*small, "--method", "erm", "--rho", "0.4", "--t", "1"]) == 0
-    assert capsys.readouterr().err == "tiltsam train: erm has no rho, t: left out\n"
+    assert capsys.readouterr().err == "tiltsam train: erm has no rho, t: ignored\n"
     assert main([*small, "--method", "esam1", "--rho", "0.4", "--num-samples", "2"]) == 0
     assert not capsys.readouterr().err
 
@@ -177,12 +177,12 @@ def test_tilt_of_one_sample_is_reported(tmp_path, capsys):
     small = ["digits", "--epochs", "0.1", "--out", str(tmp_path)]
     tsam, one = ["train", *small, "--method", "tsam"], ["--num-samples", "1"]
     assert main([*tsam, *one, "--t", "5"]) == 0
-    assert capsys.readouterr().err == f"tiltsam train: tsam has {NOTHING_TO_WEIGH}\n"
+    assert capsys.readouterr().err == f"tiltsam train: tsam has {TILT_HAS_NO_EFFECT}\n"
     for fine in (one, [*one, "--t", "0"], ["--t", "5"], [*one, "--t", "5", "--sampler", "hmc"]):
         assert main([*tsam, *fine]) == 0
         assert not capsys.readouterr().err
     entries = ["erm", "tsam:num_samples=1", "tsam:average=true"]
     assert main(["compare", *small, "--methods", *entries, "--seeds", "1", "--t", "5"]) == 0
-    assert [line for line in capsys.readouterr().err.splitlines() if "weigh" in line] == [
-        f"tiltsam compare: tsam:num_samples=1 has {NOTHING_TO_WEIGH}"
+    assert [line for line in capsys.readouterr().err.splitlines() if "no effect" in line] == [
+        f"tiltsam compare: tsam:num_samples=1 has {TILT_HAS_NO_EFFECT}"
     ]

@@ -156,7 +156,7 @@ def test_runs_that_cannot_be_measured_are_left_out(copied, tmp_path, capsys):
     assert "no run is left" in capsys.readouterr().err
     with pytest.raises(RecordError, match="is damaged"):
         find_runs([copied])
-    with pytest.raises(RecordError, match="no model yet"):
+    with pytest.raises(RecordError, match="unfinished"):
         list(measure_runs({"it": Record(copied / "unfinished")}, plan=QUICK))
 
 

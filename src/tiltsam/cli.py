@@ -283,48 +283,43 @@ def _train(args: argparse.Namespace) -> None:
 
 
 def _compare(args: argparse.Namespace) -> None:
-    from tiltsam.lab.compare import compare, format_rows
-    from tiltsam.lab.config import NOTHING_TO_WEIGH, tilts_nothing
+    from tiltsam.lab.compare import compare, comparison_cells, format_rows
+    from tiltsam.lab.config import TILT_HAS_NO_EFFECT, tilt_has_no_effect
     from tiltsam.lab.console import RunDisplay, print_table
     from tiltsam.lab.data import find_task
     from tiltsam.lab.flags import from_arguments, given, parse_method
     from tiltsam.lab.records import Record
     from tiltsam.lab.report.command import report
 
-    if args.seeds < 1:
-        raise UserError(f"--seeds must be at least 1, got {args.seeds}")
-    find_task(args.task)  # before a folder is made for it
-    settings = {name: parse_method(name) for name in args.methods}
-    names: dict[str, str] = {}
-    for name, own in settings.items():
-        names.setdefault(from_arguments(args, **own).key(), name)  # of two that are the same run the first
-    cells = [from_arguments(args, **settings[name], seed=s) for s in range(args.seeds) for name in names.values()]
-    for name in names.values():
-        if tilts_nothing(from_arguments(args, **settings[name]), given(args) | settings[name]):
-            print(f"tiltsam compare: {name} has {NOTHING_TO_WEIGH}", file=sys.stderr, flush=True)
-    with RunDisplay(names) as screen:
+    config = from_arguments(args)
+    find_task(config.task)  # before a folder is created for it
+    cells = comparison_cells(config, args.methods, args.seeds)
+    for name, runs in cells.items():
+        if tilt_has_no_effect(runs[0], given(args) | parse_method(name)):
+            print(f"tiltsam compare: {name} has {TILT_HAS_NO_EFFECT}", file=sys.stderr, flush=True)
+    with RunDisplay({runs[0].key(): name for name, runs in cells.items()}) as display:
         rows = compare(
-            cells,
+            config,
+            list(cells),
             args.out,
+            seeds=args.seeds,
             root=args.data_root,
             download=args.download,
-            loading=screen.loading,
+            loading=display.loading,
             tensorboard=args.tensorboard,
-            report=screen.report,
-            tick=screen.report,
-            failed=lambda config, error: screen.print(f"{screen.name(config)}: {error}"),
-            names=names,
+            report=display.report,
+            tick=display.report,
+            failed=lambda run, error: display.print(f"{display.name(run)}: {error}"),
         )
-    first = cells[0]
     seeds = "1 seed" if args.seeds == 1 else f"{args.seeds} seeds"
-    print_table(f"{first.task}: {seeds}, mean ± standard error", format_rows(rows))
-    if first.reestimate_batchnorm:
-        print("BatchNorm's statistics, where there are any, were estimated anew before each test.")
+    print_table(f"{config.task}: {seeds}, mean ± standard error", format_rows(rows))
+    if config.reestimate_batchnorm:
+        print("BatchNorm statistics, if any, were re-estimated before each evaluation.")
     print(f"runs: {args.out}")
-    folders = [Record.of(args.out, cell).folder for cell in cells]
+    folders = [Record.of(args.out, run).folder for runs in cells.values() for run in runs]
     report(folders, folders[0].parents[1] / "report")
     if not any(row.runs for row in rows):
-        raise UserError("no run has a result: all of them failed")
+        raise UserError("all runs failed")
 
 
 def _reproduce(args: argparse.Namespace) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from tiltsam.cli import main
 from tiltsam.lab import flat as lab_flat
-from tiltsam.lab.compare import compare, format_rows
+from tiltsam.lab.compare import compare_configs, format_rows
 from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.data import load
 from tiltsam.lab.errors import DataError, RecordError
@@ -75,7 +75,7 @@ def commands(made, out):
     config, data, _ = made
     return {
         "train": lambda: train(config, Record.of(out, config), data=lambda _: data),
-        "compare": lambda: format_rows(compare([config], out)),
+        "compare": lambda: format_rows(compare_configs([config], out)),
         "report": lambda: write_report([out], out / "report", figures=False),
         "sharpness": lambda: list(measure_runs(find_runs([out], left_out=str), left_out=str)),
     }

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from tiltsam.lab.config import METHOD_SETTINGS, NOTHING_TO_WEIGH, TrainConfig, settings_of, tilts_nothing
+from tiltsam.lab.config import METHOD_SETTINGS, TILT_HAS_NO_EFFECT, TrainConfig, settings_of, tilt_has_no_effect
 from tiltsam.lab.config import methods as all_methods
 from tiltsam.lab.errors import ConfigError, SweepError
 from tiltsam.lab.flags import parse_method, parse_setting
@@ -128,8 +128,8 @@ def points(
         else:
             chosen[name] = found
     for name, found in chosen.items():
-        if any(tilts_nothing(point.config, fixed[name] | point.settings) for point in found):
-            notes.append(f"{name} has {NOTHING_TO_WEIGH}")
+        if any(tilt_has_no_effect(point.config, fixed[name] | point.settings) for point in found):
+            notes.append(f"{name} has {TILT_HAS_NO_EFFECT}")
         for config in {repr(point.config.method_options()): point.config for point in found}.values():
             _try_out(name, config)
     return chosen, notes

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import tiltsam
-from tiltsam.lab.config import TrainConfig, tilts_nothing
+from tiltsam.lab.config import TrainConfig, tilt_has_no_effect
 from tiltsam.lab.records import Record
 from tiltsam.lab.stats import format_mean, mean_of
 from tiltsam.lab.sweeping.board import Entry, Job
@@ -84,7 +84,7 @@ class Standing:
             tried = {trial.point.settings[name] for trial in self.trials}
             if name not in ENDLESS or None in tried or len(tried) < 2:
                 continue
-            if name == "t" and tilts_nothing(self.best.point.config, ["t"]):
+            if name == "t" and tilt_has_no_effect(self.best.point.config, ["t"]):
                 continue
             if value == max(tried):
                 found[name] = "largest"

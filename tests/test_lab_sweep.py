@@ -138,11 +138,11 @@ def test_values_are_of_the_settings_type():
         (["--grid", "lr"], "--grid lr: write NAME=VALUE"),
         (["--grid", "lrr=1"], "unknown setting 'lrr'"),
         (["--grid", "lr=big"], "--grid lr: 'big' is not a float"),
-        (["--grid", "lr=nan"], "--grid lr: nan is not finite"),
+        (["--grid", "lr=nan"], "got nan"),
         (["--grid", "lr=-1,0.1"], "lr must be > 0, got -1.0"),
         (["--grid", "rho=-1"], "rho must be a finite number >= 0, got -1.0"),
-        (["--grid", "share_ascent=maybe"], "neither true nor false"),
-        (["--grid", "sampler=best"], "'best' is none of ascent"),
+        (["--grid", "share_ascent=maybe"], "got 'maybe'"),
+        (["--grid", "sampler=best"], "got 'best'"),
         (["--grid", "seed=1,2"], "seed is the same for all trials"),
         (["--grid", "adam:lr=1"], "unknown method 'adam'"),
         (["--grid", ":lr=0.1,0.2"], "unknown method ''"),
@@ -310,7 +310,7 @@ def test_entries_are_gone_on_with(tmp_path, pretend):
         (["sam:rho=big"], "'sam:rho=big': rho: 'big' is not a float"),
         (["adam:rho=1"], "unknown method 'adam': one of erm"),
         *(
-            (["erm", f"sam:{name}=1"], f"{name} cannot be set for one method alone")
+            (["erm", f"sam:{name}=1"], f"{name} cannot be set for a single method")
             for name in ("task", "seed", "device")
         ),
         *((["erm", f"sam:{name}=0.2"], f"{name} is the same for all trials") for name in ("noise", "validation")),

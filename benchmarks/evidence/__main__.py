@@ -36,7 +36,7 @@ from tiltsam.flatness.objectives import ErmLoss, Objective, SamLoss, TsamLoss
 from tiltsam.lab.budget import passes_per_step
 from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.data import Data, data_key, load
-from tiltsam.lab.devices import suited_to
+from tiltsam.lab.devices import torch_settings
 from tiltsam.lab.errors import Diverged
 from tiltsam.lab.files import drafted, write_json
 from tiltsam.lab.flat import cross_runs, measure_runs, save_flatness
@@ -158,7 +158,7 @@ def _milliseconds(configs: Mapping[str, TrainConfig], root: Path | None) -> dict
             run = Trainer(config, Record(Path(folder)), data)
             run.model.train()
             steps[label] = partial(run.take_step, next(run.batches.epoch(0, 0)))
-        with suited_to(run.device, run.model):
+        with torch_settings(run.device, run.model):
             for step in steps.values():
                 for _ in range(4):  # the fourth is captured
                     step()

@@ -232,7 +232,7 @@ def test_interrupt_within_an_epoch_saves_the_step_and_resumes_bitwise(average, t
 def test_interrupt_in_the_last_step_keeps_the_result(tmp_path):
     config = replace(SMALL, method="erm", epochs=1)
     press = Mock(side_effect=lambda progress: signal.raise_signal(signal.SIGINT))
-    with pytest.raises(Interrupted, match="completed"):
+    with pytest.raises(Interrupted, match="had ended"):
         train(config, Record(tmp_path), report=press)
     assert Record(tmp_path).result() is not None
 
@@ -401,7 +401,7 @@ def test_where_nothing_can_be_compiled_it_is_said(tmp_path, monkeypatch):
 
     monkeypatch.setattr(torch, "compile", lambda model: torch._dynamo.optimize(fail)(model))
     config = replace(SMALL, method="sam", epochs=1, compile=True)
-    with pytest.raises(TrainError, match=r"cannot be compiled here .*: leave out --compile"):
+    with pytest.raises(TrainError, match="--compile"):
         train(config, Record(tmp_path))
 
 
@@ -622,7 +622,7 @@ def test_a_run_that_is_held_is_refused(tmp_path, capsys):
         (["train", "digits", "--batch-size", "1"], "got 1 of 1078 training examples"),
         (["train", "digits", "--validation", "0.999"], "1 of 1 training examples"),
         (["train", "digits", "--batch-size", "4", "--ascent-fraction", "0.25"], "got 1 of 1078 training examples"),
-        (["train", "digits", "--split", "--num-samples", "65"], "a batch of 64 cannot be split among 65 samples"),
+        (["train", "digits", "--split", "--num-samples", "65"], "got 65"),
         (["train", "digits", "--seed", str(2**63)], f"seed must be in [0, 2^63), got {2**63}"),
         (["train", "digits", "--seed", "-1"], "seed must be in [0, 2^63), got -1"),
         (["train", "digits", "--epochs", "inf"], "epochs, passes or seconds must be finite"),
@@ -661,7 +661,7 @@ def test_label_smoothing_of_numbers_is_refused(tmp_path, capsys):
     np.savez(tmp_path / "a.npz", x=np.random.default_rng(0).normal(size=(40, 2)), y=np.arange(40) / 7)
     arguments = ["train", f"npz:{tmp_path / 'a.npz'}", "--label-smoothing", "0.1", "--out", str(tmp_path / "runs")]
     assert main(arguments) == 2
-    assert "predicts a number, not a class: label smoothing does not apply to it" in capsys.readouterr().err
+    assert "label_smoothing must be 0" in capsys.readouterr().err
     assert not list((tmp_path / "runs").iterdir())
 
 

@@ -23,7 +23,7 @@ from tiltsam.flatness.objectives import CrossEntry, CrossTable, Objective, cross
 from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.data import Data, data_key, data_loader
 from tiltsam.lab.data.loader import normalise
-from tiltsam.lab.devices import resolve_device, suited_to
+from tiltsam.lab.devices import resolve_device, torch_settings
 from tiltsam.lab.errors import ConfigError, RecordError
 from tiltsam.lab.evaluate import task_loss
 from tiltsam.lab.files import drafted
@@ -116,7 +116,7 @@ def measure_runs(
                 model = load_model(runs[name], loaded).to(where)
                 if not finished:
                     warnings.warn(f"{name}: training has not finished: the newest checkpoint is measured", stacklevel=2)
-                with suited_to(where, model):
+                with torch_settings(where, model):
                     flat = measure(name, model, _loss_fn(loaded), batches, plan, progress=progress)
             except _UNFIT as error:
                 if left_out is None:
@@ -155,7 +155,7 @@ def cross_runs(
             split: _batches(loaded, split, len(getattr(loaded, split)), batch_size, where)
             for split in ("train", "test")
         }
-        with suited_to(where, max(models.values(), key=lambda m: sum(p.numel() for p in m.parameters()))):
+        with torch_settings(where, max(models.values(), key=lambda m: sum(p.numel() for p in m.parameters()))):
             entries += cross_objectives(models, _loss_fn(loaded), splits, objectives, progress=progress).entries
     return CrossTable(tuple(entries))
 

@@ -99,7 +99,7 @@ def test_without_matplotlib_the_rest_is_done(tmp_path, capsys, monkeypatch):
     without(monkeypatch, "matplotlib")
     assert main(["toys", "--out", str(tmp_path / "figures")]) == 0
     told = capsys.readouterr()
-    assert told.err == "tiltsam toys: no figures: matplotlib is not there: pip install '.[plots]'\n"
+    assert told.err == "tiltsam toys: no figures: matplotlib is not installed: pip install '.[plots]'\n"
     assert "estimator" in told.out
     assert not (tmp_path / "figures").exists()
 

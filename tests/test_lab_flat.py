@@ -153,7 +153,7 @@ def test_runs_that_cannot_be_measured_are_left_out(copied, tmp_path, capsys):
     assert [path.parent for path in copied.rglob("flatness.json")] == [good]
     shutil.rmtree(good)
     assert sharpness_of(copied) == 2
-    assert "no run is left" in capsys.readouterr().err
+    assert "none of the runs" in capsys.readouterr().err
     with pytest.raises(RecordError, match="is damaged"):
         find_runs([copied])
     with pytest.raises(RecordError, match="unfinished"):

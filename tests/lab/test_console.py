@@ -34,7 +34,7 @@ def terminal(request, monkeypatch):
     return request.param == "terminal"
 
 
-def test_a_run_shows_loss_score_speed_and_time_left(terminal, capsys):
+def test_run_display_shows_loss_score_speed_and_time_left(terminal, capsys):
     with RunDisplay() as screen:
         screen.report(CONFIG, Progress(epoch=1.0, passes=300, seconds=90.0, steps=150, done=0.5, row=ROW))
     out = capsys.readouterr().out
@@ -47,7 +47,7 @@ def test_a_run_shows_loss_score_speed_and_time_left(terminal, capsys):
     assert "loss" not in out
 
 
-def test_a_narrow_terminal_cuts_no_number(monkeypatch, capsys):
+def test_print_table_cuts_no_number_on_a_narrow_terminal(monkeypatch, capsys):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "40")
     print_table("losses", [["trained by", *["at best validation"] * 4], ["TSAM", *["118.6722 ± 12.1214"] * 4]])
@@ -55,7 +55,7 @@ def test_a_narrow_terminal_cuts_no_number(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_bars(terminal: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measurement_bars(terminal: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("rich")
     monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
     with MeasurementBars() as bars:
@@ -66,7 +66,7 @@ def test_bars(terminal: bool, capsys: pytest.CaptureFixture[str], monkeypatch: p
     assert "25%" in err if terminal else err == "measuring a model\n"
 
 
-def test_two_bars_are_not_drawn_over_each_other(monkeypatch, capsys):
+def test_stop_before_stops_the_run_display(monkeypatch, capsys):
     for stream in (sys.stdout, sys.stderr):
         monkeypatch.setattr(stream, "isatty", lambda: True)
     with RunDisplay() as screen, MeasurementBars() as bars:
@@ -89,7 +89,7 @@ def test_two_bars_are_not_drawn_over_each_other(monkeypatch, capsys):
     assert out.split() == ["one", "is", "not", "measured"]
 
 
-def test_a_long_epoch_gives_signs_of_life(tmp_path, monkeypatch):
+def test_tick_is_called_within_a_long_epoch(tmp_path, monkeypatch):
     monkeypatch.setattr(training, "TICK_SECONDS", 0.0)
     told, ended = [], []
     train(CONFIG, Record(tmp_path), tick=lambda p: told.append((p.done, p.seconds, bool(p.row))), report=ended.append)
@@ -119,7 +119,7 @@ def server(tmp_path):
         thread.join()
 
 
-def test_a_download_shows_how_far_it_is(terminal, server, tmp_path, capsys):
+def test_download_shows_progress(terminal, server, tmp_path, capsys):
     remote = Remote(server, "md5:" + hashlib.md5(bytes(3_000_000)).hexdigest())
     with RunDisplay() as screen:
         download(remote, tmp_path, screen.loading)
@@ -128,7 +128,7 @@ def test_a_download_shows_how_far_it_is(terminal, server, tmp_path, capsys):
     assert "3.0 MB of 3.0 MB" in out
 
 
-def test_reading_images_shows_how_far_it_is(terminal, tmp_path, capsys):
+def test_reading_images_shows_progress(terminal, tmp_path, capsys):
     dtd(tmp_path)
     arguments = ["train", "dtd", "--data-root", str(tmp_path), "--out", str(tmp_path), "--image-size", "16"]
     assert main([*arguments, "--model", "cnn", "--epochs", "1", "--batch-size", "2", "--method", "erm"]) == 0
@@ -154,7 +154,7 @@ def test_image_size_where_there_is_nothing_to_resize(task, tmp_path, capsys):
     assert task in err
 
 
-def test_a_warning_is_one_plain_line(tmp_path, capsys):
+def test_cli_prints_warnings_as_one_line(tmp_path, capsys):
     for name in ("train/a", "train/b", "test/a", "test/b", "val/a"):
         picture(tmp_path / name / "0.png", 10)
     arguments = ["train", f"images:{tmp_path}", "--out", str(tmp_path / "runs"), "--epochs", "1", "--model", "cnn"]
@@ -169,7 +169,7 @@ def test_a_warning_is_one_plain_line(tmp_path, capsys):
     assert ".py" not in line
 
 
-def test_data_is_loaded_once_a_seed(tmp_path, monkeypatch):
+def test_compare_loads_data_once_per_seed(tmp_path, monkeypatch):
     loaded = []
     original = lab_data.load
 
@@ -211,13 +211,13 @@ def test_sweep_takes_no_abbreviated_options(tmp_path, capsys):
     assert "--heart" in capsys.readouterr().err
 
 
-def test_a_wrong_name_leaves_no_folder_behind(tmp_path, capsys):
+def test_unknown_task_creates_no_folder(tmp_path, capsys):
     assert main(["train", "digitz", "--out", str(tmp_path / "runs")]) == 2
     assert "did you mean digits?" in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()
 
 
-def test_interrupted_it_says_how_to_go_on(tmp_path, capsys, monkeypatch):
+def test_interrupted_command_says_how_to_resume(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("TILTSAM_CHECKPOINT_SECONDS", "0")
     run = ["train", "digits", "--method", "sam", "--epochs", "4", "--out"]
     assert main([*run, str(tmp_path / "unbroken")]) == 0

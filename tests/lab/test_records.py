@@ -95,7 +95,7 @@ READ_BY = {
 
 
 @pytest.mark.parametrize(("run", "name", "command"), [(*file, c) for file, users in READ_BY.items() for c in users])
-def test_damaged_json_is_named_or_passed_over(made, run, name, command, tmp_path, monkeypatch):
+def test_damaged_json_is_named_or_skipped(made, run, name, command, tmp_path, monkeypatch):
     config, _, folder = made
     monkeypatch.setattr(lab_flat, "measure", lambda *args, **options: None)
     source = Record.of(folder / run, config).folder
@@ -125,7 +125,7 @@ def test_damaged_json_is_named_or_passed_over(made, run, name, command, tmp_path
         shutil.rmtree(out)
 
 
-def test_huge_numbers_in_metrics_are_drawn_as_damage(made, tmp_path):
+def test_huge_numbers_in_metrics_are_damage(made, tmp_path):
     config, _, folder = made
     shutil.copytree(folder / "finished", tmp_path / "runs")
     path = Record.of(tmp_path / "runs", config).folder / "metrics.jsonl"
@@ -153,7 +153,7 @@ def test_damaged_result_ends_a_command_with_exit_2(made, command, tmp_path, caps
     assert str(path) in capsys.readouterr().err
 
 
-def test_every_flipped_byte_of_a_result_is_noticed(made, tmp_path):
+def test_every_flipped_byte_of_a_result_is_detected(made, tmp_path):
     config, _, folder = made
     record = Record(tmp_path)
     raw = (Record.of(folder / "finished", config).folder / "result.json").read_bytes()

@@ -20,7 +20,7 @@ def handler():
     assert signal.signal(signal.SIGINT, before) is signal.default_int_handler
 
 
-def test_an_interrupt_that_python_drops_comes_again():
+def test_reraise_dropped_interrupts():
     """Where a destructor or a weak reference's callback runs, what is raised is dropped."""
 
     class Interrupted:
@@ -41,7 +41,7 @@ def ctrl_c() -> None:
     signal.raise_signal(signal.SIGINT)
 
 
-def test_an_interrupt_waits_for_the_end():
+def test_defer_interrupt_raises_at_the_end():
     done = []
 
     def work():
@@ -56,7 +56,7 @@ def test_an_interrupt_waits_for_the_end():
     assert done == ["within", "after it"]
 
 
-def test_a_second_interrupt_does_not_wait():
+def test_defer_interrupt_raises_at_the_second():
     done = []
 
     def work():
@@ -71,7 +71,7 @@ def test_a_second_interrupt_does_not_wait():
     assert done == ["after one"]
 
 
-def test_an_interrupt_is_not_lost_with_an_error():
+def test_defer_interrupt_raises_after_an_error():
     @defer_interrupt()
     def work():
         ctrl_c()
@@ -81,7 +81,7 @@ def test_an_interrupt_is_not_lost_with_an_error():
         work()
 
 
-def test_other_threads_and_ignored_interrupts_are_left_alone():
+def test_defer_interrupt_leaves_threads_and_ignored_signals_alone():
     seen = []
 
     def work():
@@ -98,7 +98,7 @@ def test_other_threads_and_ignored_interrupts_are_left_alone():
     assert seen == [signal.default_int_handler, signal.SIG_IGN]
 
 
-def test_a_read_that_is_interrupted_does_not_lock_the_database(tmp_path, monkeypatch):
+def test_interrupted_read_does_not_lock_the_database(tmp_path, monkeypatch):
     """Broken off in its middle, a read would keep its lock as long as the traceback keeps its frames."""
     monkeypatch.setattr("tiltsam.lab.sweeping.store.LOCK_SECONDS", 1.0)
     monkeypatch.setattr("tiltsam.lab.sweeping.store.PATIENCE_SECONDS", 1.0)

@@ -12,7 +12,7 @@ from tiltsam.flatness.loss_surface import ProgressCallback
 from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.train import Progress
 
-__all__ = ["LiveDisplay", "MeasurementBars", "RunDisplay", "print_table"]
+__all__ = ["LiveDisplay", "MeasurementBars", "RunDisplay", "format_markdown", "print_table"]
 
 LINE_SECONDS = 5.0  # between plain lines; the last line of a run or file is always printed
 
@@ -194,11 +194,15 @@ def print_table(title: str, cells: Sequence[Sequence[str]]) -> None:
             table.add_row(*row)
         Console().print(table)
         return
+    print(f"\n{title}\n\n{format_markdown(cells)}", flush=True)
+
+
+def format_markdown(cells: Sequence[Sequence[str]]) -> str:
+    """Return rows of cells, the headings first, as a Markdown table with aligned columns."""
     widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
-    print(f"\n{title}\n")
-    for number, row in enumerate(cells):
+    lines = []
+    for row in cells:
         padded = [c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
-        print("| " + " | ".join(padded) + " |")
-        if number == 0:
-            print("|" + "|".join("-" * (w + 2) for w in widths) + "|")
-    sys.stdout.flush()
+        lines.append("| " + " | ".join(padded) + " |")
+    lines.insert(1, "|" + "|".join("-" * (w + 2) for w in widths) + "|")
+    return "\n".join(lines)

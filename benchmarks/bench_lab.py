@@ -31,8 +31,8 @@ from torch import Tensor
 
 from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.data import Data, Split
-from tiltsam.lab.record import Record
-from tiltsam.lab.train import Progress, Run
+from tiltsam.lab.records import Record
+from tiltsam.lab.train import Progress, Trainer
 from timing import environment, print_table
 
 GOAL = 0.95  # share of an epoch in forward, backward and step
@@ -95,7 +95,7 @@ class TimedStep:
 def measure(config: TrainConfig, data: Data) -> dict[str, Any]:
     """Train for the config's epochs; the fastest but the first, in numbers."""
     with tempfile.TemporaryDirectory() as folder:
-        run = Run(config, Record(Path(folder)), data)
+        run = Trainer(config, Record(Path(folder)), data)
         plain = run.step
         timed = TimedStep(plain, run.device)
         run.step = timed
@@ -136,7 +136,7 @@ def measure(config: TrainConfig, data: Data) -> dict[str, Any]:
         }
 
 
-def _alone(run: Run, step: Any, count: int) -> float:
+def _alone(run: Trainer, step: Any, count: int) -> float:
     """Seconds of a step on one fixed batch, many back to back; the fastest of three turns."""
     batch = next(run.batches.epoch(0, 0))
     count = min(count, 200)

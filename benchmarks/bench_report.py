@@ -21,7 +21,7 @@ from typing import Any
 import tiltsam
 from browser import CHROMIUM, Browser
 from tiltsam.lab.config import TrainConfig
-from tiltsam.lab.record import Record
+from tiltsam.lab.records import Record
 from tiltsam.lab.report import write_report
 
 TASKS = ("cifar100", "cifar100-noisy", "digits", "dtd", "tiny-imagenet")

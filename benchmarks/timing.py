@@ -91,17 +91,10 @@ def _processor() -> str:
 
 
 def print_table(headings: list[str], rows: list[list[str]]) -> None:
-    """A Markdown table."""
-    widths = [max(len(row[i]) for row in [headings, *rows]) for i in range(len(headings))]
+    """Print a Markdown table."""
+    from tiltsam.lab.console import format_markdown  # not at the top: it loads the lab, and some scripts measure memory
 
-    def line(cells: list[str]) -> str:
-        padded = [c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(cells, widths, strict=True))]
-        return "| " + " | ".join(padded) + " |"
-
-    print(line(headings))
-    print("|" + "|".join("-" * (w + 2) for w in widths) + "|")
-    for row in rows:
-        print(line(row), flush=True)
+    print(format_markdown([headings, *rows]), flush=True)
 
 
 def draw_ratios(rows: list[dict[str, Any]], path: Path) -> None:

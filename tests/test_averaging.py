@@ -17,9 +17,9 @@ from tiltsam import averaging
 from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.data import load
 from tiltsam.lab.data.loader import Batches
+from tiltsam.lab.evaluate import evaluate, reestimate_batchnorm
 from tiltsam.lab.models import load_model
-from tiltsam.lab.record import Record
-from tiltsam.lab.scoring import reestimate_batchnorm, score
+from tiltsam.lab.records import Record
 from tiltsam.lab.train import train
 from tiltsam.space import model_state
 
@@ -255,7 +255,7 @@ def test_lab_tests_and_saves_the_average(tmp_path):
     data = load(CONFIG)
     model, batches = load_model(averaged, data).eval(), Batches(data, CONFIG.batch_size)
     assert any(not torch.equal(a, b) for a, b in zip(plain.model().values(), averaged.model().values(), strict=True))
-    found = score(lambda part: model(*batches.inputs(part)), data, data.test)
+    found = evaluate(lambda part: model(*batches.inputs(part)), data, data.test)
     assert found["accuracy"] == pytest.approx(result["score"])
 
 
@@ -285,7 +285,7 @@ def test_lab_saves_the_tested_model_of_a_paused_run(tmp_path):
     row = train(config, record, until=0.5)
     data = load(config)
     model, batches = load_model(record, data).eval(), Batches(data, config.batch_size)
-    found = score(lambda part: model(*batches.inputs(part)), data, data.test)
+    found = evaluate(lambda part: model(*batches.inputs(part)), data, data.test)
     assert found["loss"] == pytest.approx(row["test_loss"], rel=1e-5)
     train(config, record)
 

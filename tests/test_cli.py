@@ -10,7 +10,7 @@ import torch
 
 import tiltsam
 from tiltsam.cli import main
-from tiltsam.lab.config import NOTHING_TO_WEIGH
+from tiltsam.lab.config import TILT_HAS_NO_EFFECT
 from tiltsam.lab.provenance import code_digest
 
 
@@ -30,7 +30,7 @@ def test_version_help_and_methods(capsys):
 @pytest.mark.parametrize(
     ("arguments", "says"), [((), "COMMAND"), (("train-faster",), "invalid choice"), (("toys", "--in"), "--in")]
 )
-def test_mistakes_are_one_line_and_exit_2(arguments, says):
+def test_usage_errors_exit_2_without_traceback(arguments, says):
     done = run(*arguments)
     assert done.returncode == 2
     assert says in done.stderr
@@ -42,7 +42,7 @@ def test_mistakes_are_one_line_and_exit_2(arguments, says):
     [("compare", "digits", "--seed", "3"), ("toys", "extra"), ("sweep", "digits", "--trials", "3")],
     ids=str,
 )
-def test_a_mistake_shows_how_its_own_command_is_used(arguments, capsys):
+def test_usage_errors_print_the_usage_of_the_command(arguments, capsys):
     with pytest.raises(SystemExit):
         main(arguments)
     usage, error = capsys.readouterr().err.splitlines()
@@ -50,7 +50,7 @@ def test_a_mistake_shows_how_its_own_command_is_used(arguments, capsys):
     assert error.startswith(f"tiltsam {arguments[0]}: error: ")
 
 
-def test_a_folder_that_cannot_be_written(tmp_path, capsys):
+def test_unwritable_folder_is_refused(tmp_path, capsys):
     (tmp_path / "file").write_text("in the way")
     assert main(["toys", "--out", str(tmp_path / "file" / "figures")]) == 2
     assert "cannot write to" in capsys.readouterr().err
@@ -83,7 +83,7 @@ def without(monkeypatch, *packages):
     monkeypatch.setattr(tiltsam.cli, "find_spec", lambda name: None if name in packages else found(name))
 
 
-def test_missing_packages_are_told_before_the_work(tmp_path, capsys, monkeypatch):
+def test_missing_packages_are_reported_first(tmp_path, capsys, monkeypatch):
     without(monkeypatch, "safetensors")
     assert main(["train", "digits", "--epochs", "0.1", "--out", str(tmp_path / "runs")]) == 2
     assert capsys.readouterr().err == "tiltsam train: needs safetensors: pip install '.[lab]'\n"
@@ -91,7 +91,7 @@ def test_missing_packages_are_told_before_the_work(tmp_path, capsys, monkeypatch
     assert main(["methods"]) == 0
 
 
-def test_without_matplotlib_the_rest_is_done(tmp_path, capsys, monkeypatch):
+def test_toys_without_matplotlib_prints_tables(tmp_path, capsys, monkeypatch):
     from tiltsam.lab.theory import estimators, findings
 
     monkeypatch.setattr(estimators, "study", lambda: [])
@@ -99,12 +99,12 @@ def test_without_matplotlib_the_rest_is_done(tmp_path, capsys, monkeypatch):
     without(monkeypatch, "matplotlib")
     assert main(["toys", "--out", str(tmp_path / "figures")]) == 0
     told = capsys.readouterr()
-    assert told.err == "tiltsam toys: no figures: matplotlib is not there: pip install '.[plots]'\n"
+    assert told.err == "tiltsam toys: no figures: matplotlib is not installed: pip install '.[plots]'\n"
     assert "estimator" in told.out
     assert not (tmp_path / "figures").exists()
 
 
-def test_mistakes_stay_one_line_where_the_lab_is_not_installed(tmp_path, capsys, monkeypatch):
+def test_errors_are_one_line_without_the_lab_packages(tmp_path, capsys, monkeypatch):
     from tiltsam.lab.theory import findings
 
     def interrupt():
@@ -119,7 +119,7 @@ def test_mistakes_stay_one_line_where_the_lab_is_not_installed(tmp_path, capsys,
     assert capsys.readouterr().err.startswith("tiltsam report: no run in")
 
 
-def test_an_interrupted_run_says_how_it_goes_on(tmp_path, capsys, monkeypatch):
+def test_interrupted_train_says_how_to_resume(tmp_path, capsys, monkeypatch):
     import tiltsam.lab.train as training
 
     def interrupt(*_, **__):
@@ -130,13 +130,13 @@ def test_an_interrupted_run_says_how_it_goes_on(tmp_path, capsys, monkeypatch):
     assert "the same command resumes" in capsys.readouterr().err
 
 
-def test_an_interrupt_while_the_command_is_read_is_no_traceback(capsys, monkeypatch):
+def test_interrupt_during_parsing_is_no_traceback(capsys, monkeypatch):
     monkeypatch.setattr("tiltsam.cli._add_lab", Mock(side_effect=KeyboardInterrupt))
     assert main(["methods"]) == 130
     assert capsys.readouterr().err == "tiltsam: interrupted\n"
 
 
-def test_a_command_looks_for_no_garbage_at_its_exit():
+def test_commands_skip_garbage_collection_at_exit():
     """With torch loaded that takes a second and more, in which a Ctrl-C would seem to do nothing."""
     code = "import atexit, gc; from tiltsam.cli import main; main(['methods']); atexit._run_exitfuncs()"
     done = subprocess.run(
@@ -146,16 +146,8 @@ def test_a_command_looks_for_no_garbage_at_its_exit():
     assert not done.stderr
 
 
-def test_a_second_interrupt_finds_nothing_left_to_break_off(capsys, monkeypatch):
-    """What the first one brings about imports nothing, which would take its time."""
-    monkeypatch.setattr("tiltsam.cli._known_mistakes", Mock(side_effect=KeyboardInterrupt))
-    monkeypatch.setattr("tiltsam.cli._methods", Mock(side_effect=KeyboardInterrupt))
-    assert main(["methods"]) == 130
-    assert capsys.readouterr().err == "tiltsam methods: interrupted\n"
-
-
 @pytest.mark.parametrize("arguments", [["methods"], ["--help"]])
-def test_nobody_reads_what_a_command_prints(arguments):
+def test_closed_output_is_not_an_error(arguments):
     reader, writer = os.pipe()
     os.close(reader)
     buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
@@ -165,18 +157,18 @@ def test_nobody_reads_what_a_command_prints(arguments):
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_a_run_whose_lines_nobody_reads_is_told_to_be_unfinished(tmp_path, capsys, monkeypatch):
+def test_train_with_closed_output_says_how_to_resume(tmp_path, capsys, monkeypatch):
     """As by tiltsam train … | head, which ended it without a word."""
-    monkeypatch.setattr("tiltsam.lab.screen.Screen.report", Mock(side_effect=BrokenPipeError))
+    monkeypatch.setattr("tiltsam.lab.console.RunDisplay.report", Mock(side_effect=BrokenPipeError))
     assert main(["train", "digits", "--epochs", "1", "--out", str(tmp_path)]) == 141
-    said = "tiltsam train: stopped, for nobody reads its output any more; the same command resumes"
+    said = "tiltsam train: stopped: standard output was closed; the same command resumes"
     assert capsys.readouterr().err.startswith(said)
 
 
-def test_a_setting_that_the_method_does_not_have_is_told(tmp_path, capsys):
+def test_settings_of_other_methods_are_reported(tmp_path, capsys):
     small = ["train", "digits", "--epochs", "0.1", "--out", str(tmp_path)]
     assert main([*small, "--method", "erm", "--rho", "0.4", "--t", "1"]) == 0
-    assert capsys.readouterr().err == "tiltsam train: erm has no rho, t: left out\n"
+    assert capsys.readouterr().err == "tiltsam train: erm has no rho, t: ignored\n"
     assert main([*small, "--method", "esam1", "--rho", "0.4", "--num-samples", "2"]) == 0
     assert not capsys.readouterr().err
 
@@ -185,12 +177,12 @@ def test_tilt_of_one_sample_is_reported(tmp_path, capsys):
     small = ["digits", "--epochs", "0.1", "--out", str(tmp_path)]
     tsam, one = ["train", *small, "--method", "tsam"], ["--num-samples", "1"]
     assert main([*tsam, *one, "--t", "5"]) == 0
-    assert capsys.readouterr().err == f"tiltsam train: tsam has {NOTHING_TO_WEIGH}\n"
+    assert capsys.readouterr().err == f"tiltsam train: tsam has {TILT_HAS_NO_EFFECT}\n"
     for fine in (one, [*one, "--t", "0"], ["--t", "5"], [*one, "--t", "5", "--sampler", "hmc"]):
         assert main([*tsam, *fine]) == 0
         assert not capsys.readouterr().err
     entries = ["erm", "tsam:num_samples=1", "tsam:average=true"]
     assert main(["compare", *small, "--methods", *entries, "--seeds", "1", "--t", "5"]) == 0
-    assert [line for line in capsys.readouterr().err.splitlines() if "weigh" in line] == [
-        f"tiltsam compare: tsam:num_samples=1 has {NOTHING_TO_WEIGH}"
+    assert [line for line in capsys.readouterr().err.splitlines() if "no effect" in line] == [
+        f"tiltsam compare: tsam:num_samples=1 has {TILT_HAS_NO_EFFECT}"
     ]

@@ -10,12 +10,13 @@ import torch
 
 from tiltsam.cli import main
 from tiltsam.lab import flat as lab_flat
-from tiltsam.lab.config import ConfigError, TrainConfig
+from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.data import load as load_task
+from tiltsam.lab.errors import ConfigError, RecordError
 from tiltsam.lab.flat import find_runs, measure_runs
 from tiltsam.lab.flatness import FlatnessPlan
 from tiltsam.lab.flatness_plots import plot_slices
-from tiltsam.lab.record import Record, RecordError
+from tiltsam.lab.records import Record
 from tiltsam.lab.report import write_report
 from tiltsam.lab.train import train
 from tiltsam.landscape import Slice1D
@@ -148,14 +149,14 @@ def test_runs_that_cannot_be_measured_are_left_out(copied, tmp_path, capsys):
         str(copied / "torn"),
         str(copied / "unfinished"),
     ]
-    assert "holds no model yet" in out
+    assert "has no model" in out
     assert [path.parent for path in copied.rglob("flatness.json")] == [good]
     shutil.rmtree(good)
     assert sharpness_of(copied) == 2
-    assert "no run is left" in capsys.readouterr().err
+    assert "none of the runs" in capsys.readouterr().err
     with pytest.raises(RecordError, match="is damaged"):
         find_runs([copied])
-    with pytest.raises(RecordError, match="no model yet"):
+    with pytest.raises(RecordError, match="unfinished"):
         list(measure_runs({"it": Record(copied / "unfinished")}, plan=QUICK))
 
 

@@ -21,10 +21,11 @@ import torch
 import postgres
 from lab_processes import files_named, wait_for
 from tiltsam.lab.config import TrainConfig
-from tiltsam.lab.record import Record
+from tiltsam.lab.errors import SweepError
+from tiltsam.lab.records import Record
 from tiltsam.lab.sweep import sweep
 from tiltsam.lab.sweeping.board import Board, Job
-from tiltsam.lab.sweeping.grids import SweepError, points
+from tiltsam.lab.sweeping.grids import points
 from tiltsam.lab.sweeping.plan import Desk, Plan
 from tiltsam.lab.sweeping.store import open_store, sqlite_url
 from tiltsam.lab.sweeping.workers import _start, run_workers, work

@@ -36,12 +36,13 @@ from tiltsam.flatness.objectives import ErmLoss, Objective, SamLoss, TsamLoss
 from tiltsam.lab.budget import passes_per_step
 from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.data import Data, data_key, load
-from tiltsam.lab.devices import suited_to
+from tiltsam.lab.devices import torch_settings
+from tiltsam.lab.errors import Diverged
 from tiltsam.lab.files import drafted, write_json
 from tiltsam.lab.flat import cross_runs, measure_runs, save_flatness
 from tiltsam.lab.flatness import FlatnessPlan
-from tiltsam.lab.record import Record
-from tiltsam.lab.train import Diverged, Run, train
+from tiltsam.lab.records import Record
+from tiltsam.lab.train import Trainer, train
 from timing import best_of, environment, print_table
 
 COMMANDS = ("rates", "work", "left", "weights", "flat", "cross", "table", "collect", "restore")
@@ -154,10 +155,10 @@ def _milliseconds(configs: Mapping[str, TrainConfig], root: Path | None) -> dict
         for label, config in configs.items():
             if data is None:
                 data = load(config, root) if root or config.model != "resnet18" else random_cifar(2048, 64)
-            run = Run(config, Record(Path(folder)), data)
+            run = Trainer(config, Record(Path(folder)), data)
             run.model.train()
             steps[label] = partial(run.take_step, next(run.batches.epoch(0, 0)))
-        with suited_to(run.device, run.model):
+        with torch_settings(run.device, run.model):
             for step in steps.values():
                 for _ in range(4):  # the fourth is captured
                     step()
@@ -200,7 +201,7 @@ def work(
 def _try(cell: Cell, out: Path, data: Callable[[TrainConfig], Data]) -> bool:
     """Train a cell, unless another process has it."""
     config, record = cell.config, Record.of(out, cell.config)
-    with record.working() as mine:
+    with record.lock() as mine:
         if not mine or score_at(out, config, cell.until) is not None:
             return False
         started = time.time()

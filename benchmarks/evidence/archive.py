@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from tiltsam.lab.files import drafted, write_json
-from tiltsam.lab.record import Record, folders_of_runs
+from tiltsam.lab.records import Record
+from tiltsam.lab.sweeping.results import find_run_folders
 
 __all__ = ["collect", "restore"]
 
@@ -24,7 +25,7 @@ def collect(out: Path, path: Path) -> int:
         path: The file; what it holds of other runs stays in it, and of these where they had gone further.
     """
     lines = {entry["place"]: entry for entry in _read(path)} if path.exists() else {}
-    for folder in folders_of_runs([out]):
+    for folder in find_run_folders([out]):
         entry: dict[str, Any] = {"place": folder.relative_to(out).as_posix()}
         for name in _FILES:
             if (folder / f"{name}.json").exists():

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tiltsam.lab.config import TrainConfig
-from tiltsam.lab.record import Record
+from tiltsam.lab.records import Record
 
 __all__ = ["Cell", "Rates", "Study", "Variants", "diverged", "rows_of", "score_at", "wanted"]
 

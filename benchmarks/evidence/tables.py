@@ -14,7 +14,7 @@ from typing import Any
 from evidence.study import Rates, Study, Variants, diverged, rows_of, score_at
 from tiltsam.lab.config import METHOD_SETTINGS, TrainConfig
 from tiltsam.lab.palette import OKABE_ITO, color_of
-from tiltsam.lab.record import Record
+from tiltsam.lab.records import Record
 
 __all__ = [
     "cross_table",

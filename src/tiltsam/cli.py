@@ -17,19 +17,21 @@ from pathlib import Path
 from typing import Any
 
 import tiltsam
-from tiltsam.lab.exits import GOES_ON, end, ending_soon, let_go_of_output
-from tiltsam.lab.interrupts import heeding_interrupts
+from tiltsam.lab.errors import LabError, UserError
 from tiltsam.lab.provenance import code_digest
+from tiltsam.lab.shutdown import (
+    RESUMES,
+    exit_with_message,
+    flush_output,
+    reraise_dropped_interrupts,
+    skip_garbage_collection_at_exit,
+)
 
 __all__ = ["main"]
 
 
-class UserError(Exception):
-    """A mistake of the user's: one line on the screen, exit code 2, no traceback."""
-
-
 class _Version(argparse.Action):
-    """Says which version it is; no other command reads all sources for their digest."""
+    """Print the version and the digest of the code, which only this option computes."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         print(f"tiltsam {tiltsam.__version__} (code {code_digest()})")
@@ -37,65 +39,67 @@ class _Version(argparse.Action):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code."""
+    """Run the command line and return the exit code."""
     command = ""
-    ending_soon()
+    skip_garbage_collection_at_exit()
     try:
-        with heeding_interrupts():
+        with reraise_dropped_interrupts():
             args = _parse(argv)
             command = args.command
             with _plain_warnings(command):
                 _needs(command)
                 args.run(args)
             print(end="", flush=True)
-    except KeyboardInterrupt as error:  # first: to know the mistakes takes imports, and a second one may come meanwhile
-        told = str(error) or f"interrupted{GOES_ON.get(command, '')}"
-        return end(128 + getattr(error, "number", signal.SIGINT), command, told)
-    except _known_mistakes() as error:
-        return end(2, command, error)
-    except BrokenPipeError:  # `tiltsam … | head` is no error, but there may be work left
-        if command not in GOES_ON:
+    except KeyboardInterrupt as error:
+        message = str(error) or f"interrupted{RESUMES.get(command, '')}"
+        return exit_with_message(128 + getattr(error, "number", signal.SIGINT), command, message)
+    except (LabError, ImportError) as error:
+        return exit_with_message(2, command, error)
+    except BrokenPipeError:  # `tiltsam … | head` is not an error, but the work may be unfinished
+        if command not in RESUMES:
             return 0
-        return end(128 + signal.SIGPIPE, command, f"stopped, for nobody reads its output any more{GOES_ON[command]}")
-    except OSError as error:  # a full disk, an unwritable folder: what was saved before is intact
+        return exit_with_message(
+            128 + signal.SIGPIPE, command, f"stopped: standard output was closed{RESUMES[command]}"
+        )
+    except OSError as error:  # such as a full disk; what was saved before is intact
         where = f" ({error.filename})" if error.filename else ""
-        return end(2, command, f"{error.strerror or error}{where}")
+        return exit_with_message(2, command, f"{error.strerror or error}{where}")
     finally:
-        let_go_of_output()
+        flush_output()
     return 0
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="tiltsam",
-        description="Tilted sharpness-aware minimisation and its relatives: flat minima for any torch optimizer.",
+        description="Tilted sharpness-aware minimisation and related methods for any torch optimizer.",
     )
-    parser.add_argument("--version", action=_Version, nargs=0, help="show program's version number and exit")
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     toys = commands.add_parser(
         "toys",
         help="the paper's toy figures and theorems, with exact numbers",
-        description="Draw the toy figures and compare each statement of the paper with what was found. Under a minute.",
+        description="Draw the toy figures and check each statement of the paper numerically. Takes under a minute.",
         epilog="example: tiltsam toys --out figures",
     )
-    toys.add_argument("--out", type=Path, default=Path("toys"), help="folder for the figures (default: %(default)s)")
+    toys.add_argument("--out", type=Path, default=Path("toys"), help="folder of the figures (default: %(default)s)")
     toys.add_argument("--no-figures", action="store_true", help="print the tables only")
     toys.set_defaults(run=_toys)
 
     _add_lab(commands)
-    methods = commands.add_parser("methods", help="the methods and what they cost", epilog="example: tiltsam methods")
+    methods = commands.add_parser("methods", help="list the methods and their cost", epilog="example: tiltsam methods")
     methods.set_defaults(run=_methods)
 
     args, unknown = parser.parse_known_args(argv)
-    if unknown:  # of the command they were given to, whose usage is of use
+    if unknown:  # print the usage of the command, not that of tiltsam
         commands.choices[args.command].error(f"unrecognized arguments: {' '.join(unknown)}")
     return args
 
 
 @contextmanager
 def _plain_warnings(command: str) -> Iterator[None]:
-    """Inside, a warning is one line for the user, without the line of code that gave it."""
+    """Print warnings as one line, without the source line, inside the context."""
 
     def show(message: Warning | str, *_: object, **__: object) -> None:
         print(f"tiltsam {command}: warning: {' '.join(str(message).split())}", file=sys.stderr, flush=True)
@@ -106,7 +110,7 @@ def _plain_warnings(command: str) -> Iterator[None]:
 
 
 def _needs(command: str) -> None:
-    """The lab's packages are looked for before a run, not found missing when its model is to be saved."""
+    """Raise if the lab's packages are missing, before a run instead of when its model is saved."""
     missing = [name for name in ("numpy", "safetensors") if find_spec(name) is None]
     if missing and command not in ("methods", "report", "toys"):
         raise UserError(f"needs {' and '.join(missing)}: pip install '.[lab]'")
@@ -119,8 +123,8 @@ def _add_lab(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     train = commands.add_parser(
         "train",
         help="train one model with one method",
-        description="Train a model. Ctrl-C and SIGTERM save a checkpoint after the current step (a second Ctrl-C ends "
-        "at once); the same command resumes from there, or after a kill from the last checkpoint.",
+        description="Train a model. Ctrl-C and SIGTERM save a checkpoint after the current step (a second Ctrl-C exits "
+        "at once). The same command resumes from there, or after a kill from the last checkpoint.",
         epilog=(
             "examples:\n"
             "  tiltsam train digits --method tsam --num-samples 3 --t 20 --rho 0.5 --seed 1\n"
@@ -131,67 +135,69 @@ def _add_lab(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    train.add_argument("task", help="what to learn (see: tiltsam tasks)")
+    train.add_argument("task", help="the task (see: tiltsam tasks)")
     add_arguments(train, leave_out=("task",))
     train.add_argument(
         "--parallel",
         choices=("data", "samples"),
         default="data",
-        help="what processes started by torchrun divide: each batch, or tsam's samples (default: %(default)s)",
+        help="what torchrun's processes divide: each batch, or the samples of tsam (default: %(default)s)",
     )
     train.add_argument(
         "--until",
         type=float,
         default=1.0,
-        metavar="SHARE",
-        help="pause when this share of the budget is used up, say 0.25; the same command without it goes on from there",
+        metavar="FRACTION",
+        help="pause when this fraction of the budget is used up; the same command without --until resumes",
     )
     train.set_defaults(run=_train)
 
     compare = commands.add_parser(
         "compare",
         help="train several methods and compare them",
-        description="Run what is missing, reuse what is done, print mean ± standard error over seeds.",
+        description="Train several methods with several seeds and print mean ± standard error. Finished runs are kept.",
         epilog="example: tiltsam compare digits --methods erm sam tsam --seeds 3",
         usage="tiltsam compare [-h] TASK [options]",
-        allow_abbrev=False,  # or --seed would be --seeds
+        allow_abbrev=False,  # otherwise --seed would mean --seeds
     )
-    compare.add_argument("task", help="what to learn (see: tiltsam tasks)")
+    compare.add_argument("task", help="the task (see: tiltsam tasks)")
     compare.add_argument(
         "--methods",
         nargs="+",
         default=list(tiltsam.METHODS),
         metavar="METHOD",
-        help="default: all seven; one may have settings of its own, as asam:rho=5 or tsam:num_samples=3,t=100",
+        help="methods, maybe with their own settings: asam:rho=5 or tsam:num_samples=3,t=100 (default: all)",
     )
-    compare.add_argument("--seeds", type=int, default=2, help="runs a method, seeds 0, 1, … (default: %(default)s)")
+    compare.add_argument("--seeds", type=int, default=2, help="runs per method: seeds 0, 1, … (default: %(default)s)")
     add_arguments(compare, leave_out=("task", "method", "seed"))
     compare.set_defaults(run=_compare)
 
     for command in (train, compare):
         command.add_argument("--out", type=Path, default=Path("runs"), help="folder of the runs (default: %(default)s)")
         command.add_argument("--data-root", type=Path, help="folder of the data sets (default: $TILTSAM_DATA, or data)")
-        command.add_argument("--download", action="store_true", help="fetch a data set or encoder that is missing")
-        command.add_argument("--tensorboard", action="store_true", help="write the metrics for TensorBoard, too")
+        command.add_argument("--download", action="store_true", help="download missing data sets and models")
+        command.add_argument("--tensorboard", action="store_true", help="also write the metrics for TensorBoard")
 
     sharpness = commands.add_parser(
         "sharpness",
-        help="how flat are trained models",
-        description="Measure the flatness of trained runs and compare them: neighbourhood, worst case, Hessian.",
+        help="measure the flatness of trained models",
+        description="Measure the flatness of trained runs: neighbourhood, worst case, Hessian.",
         epilog="example: tiltsam sharpness runs/digits --out flatness",
     )
     sharpness.add_argument(
-        "runs", nargs="+", type=Path, metavar="RUN", help="folders of runs, or folders that hold some"
+        "runs", nargs="+", type=Path, metavar="RUN", help="folders of runs, or folders that contain runs"
     )
-    sharpness.add_argument("--task", help="measure on this task (default: the runs' own)")
-    sharpness.add_argument("--split", choices=("train", "test"), default="train", help="default: %(default)s")
-    sharpness.add_argument("--examples", type=int, default=1000, help="examples to measure on (default: %(default)s)")
-    sharpness.add_argument("--samples", type=int, default=50, help="draws a noise level (default: %(default)s)")
-    sharpness.add_argument("--t", type=float, default=1.0, help="tilt of the t-weighted numbers (default: %(default)s)")
-    sharpness.add_argument("--device", default="auto", help="default: a GPU if there is one")
+    sharpness.add_argument("--task", help="task to measure on (default: that of the runs)")
+    sharpness.add_argument(
+        "--split", choices=("train", "test"), default="train", help="examples to measure on (default: %(default)s)"
+    )
+    sharpness.add_argument("--examples", type=int, default=1000, help="number of examples (default: %(default)s)")
+    sharpness.add_argument("--samples", type=int, default=50, help="draws per noise level (default: %(default)s)")
+    sharpness.add_argument("--t", type=float, default=1.0, help="tilt of the tilted losses (default: %(default)s)")
+    sharpness.add_argument("--device", default="auto", help="cpu, cuda, cuda:1 (default: a GPU if there is one)")
     sharpness.add_argument("--data-root", type=Path, help="folder of the data sets (default: $TILTSAM_DATA, or data)")
     sharpness.add_argument(
-        "--out", type=Path, default=Path("flatness"), help="folder for figures (default: %(default)s)"
+        "--out", type=Path, default=Path("flatness"), help="folder of the figures (default: %(default)s)"
     )
     sharpness.add_argument("--no-figures", action="store_true", help="print the table only")
     sharpness.set_defaults(run=_sharpness)
@@ -200,7 +206,7 @@ def _add_lab(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     _add_reproduce(commands)
     add_sweep(commands)
 
-    tasks = commands.add_parser("tasks", help="the tasks and where their data belongs", epilog="example: tiltsam tasks")
+    tasks = commands.add_parser("tasks", help="list the tasks and their data files", epilog="example: tiltsam tasks")
     tasks.set_defaults(run=_tasks)
 
 
@@ -251,112 +257,93 @@ def _add_reproduce(commands: argparse._SubParsersAction[argparse.ArgumentParser]
     parser.set_defaults(run=_reproduce)
 
 
-def _known_mistakes() -> tuple[type[Exception], ...]:
-    """Errors that speak to the user in one line."""
-    from tiltsam.lab.config import ConfigError
-    from tiltsam.lab.errors import DataError, RecipeError, RecordError
-
-    known = UserError, ImportError, ConfigError, DataError, RecipeError, RecordError
-    try:
-        from tiltsam.lab.sweeping.grids import SweepError
-        from tiltsam.lab.train import TrainError
-    except ImportError:  # without the lab's packages nothing raises these
-        return known
-    return *known, SweepError, TrainError
-
-
 def _train(args: argparse.Namespace) -> None:
+    from tiltsam.lab.console import RunDisplay
     from tiltsam.lab.data import find_task
+    from tiltsam.lab.distributed import connect_ranks
     from tiltsam.lab.flags import from_arguments, remarks
-    from tiltsam.lab.record import Record
-    from tiltsam.lab.screen import Screen
-    from tiltsam.lab.team import team_of_this_process
+    from tiltsam.lab.records import Record
     from tiltsam.lab.train import train
 
     config = from_arguments(args)
-    find_task(config.task)  # before a folder is made for it
+    find_task(config.task)  # before a folder is created for it
     record = Record.of(args.out, config)
-    with team_of_this_process(args.parallel, config.device) as team, ExitStack() as held:
-        mine = held.enter_context(record.working()) if team.first else None
-        if not team.tell(mine):
+    with connect_ranks(args.parallel, config.device) as distributed, ExitStack() as held:
+        locked = held.enter_context(record.lock()) if distributed.is_main else None
+        if not distributed.broadcast_object(locked):
             raise UserError(f"another process is training this run in {record.folder}")
-        shown: dict[str, Any] = {}
-        if team.first:
+        callbacks: dict[str, Any] = {}
+        if distributed.is_main:
             samples = config.num_samples if config.method == "tsam" else 1
-            for remark in remarks(args, config) + team.remarks(samples):
+            for remark in remarks(args, config) + distributed.warnings(samples):
                 print(f"tiltsam train: {remark}", file=sys.stderr, flush=True)
-            screen = held.enter_context(Screen())
-            report = partial(screen.report, config)
-            shown = {"loading": screen.loading, "report": report, "tick": report}
+            display = held.enter_context(RunDisplay())
+            report = partial(display.report, config)
+            callbacks = {"loading": display.loading, "report": report, "tick": report}
         result = train(
             config,
             record,
             root=args.data_root,
             download=args.download,
             tensorboard=args.tensorboard,
-            team=team,
+            distributed=distributed,
             until=args.until,
-            **shown,
+            **callbacks,
         )
-    if team.first and "score" not in result:
+    if distributed.is_main and "score" not in result:
         print(f"paused after {result['epoch']:g} epochs, {result['passes']:.0f} passes: {record.folder}")
-    elif team.first:
+    elif distributed.is_main:
         print(f"test {result['metric']} {100 * result['score']:.2f} after {result['epoch']:g} epochs, ", end="")
         print(f"{result['passes']:.0f} passes, {result['seconds']:.1f} s: {record.folder}")
 
 
 def _compare(args: argparse.Namespace) -> None:
-    from tiltsam.lab.compare import compare, format_rows
-    from tiltsam.lab.config import NOTHING_TO_WEIGH, tilts_nothing
+    from tiltsam.lab.compare import compare, comparison_cells, format_rows
+    from tiltsam.lab.config import TILT_HAS_NO_EFFECT, tilt_has_no_effect
+    from tiltsam.lab.console import RunDisplay, print_table
     from tiltsam.lab.data import find_task
     from tiltsam.lab.flags import from_arguments, given, parse_method
-    from tiltsam.lab.record import Record
+    from tiltsam.lab.records import Record
     from tiltsam.lab.report import write_report
-    from tiltsam.lab.screen import Screen, print_table
 
-    if args.seeds < 1:
-        raise UserError(f"--seeds must be at least 1, got {args.seeds}")
-    find_task(args.task)  # before a folder is made for it
-    settings = {name: parse_method(name) for name in args.methods}
-    names: dict[str, str] = {}
-    for name, own in settings.items():
-        names.setdefault(from_arguments(args, **own).key(), name)  # of two that are the same run the first
-    cells = [from_arguments(args, **settings[name], seed=s) for s in range(args.seeds) for name in names.values()]
-    for name in names.values():
-        if tilts_nothing(from_arguments(args, **settings[name]), given(args) | settings[name]):
-            print(f"tiltsam compare: {name} has {NOTHING_TO_WEIGH}", file=sys.stderr, flush=True)
-    with Screen(names) as screen:
+    config = from_arguments(args)
+    find_task(config.task)  # before a folder is created for it
+    cells = comparison_cells(config, args.methods, args.seeds)
+    for name, runs in cells.items():
+        if tilt_has_no_effect(runs[0], given(args) | parse_method(name)):
+            print(f"tiltsam compare: {name} has {TILT_HAS_NO_EFFECT}", file=sys.stderr, flush=True)
+    with RunDisplay({runs[0].key(): name for name, runs in cells.items()}) as display:
         rows = compare(
-            cells,
+            config,
+            list(cells),
             args.out,
+            seeds=args.seeds,
             root=args.data_root,
             download=args.download,
-            loading=screen.loading,
+            loading=display.loading,
             tensorboard=args.tensorboard,
-            report=screen.report,
-            tick=screen.report,
-            failed=lambda config, error: screen.say(f"{screen.name(config)}: {error}"),
-            names=names,
+            report=display.report,
+            tick=display.report,
+            failed=lambda run, error: display.print(f"{display.name(run)}: {error}"),
         )
-    first = cells[0]
     seeds = "1 seed" if args.seeds == 1 else f"{args.seeds} seeds"
-    print_table(f"{first.task}: {seeds}, mean ± standard error", format_rows(rows))
-    if first.reestimate_batchnorm:
-        print("BatchNorm's statistics, where there are any, were estimated anew before each test.")
+    print_table(f"{config.task}: {seeds}, mean ± standard error", format_rows(rows))
+    if config.reestimate_batchnorm:
+        print("BatchNorm statistics, if any, were re-estimated before each evaluation.")
     print(f"runs: {args.out}")
-    folders = [Record.of(args.out, cell).folder for cell in cells]
+    folders = [Record.of(args.out, run).folder for runs in cells.values() for run in runs]
     print(write_report(folders, folders[0].parents[1] / "report").message())
     if not any(row.runs for row in rows):
-        raise UserError("no run has a result: all of them failed")
+        raise UserError("all runs failed")
 
 
 def _reproduce(args: argparse.Namespace) -> None:
+    from tiltsam.lab.console import MeasurementBars, RunDisplay
     from tiltsam.lab.paper.cost import print_costs
     from tiltsam.lab.paper.recipes import RECIPES, find_recipe, select_methods
     from tiltsam.lab.paper.reproduce import ReproductionPlan, reproduce
     from tiltsam.lab.paper.tables import print_header, print_results, write_numbers
     from tiltsam.lab.report import write_report
-    from tiltsam.lab.screen import Bars, Screen
 
     if args.name:
         recipes = [find_recipe(args.name).select(methods=args.methods)]
@@ -370,16 +357,16 @@ def _reproduce(args: argparse.Namespace) -> None:
         return
     (plan,) = plans
     print_header(plan)
-    with Screen(plan.names()) as screen, Bars() as bars:
+    with RunDisplay(plan.names()) as display, MeasurementBars() as bars:
         found = reproduce(
             plan,
             args.out,
             root=args.data_root,
             download=args.download,
-            loading=screen.loading,
-            report=screen.report,
-            say=screen.say,
-            measuring=screen.gives_way_to(bars),
+            loading=display.loading,
+            report=display.report,
+            say=display.print,
+            measuring=display.stop_before(bars),
         )
     print_results(found)
     folder = args.out / "reproduced" / plan.recipe.name.replace("/", "-")
@@ -397,10 +384,10 @@ def _report(args: argparse.Namespace) -> None:
 
 
 def _sharpness(args: argparse.Namespace) -> None:
+    from tiltsam.lab.console import MeasurementBars
     from tiltsam.lab.flat import find_runs, measure_runs, save_flatness
     from tiltsam.lab.flatness import FlatnessPlan, format_table, table_rows
     from tiltsam.lab.flatness_plots import write_figures
-    from tiltsam.lab.screen import Bars
 
     if args.examples < 1 or args.samples < 2:
         raise UserError(
@@ -416,7 +403,7 @@ def _sharpness(args: argparse.Namespace) -> None:
     figures = _figures(args)
     plan = FlatnessPlan(num_samples=args.samples, t=args.t)
     measured = {}
-    with Bars() as bars:
+    with MeasurementBars() as bars:
         for flat, about in measure_runs(
             runs,
             task=args.task,
@@ -428,13 +415,13 @@ def _sharpness(args: argparse.Namespace) -> None:
             progress=bars,
             left_out=left_out,
         ):
-            save_flatness(runs[flat.name], flat, about)  # at once: the next may take as long again
+            save_flatness(runs[flat.name], flat, about)  # at once: the next run may take long
             measured[flat.name] = flat
     if not measured:
-        raise UserError("no run is left that can be measured")
+        raise UserError("none of the runs can be measured")
     flats = [measured[name] for name in runs if name in measured]
     print(format_table(table_rows(flats), shutil.get_terminal_size((120, 24)).columns))
-    print("saved as flatness.json in each run's folder: tiltsam report shows it")
+    print("saved as flatness.json in each run's folder, for tiltsam report")
     for path in write_figures(flats, args.out) if figures else ():
         print(f"wrote {path}")
 
@@ -446,10 +433,8 @@ def _tasks(args: argparse.Namespace) -> None:
     for name, task in TASKS.items():
         print(f"{name:{width}}  {task.description}")
         print(f"{'':{width}}    {task.files}")
-    print(
-        f"\nThe second lines say which files belong below the data root, {data_root()}: --data-root, or $TILTSAM_DATA."
-    )
-    print("GLUE and Tiny ImageNet keep the labels of their test sets: their dev sets are the test sets here.")
+    print(f"\nThe second line of each task names its files below {data_root()} (--data-root or $TILTSAM_DATA).")
+    print("The test labels of GLUE and Tiny ImageNet are not public: their dev sets are used as test sets.")
 
 
 def _toys(args: argparse.Namespace) -> None:
@@ -475,10 +460,10 @@ def _methods(args: argparse.Namespace) -> None:
 
 
 def _figures(args: argparse.Namespace) -> bool:
-    """Whether to draw figures at the end: what would keep them from it is told before the work."""
+    """Return whether figures can be drawn at the end, and report before the work if they cannot."""
     if not args.no_figures and find_spec("matplotlib") is None:
-        why = "no figures: matplotlib is not there: pip install '.[plots]'"
-        print(f"tiltsam {args.command}: {why}", file=sys.stderr, flush=True)
+        message = "no figures: matplotlib is not installed: pip install '.[plots]'"
+        print(f"tiltsam {args.command}: {message}", file=sys.stderr, flush=True)
     elif not args.no_figures:
         _writable(args.out)
         return True

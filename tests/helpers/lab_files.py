@@ -12,7 +12,7 @@ from tiltsam.lab import data as lab_data
 from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.data.glue import GLUE
 from tiltsam.lab.data.loader import AUGMENTATIONS
-from tiltsam.lab.metrics import METRICS
+from tiltsam.lab.evaluate import METRICS
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "he", "said", "no", "more", "reply", '"', *map(str, range(20))]
 

@@ -4,7 +4,7 @@ import json
 from dataclasses import asdict
 
 from tiltsam.lab.config import TrainConfig
-from tiltsam.lab.record import Record
+from tiltsam.lab.records import Record
 
 
 def rows(epochs, score=0.8, loss=1.0, cost=1):

@@ -3,7 +3,8 @@ import torch
 
 import tiltsam
 from tiltsam.lab.budget import passes_of, passes_per_step
-from tiltsam.lab.config import ConfigError, TrainConfig
+from tiltsam.lab.config import TrainConfig
+from tiltsam.lab.errors import ConfigError
 
 
 def counted(config):

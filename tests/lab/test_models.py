@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from tiltsam.lab import models
-from tiltsam.lab.config import ConfigError
 from tiltsam.lab.data import Data, Split
+from tiltsam.lab.errors import ConfigError
 
 
 @pytest.mark.parametrize("make", [models.resnet18, models.wrn16_8])

@@ -15,12 +15,12 @@ from helpers.lab_files import dtd as dtd_files
 from tiltsam.cli import main
 from tiltsam.lab import data as lab_data
 from tiltsam.lab import pretrained
-from tiltsam.lab.config import ConfigError, TrainConfig
-from tiltsam.lab.errors import DataError
+from tiltsam.lab.config import TrainConfig
+from tiltsam.lab.errors import ConfigError, DataError
 from tiltsam.lab.files import save_tensors
 from tiltsam.lab.models import build, load_model
 from tiltsam.lab.pretrained import tokenize
-from tiltsam.lab.record import Record
+from tiltsam.lab.records import Record
 from tiltsam.lab.train import train
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install '.[text]'")

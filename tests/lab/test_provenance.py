@@ -8,7 +8,7 @@ from pathlib import Path
 import tiltsam
 from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.provenance import code_digest, digest_of
-from tiltsam.lab.record import Record
+from tiltsam.lab.records import Record
 from tiltsam.lab.train import train
 
 PACKAGE = Path(tiltsam.__file__).parent
@@ -50,7 +50,7 @@ def test_resumed_run_records_both_digests(tmp_path, monkeypatch):
     begun = record.environment()
     assert begun["code"] == code_digest()
     assert "before" not in begun  # resumed with the same code
-    monkeypatch.setattr("tiltsam.lab.record.code_digest", lambda: "other")
+    monkeypatch.setattr("tiltsam.lab.records.code_digest", lambda: "other")
     train(config, record, until=3 / 4)
     train(config, record)
     assert record.environment() == {**begun, "code": "other", "since": 2, "before": [begun]}
@@ -64,7 +64,7 @@ def test_run_drops_digest_of_lost_epochs(tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     def attempt(code, until=1.0, report=lambda progress: None):
-        monkeypatch.setattr("tiltsam.lab.record.code_digest", lambda: code)
+        monkeypatch.setattr("tiltsam.lab.records.code_digest", lambda: code)
         with suppress(KeyboardInterrupt):
             train(config, record, until=until, report=report)
         found = record.environment()

@@ -2,7 +2,7 @@ import pytest
 
 import tiltsam
 from tiltsam.lab.config import TrainConfig
-from tiltsam.lab.record import Record
+from tiltsam.lab.records import Record
 from tiltsam.lab.train import train
 
 

@@ -11,8 +11,8 @@ from evidence.studies import STUDIES
 from evidence.study import Variants
 from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.data import load
-from tiltsam.lab.record import Record
-from tiltsam.lab.train import Run
+from tiltsam.lab.records import Record
+from tiltsam.lab.train import Trainer
 from timing import environment
 
 SHOWN = (1, 5, 15, 30, 60)
@@ -21,7 +21,7 @@ SHOWN = (1, 5, 15, 30, 60)
 def rises(config: TrainConfig) -> list[str]:
     """Mean loss of an epoch's batches before and after the ascent."""
     with tempfile.TemporaryDirectory() as folder:
-        run = Run(config, Record(Path(folder)), load(config))
+        run = Trainer(config, Record(Path(folder)), load(config))
         run.model.train()
         found = []
         for epoch in range(max(SHOWN)):

@@ -1,16 +1,17 @@
-"""The budget of a run: what a step costs, the limits of a config, and the share of them that is used up."""
+"""The budget of a run: the passes of a step, and the fraction of the config's limits that is used up."""
 
 from __future__ import annotations
 
 import math
 
-from tiltsam.lab.config import METHOD_SETTINGS, ConfigError, TrainConfig
-from tiltsam.lab.team import Team
+from tiltsam.lab.config import METHOD_SETTINGS, TrainConfig
+from tiltsam.lab.distributed import DistributedContext
+from tiltsam.lab.errors import ConfigError
 from tiltsam.optim import StepInfo
 
 __all__ = ["Budget", "passes_of", "passes_per_step"]
 
-ROUNDING = 1e-9  # of a budget: thirds of passes add up to a whole number but for less than this
+ROUNDING = 1e-9  # relative rounding error of sums of thirds of passes
 
 
 def passes_of(info: StepInfo, ascent_fraction: float = 1.0) -> float:
@@ -57,35 +58,35 @@ def passes_per_step(config: TrainConfig) -> float:
 
 
 class Budget:
-    """What a run may spend: epochs, and passes or seconds where its config limits them.
+    """The limits of a run: epochs, and passes or seconds if the config limits them.
 
     Args:
         config: The run.
-        per_epoch: Steps an epoch.
-        team: The processes that train it together, and have to stop together.
+        per_epoch: Steps per epoch.
+        distributed: The ranks that train the run together, and must stop at the same step.
     """
 
-    def __init__(self, config: TrainConfig, per_epoch: int, team: Team) -> None:
+    def __init__(self, config: TrainConfig, per_epoch: int, distributed: DistributedContext) -> None:
         self._epochs, self._passes, self._seconds = config.epochs, config.passes, config.seconds
-        self._team = team
-        if config.method == "esam1":  # SAM until it has spent what TSAM would have
+        self._distributed = distributed
+        if config.method == "esam1":  # SAM, until it has used the passes of TSAM
             tsam = 1 + (config.num_samples * (1 + config.ascent_fraction) - 1) / config.every  # others cost one pass
             self._passes = min(config.passes or math.inf, config.epochs * per_epoch * tsam)
             self._epochs = math.inf
 
     def used(self, epoch: float, passes: float, seconds: float) -> float:
-        """Share of the budget that is used up, by whichever limit is nearest.
+        """Return the fraction of the budget that is used up, by whichever limit is nearest.
 
         Args:
             epoch: Epochs so far.
-            passes: Passes so far, of this process; those of the team's first count.
-            seconds: Time so far, by this process's clock; the first one's counts.
+            passes: Passes so far of this rank; those of rank 0 count.
+            seconds: Seconds so far of this rank; those of rank 0 count.
         """
-        shares = [epoch / self._epochs]
-        # By one count and one clock, or some processes would stop while others wait for them.
+        fractions = [epoch / self._epochs]
+        # All ranks use rank 0's values, or some would stop while others wait for them.
         if self._passes is not None:
-            shares.append(self._team.agree(passes) / self._passes)
+            fractions.append(self._distributed.broadcast(passes) / self._passes)
         if self._seconds is not None:
-            shares.append(self._team.agree(seconds) / self._seconds)
-        done = max(shares)
+            fractions.append(self._distributed.broadcast(seconds) / self._seconds)
+        done = max(fractions)
         return done if done < 1 - ROUNDING else max(done, 1.0)

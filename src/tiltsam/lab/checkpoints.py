@@ -1,12 +1,12 @@
-"""Checkpoints: all that a run needs to go on, in a folder each.
+"""Checkpoints of a run, each in a folder.
 
-    N/model.safetensors       the weights and buffers after epoch N, or later if a signal stopped the run in the next
+    N/model.safetensors       the weights and buffers after epoch N, or within the next if a signal stopped the run
     N/optimizer.safetensors   the tensors of the optimizer's state, averaged weights, states of the random generators
     N/state.json              the rest
     N/manifest.json           the digests of these files
 
-A checkpoint is written beside its place and renamed into it, so it is there whole or not at all; one that does not
-match its manifest is passed over for the one before, with a warning.
+A checkpoint is written to a temporary folder, which is then renamed, so it is complete or absent. One that does not
+match its manifest is skipped with a warning, and the one before is used.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tiltsam.lab.config import ConfigError
+from tiltsam.lab.errors import ConfigError
 from tiltsam.lab.files import load_tensors, parse_json, save_tensors, write_json
 
 __all__ = ["Checkpoint", "load", "save", "seconds_between"]
@@ -31,29 +31,29 @@ KEEP = 2
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """All that a run needs to go on."""
+    """The state of a run."""
 
     model: dict[str, Tensor]
     optimizer: dict[str, Any]
     state: dict[str, Any]
-    """Numbers: epoch, passes, seconds, best so far; losses and effective sample sizes of an epoch that was cut off."""
+    """Epoch, passes, seconds, best row so far; losses and effective sample sizes of an interrupted epoch."""
     random: dict[str, Tensor]
-    """States of the global generators."""
+    """States of torch's global generators."""
     average: dict[str, Tensor] = field(default_factory=dict)
-    """The averaged weights, of a run that has some, and the buffers that they were last tested with."""
+    """The averaged weights, if any, and the buffers of their last evaluation."""
 
 
 def seconds_between() -> float:
-    """The time between checkpoints: the environment variable TILTSAM_CHECKPOINT_SECONDS, or 20."""
+    """Return the seconds between checkpoints: the environment variable TILTSAM_CHECKPOINT_SECONDS, or 20."""
     given = os.environ.get("TILTSAM_CHECKPOINT_SECONDS", "20")
     try:
         return float(given)
     except ValueError:
-        raise ConfigError(f"TILTSAM_CHECKPOINT_SECONDS is a number of seconds, got {given!r}") from None
+        raise ConfigError(f"TILTSAM_CHECKPOINT_SECONDS must be a number, got {given!r}") from None
 
 
 def save(folder: Path, checkpoint: Checkpoint) -> None:
-    """Write a checkpoint whole, then drop all but the last two; what a killed process was writing goes first."""
+    """Remove partial checkpoints of killed processes, write a checkpoint, and remove all but the last two."""
     place = folder / f"{checkpoint.state['epoch']:06d}"
     draft = folder / f".{place.name}.{os.getpid()}"
     for half in folder.glob(".*"):
@@ -76,7 +76,7 @@ def save(folder: Path, checkpoint: Checkpoint) -> None:
 
 
 def load(folder: Path) -> Checkpoint | None:
-    """The newest checkpoint that is whole, or ``None``; the caller's caller is warned of those that are not."""
+    """Return the newest valid checkpoint, or ``None``; warn of damaged ones."""
     for place in reversed(_places(folder)):
         try:
             manifest = parse_json((place / "manifest.json").read_text())
@@ -95,7 +95,7 @@ def load(folder: Path) -> Checkpoint | None:
             )
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             warnings.warn(
-                f"checkpoint {place} is damaged ({error}): going back to the one before",
+                f"checkpoint {place} is damaged ({error}): using the one before",
                 RuntimeWarning,
                 stacklevel=3,
             )
@@ -103,17 +103,17 @@ def load(folder: Path) -> Checkpoint | None:
 
 
 def _check_state(state: dict[str, Any]) -> None:
-    """Raise unless a run can go on from it; a KeyError names what is missing."""
+    """Raise if a run cannot be resumed from a state; a KeyError names a missing entry."""
     best = [state["best"][name] for name in state["best"]]
     losses, sizes = state.get("losses", []), state.get("sizes", [])
     if len(losses) != len(sizes):
-        raise ValueError(f"state.json holds {len(losses)} losses and {len(sizes)} sizes")
+        raise ValueError(f"state.json has {len(losses)} losses and {len(sizes)} sizes")
     numbers = [state[name] for name in ("epoch", "passes", "seconds", "steps", "done")]
     for value in [*numbers, *best, *losses, *sizes]:
         if not isinstance(value, int | float) or isinstance(value, bool) or abs(value) >= 2**63:
-            raise ValueError(f"state.json holds {value!r} for a number")
+            raise ValueError(f"state.json has {value!r} instead of a number")
     if not (0 <= state["done"] < 1 and state["epoch"] >= 0 and state["steps"] >= 0):
-        raise ValueError(f"state.json is of a run that is done or has not begun: {state['done']!r}")
+        raise ValueError(f"done in state.json must be in [0, 1), got {state['done']!r}")
 
 
 def _places(folder: Path) -> list[Path]:
@@ -121,7 +121,7 @@ def _places(folder: Path) -> list[Path]:
 
 
 def _split_optimizer(state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """An optimizer's state as tensors by name, and the rest as JSON can hold it."""
+    """Split an optimizer's state into tensors by name and a JSON object."""
     tensors: dict[str, Tensor] = {}
     rest: dict[str, dict[str, Any]] = {}
     for index, entries in state["state"].items():

@@ -1,47 +1,108 @@
-"""Several methods on one task: run what is missing, reuse what is done, and put the numbers side by side."""
+"""Several methods on one task: train missing runs, reuse finished ones, and average over seeds."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+import tiltsam
 from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.data import Data, LoadingCallback, data_loader
-from tiltsam.lab.record import Record
+from tiltsam.lab.errors import ConfigError, TrainError
+from tiltsam.lab.flags import parse_method
+from tiltsam.lab.records import Record
 from tiltsam.lab.stats import Mean, format_mean, mean_of
-from tiltsam.lab.train import Progress, TrainError, train
+from tiltsam.lab.train import Progress, train
 
-__all__ = ["Row", "compare", "format_rows", "summarise"]
+__all__ = ["ComparisonRow", "compare", "compare_configs", "comparison_cells", "format_rows", "summarise"]
 
 
 @dataclass(frozen=True)
-class Row:
-    """A method's runs, averaged."""
+class ComparisonRow:
+    """The averages over the runs of a method."""
 
     method: str
-    """Or what it is called, if there are several of it."""
+    """The name of the method, with its own settings."""
     runs: int
-    """Seeds that finished."""
+    """Finished runs."""
     failed: int
+    """Failed runs."""
     metric: str
     mean: float
-    """Of the final test score, in percent (of a correlation: times 100)."""
+    """Mean of the final test score, times 100."""
     error: float
-    """Its standard error over seeds; NaN with one seed."""
+    """Standard error of the mean; NaN with one seed."""
     at_best: float
-    """Mean of the test score at the epoch that was best on the validation split."""
+    """Mean of the test score at the best epoch on the validation split, times 100."""
     seconds: float
     passes: float
 
 
+def comparison_cells(config: TrainConfig, methods: Sequence[str], seeds: int) -> dict[str, list[TrainConfig]]:
+    """Return the configs to compare, one per seed, by method.
+
+    Args:
+        config: The settings that all methods share; its method and seed are replaced.
+        methods: Methods, maybe with their own settings, as in ``asam:rho=5`` or ``tsam:num_samples=3,t=100``. Of
+            several that result in the same runs, the first is kept.
+        seeds: Runs per method, with seeds 0, 1, ….
+
+    Raises:
+        ConfigError: If there is no such method or setting, or ``seeds`` is less than 1.
+
+    Example:
+        >>> cells = comparison_cells(TrainConfig("digits"), ["erm", "tsam:t=5"], seeds=2)
+        >>> [(name, run.method, run.t, run.seed) for name, runs in cells.items() for run in runs]
+        [('erm', 'erm', 20.0, 0), ('erm', 'erm', 20.0, 1), ('tsam:t=5', 'tsam', 5.0, 0), ('tsam:t=5', 'tsam', 5.0, 1)]
+    """
+    if seeds < 1:
+        raise ConfigError(f"seeds must be at least 1, got {seeds}")
+    cells: dict[str, list[TrainConfig]] = {}
+    keys = set()
+    for name in methods:
+        settings = parse_method(name)
+        runs = [replace(config, **settings, seed=seed) for seed in range(seeds)]
+        if runs[0].key() not in keys:
+            cells[name] = runs
+        keys.add(runs[0].key())
+    return cells
+
+
 def compare(
+    config: TrainConfig,
+    methods: Sequence[str] | None = None,
+    out: Path = Path("runs"),
+    *,
+    seeds: int = 2,
+    **options: Any,
+) -> list[ComparisonRow]:
+    """Train several methods on one task with several seeds, and average over the seeds. Finished runs are reused.
+
+    Args:
+        config: The settings that all methods share; its method and seed are replaced.
+        methods: Methods, maybe with their own settings, as in ``asam:rho=5``; by default all of
+            :data:`tiltsam.METHODS`.
+        out: Folder of the records.
+        seeds: Runs per method, with seeds 0, 1, ….
+        **options: Those of :func:`compare_configs`: ``root``, ``download``, ``report`` and so on.
+
+    Raises:
+        ConfigError: If there is no such method or setting, before anything is trained.
+    """
+    cells = comparison_cells(config, list(tiltsam.METHODS) if methods is None else methods, seeds)
+    names = {runs[0].key(): name for name, runs in cells.items()}
+    configs = [runs[seed] for seed in range(seeds) for runs in cells.values()]
+    return compare_configs(configs, out, names=names, **options)
+
+
+def compare_configs(
     configs: Sequence[TrainConfig],
     out: Path,
     *,
@@ -55,28 +116,28 @@ def compare(
     failed: Callable[[TrainConfig, TrainError], None] = lambda config, error: None,
     names: Mapping[str, str] | None = None,
     poll_seconds: float = 1.0,
-) -> list[Row]:
-    """Train every config that has no result yet, and summarise.
+) -> list[ComparisonRow]:
+    """Train every config that has no result yet, and average over seeds.
 
-    Several processes may work on one folder: each run is held by one of them, the others go on to the next and wait for
-    it at the end.
+    Several processes may work on one folder: each run is locked by one of them; the others continue with the next run
+    and wait for it at the end.
 
     Args:
-        configs: The cells: methods times seeds.
+        configs: The runs: methods times seeds.
         out: Folder of the records.
-        root: Where data sets lie.
-        download: Fetch what is missing.
-        loading: Told how far downloads and the decoding of images are.
+        root: Folder of the data sets.
+        download: Download missing data sets.
+        loading: Called with the progress of downloads and of decoding images.
         data: Returns the data of a config; by default a :func:`tiltsam.lab.data.data_loader` of the three above.
-        tensorboard: Write the metrics for TensorBoard, too.
+        tensorboard: Also write the metrics for TensorBoard.
         report: Called after every epoch.
-        tick: Called about twice a second within one.
-        failed: Called when a run diverges; the others go on.
-        names: What rows are called, by the key of their configs; others by their method.
-        poll_seconds: Time between looks at runs that other processes hold.
+        tick: Called about twice a second within an epoch.
+        failed: Called when a run fails; the others continue.
+        names: Names of rows by the key of their configs; by default the method's name.
+        poll_seconds: Seconds between checks of runs that other processes have locked.
 
     Raises:
-        ConfigError: A setting that a method does not take, before anything is trained.
+        ConfigError: If a setting is out of bounds, before anything is trained.
     """
     for config in configs:
         config.wrap(torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=config.lr))
@@ -88,7 +149,7 @@ def compare(
         elsewhere = []
         for config in pending:
             record = Record.of(out, config)
-            with record.working() as mine:
+            with record.lock() as mine:
                 if not mine:
                     elsewhere.append(config)
                     continue
@@ -115,8 +176,8 @@ def summarise(
     out: Path,
     broken: Sequence[TrainConfig] = (),
     names: Mapping[str, str] | None = None,
-) -> list[Row]:
-    """Average over seeds what is finished."""
+) -> list[ComparisonRow]:
+    """Average the finished runs over seeds."""
     groups: dict[str, list[TrainConfig]] = {}
     for config in configs:
         groups.setdefault(config.key(), []).append(config)
@@ -130,13 +191,13 @@ def summarise(
     ]
 
 
-def _row(method: str, results: list[dict[str, Any]], failed: int) -> Row:
+def _row(method: str, results: list[dict[str, Any]], failed: int) -> ComparisonRow:
     score = mean_of([100 * r["score"] for r in results])
 
     def mean(key: str, scale: float = 1.0) -> float:
         return mean_of([scale * r.get(key, math.nan) for r in results]).value
 
-    return Row(
+    return ComparisonRow(
         method=method,
         runs=len(results),
         failed=failed,
@@ -149,8 +210,8 @@ def _row(method: str, results: list[dict[str, Any]], failed: int) -> Row:
     )
 
 
-def format_rows(rows: Sequence[Row]) -> list[list[str]]:
-    """Cells of a table, a heading first."""
+def format_rows(rows: Sequence[ComparisonRow]) -> list[list[str]]:
+    """Return the cells of a table, headings first."""
     metric = next((row.metric for row in rows if row.metric), "score")
     table = [["method", f"test {metric} ×100", "at best validation", "seconds", "passes", "runs"]]
     for row in rows:

@@ -1,4 +1,4 @@
-"""Every number of a run, in one frozen place; the command line is made from it (:mod:`tiltsam.lab.flags`)."""
+"""The config of a run. The flags of the command line are made from it (:mod:`tiltsam.lab.flags`)."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from torch.optim import Optimizer
 
 import tiltsam
+from tiltsam.lab.errors import ConfigError
 from tiltsam.samplers import Center, Sampler
 
-__all__ = ["ConfigError", "TrainConfig", "check_types", "methods", "settings_of", "settings_of_others", "tilts_nothing"]
+__all__ = ["TrainConfig", "check_types", "methods", "settings_of", "settings_of_others", "tilt_has_no_effect"]
 
-NOTHING_TO_WEIGH = "one sample and nothing to weigh, so t has no effect: pass --num-samples 3"
+TILT_HAS_NO_EFFECT = "one sample, so t has no effect: pass --num-samples 3"
 
 # The settings of each method; ``esam1`` is SAM with TSAM's budget.
 METHOD_SETTINGS: dict[str, tuple[str, ...]] = {
@@ -48,11 +49,11 @@ METHOD_SETTINGS: dict[str, tuple[str, ...]] = {
     ),
 }
 
-# Those among them that are the training loop's business, not the constructor's.
-_OF_THE_LOOP = ("rho_schedule", "t_schedule", "ascent_fraction", "split", "concurrent")
+# The settings that the training loop uses, not the constructor.
+_LOOP_SETTINGS = ("rho_schedule", "t_schedule", "ascent_fraction", "split", "concurrent")
 
-# Fields that came later: at these values a run is the one it was before them, and has the same name.
-_SAYS_NOTHING: dict[str, Any] = {
+# Fields added later. At these values they are left out of the key, so that earlier runs keep their names.
+_LATER_DEFAULTS: dict[str, Any] = {
     "image_size": None,
     "ascent_steps": 1,
     "rho_schedule": "constant",
@@ -66,28 +67,24 @@ _SAYS_NOTHING: dict[str, Any] = {
 }
 
 
-# Networks that no longer begin with the weights they once began with: their runs are others than those of that time.
-_BEGIN_ANEW = ("resnet18", "resnet34", "wrn16-8")
-_IMAGES = ("cifar", "tiny-imagenet", "dtd", "images:", "npz:")  # where "auto" may pick one of them
-
-
-class ConfigError(Exception):
-    """A setting that cannot be, told in one line."""
+# Networks whose initialisation changed: their runs have other keys than earlier ones.
+_REINITIALISED = ("resnet18", "resnet34", "wrn16-8")
+_IMAGES = ("cifar", "tiny-imagenet", "dtd", "images:", "npz:")  # tasks for which "auto" may choose one of them
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """A training run. Two runs with equal configs are the same run."""
+    """The config of a training run. Runs with equal configs are the same run."""
 
     task: str = "digits"
-    """What to learn: a name of `tiltsam tasks`, or images:PATH, text:PATH, npz:PATH."""
+    """The task: a name printed by `tiltsam tasks`, or images:PATH, text:PATH, npz:PATH."""
     method: str = "tsam"
     """erm, sam, esam1, asam, esam2, pgn, rsam or tsam."""
     model: str = "auto"
-    """mlp, cnn, resnet18, resnet34, wrn16-8, vit-s; pretrained: minilm, hf:FOLDER-OR-NAME; auto chooses by the task."""
+    """mlp, cnn, resnet18, resnet34, wrn16-8, vit-s; pretrained: minilm, hf:FOLDER-OR-NAME; auto depends on the task."""
 
     epochs: float = 60.0
-    """How long, in passes through the training examples; with a budget below, how long at most."""
+    """Epochs to train; with a limit on passes or seconds, at most this many."""
     passes: float | None = None
     """Stop after this many forward+backward passes; a forward pass alone counts a third."""
     seconds: float | None = None
@@ -96,85 +93,85 @@ class TrainConfig:
     lr: float = 0.05
     """Learning rate."""
     schedule: Literal["constant", "step", "cosine", "linear"] = "constant"
-    """Constant as in the paper; step divides by 10 at half and three quarters; cosine and linear fall to zero."""
+    """Learning-rate schedule: constant as in the paper; step divides by 10 at 50 % and 75 % of the budget; cosine and
+    linear decay to zero."""
     warmup: float = 0.0
-    """Share of the budget over which the rate rises from zero; cosine and linear fall over the rest."""
+    """Fraction of the budget with linear warm-up; cosine and linear decay over the rest."""
     optimizer: Literal["sgd", "adamw"] = "sgd"
     """The base optimizer."""
     momentum: float = 0.9
-    """Of SGD."""
+    """Momentum of SGD."""
     weight_decay: float = 5e-4
-    """Of the base optimizer."""
+    """Weight decay of the base optimizer."""
     batch_size: int = 64
-    """Examples a step."""
+    """Examples per step."""
     label_smoothing: float = 0.0
-    """Share of the target spread over all classes; 0.1 in the paper's image experiments."""
+    """Label smoothing of the cross-entropy; 0.1 in the paper's image experiments."""
     clip: float | None = None
-    """Longest aggregated gradient; 1 in the paper's text experiments."""
+    """Maximum norm of the aggregated gradient; 1 in the paper's text experiments."""
 
     rho: float | None = None
-    """Length of the ascent; by default the method's own (sam 0.05, tsam 0.1, asam 0.5). Of tsam's samplers "ascent" has
-    one, and no other."""
+    """Norm of the ascent step; by default the method's (sam 0.05, tsam 0.1, asam 0.5). TSAM: used by the sampler ascent
+    only."""
     rho_schedule: Literal["constant", "up", "down"] = "constant"
-    """Whether rho stays, rises from zero over the budget, or falls to zero."""
+    """Schedule of rho over the budget: constant, up from zero, or down to zero."""
     t: float = 20.0
-    """Tilt of tsam; has no effect with one sample."""
+    """TSAM: tilt t; has no effect with one sample."""
     t_schedule: Literal["constant", "up", "down"] = "constant"
-    """Whether the tilt stays, rises from zero to t over the budget, or falls from t to zero."""
+    """TSAM: schedule of the tilt over the budget: constant, up from zero to t, or down from t to zero."""
     radius: float | None = None
-    """Radius of tsam's random start; by default 0.003 √d."""
+    """TSAM: radius of the random start; by default 0.003 √d."""
     num_samples: int = 3
-    """Samples s of tsam, and of the budget of esam1; one makes tsam SAM from a random start, at SAM's cost."""
+    """TSAM: samples s per step; 1 is SAM from a random start. ESAM1: samples of the TSAM whose budget it gets."""
     delta: float | None = None
-    """The sampler's part of the tilt; by default t/2."""
+    """TSAM: the part δ of the tilt that the sampler applies; by default t/2."""
     sampler: Literal["ascent", "uniform", "gaussian", "hmc"] = "ascent"
-    """Where tsam looks."""
+    """TSAM: how the perturbed weights are sampled."""
     share_ascent: bool = False
-    """One ascent gradient for all samples of tsam: s+1 passes a step in place of 2s."""
+    """TSAM: share one ascent gradient among all samples: s+1 passes per step instead of 2s."""
     ascent_steps: int = 1
-    """Ascents a sample of tsam, of rho/N each (the paper's N): s(N+1) passes a step."""
+    """TSAM: ascent steps N per sample, of norm rho/N each: s(N+1) passes per step."""
     ascent_fraction: float = 1.0
-    """Fraction of the batch used for the ascent gradient: its first rows."""
+    """Fraction of the batch used for the ascent gradient."""
     split: bool = False
-    """Give each sample of tsam its own part of the batch: s samples for two passes (with t 0, radius 0: m-SAM)."""
+    """TSAM: give each sample its own part of the batch: s samples for two passes (with t=0 and radius=0: m-SAM)."""
     every: int = 1
-    """Take a step of the method at each k-th step only, and plain steps (one pass) between."""
+    """Take a step of the method at every k-th step, and plain steps of one pass otherwise."""
     eta: float = 0.01
-    """Of asam."""
+    """ASAM: η in the normalisation |w| + η."""
     alpha: float = 0.5
-    """Of pgn."""
+    """PGN: weight α of the perturbed gradient, 1-α of the plain one."""
     gamma: float = 5e-4
-    """Of rsam."""
+    """RSAM: size γ of the noise relative to the norm of each filter."""
     lam: float = 2.0
-    """Of rsam."""
+    """RSAM: weight λ of the gradient in the ascent direction."""
     num_points: int = 10
-    """Of esam2."""
+    """ESAM2: points on the ascent line; the step uses the one with the largest loss."""
 
     seed: int = 0
-    """Of the initial weights, the order of examples, label noise, augmentation and perturbations."""
+    """Seed of the initial weights, the order of examples, label noise, augmentation and perturbations."""
     noise: float | None = None
-    """Share of wrong training labels; by default the task's own."""
+    """Fraction of wrong training labels; by default the task's."""
     validation: float = 0.1
-    """Share of the training examples held out for choosing."""
+    """Fraction of the training examples held out for validation."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """bf16 runs the model under autocast."""
     compile: bool = False
-    """torch.compile the model: a minute or so at the start, shorter passes after it."""
+    """Compile the model with torch.compile: a minute or so at the start, then shorter passes."""
     concurrent: bool = False
-    """On a GPU, let tsam's samples run beside each other: s copies of weights, gradients and activations in memory."""
+    """TSAM: run the samples concurrently on the GPU; needs memory for s copies of weights, gradients, activations."""
     evaluate_every: int = 1
-    """Epochs from one look at validation and test to the next; after the last epoch there is always one."""
+    """Epochs between evaluations on validation and test; the last epoch is always evaluated."""
     device: str = "auto"
-    """cpu, cuda, cuda:1; auto takes a GPU if there is one."""
+    """cpu, cuda or cuda:1; auto uses a GPU if there is one."""
     reestimate_batchnorm: bool = True
-    """Before each test, estimate BatchNorm's statistics anew at the weights themselves, on training examples."""
+    """Before each evaluation, re-estimate BatchNorm's statistics at the current weights, on training examples."""
     average: bool = False
-    """Test and keep an average of the weights, mostly over the last tenth of the steps so far, not the weights
-    themselves."""
+    """Evaluate and save averaged weights (mostly over the last tenth of the steps) instead of the last ones."""
     max_length: int = 64
-    """Tokens of a text."""
+    """Maximum number of tokens of a text."""
     image_size: int | None = None
-    """Pixels that image files are brought to; by default the task's own (see: tiltsam tasks)."""
+    """Width and height in pixels that image files are resized to; by default the task's (see: tiltsam tasks)."""
 
     def __post_init__(self) -> None:
         if self.method not in methods():
@@ -199,44 +196,46 @@ class TrainConfig:
         if not 0 < self.ascent_fraction <= 1:
             raise ConfigError(f"ascent_fraction must be in (0, 1], got {self.ascent_fraction}")
         if self.split and (self.share_ascent or self.ascent_fraction < 1 or self.every > 1):
-            raise ConfigError("split goes with neither share_ascent nor ascent_fraction nor every")
+            raise ConfigError("split=True cannot be combined with share_ascent, ascent_fraction or every")
         if self.concurrent and self.share_ascent:
-            raise ConfigError("concurrent does not go with share_ascent: samples wait for an ascent that they share")
+            raise ConfigError("concurrent=True cannot be combined with share_ascent: samples wait for it")
         if self.t_schedule != "constant" and self.delta is not None:
-            raise ConfigError(f"delta goes with t, which the schedule {self.t_schedule!r} moves: leave it out")
+            raise ConfigError(f"delta must be None with t_schedule={self.t_schedule!r}, got {self.delta:g}")
         if self.ascent_steps > 1 and (self.sampler != "ascent" or self.share_ascent):
-            raise ConfigError("ascent_steps above 1 is for the sampler ascent, without share_ascent")
+            raise ConfigError(
+                f"ascent_steps must be 1 unless the sampler is ascent without share_ascent, got {self.ascent_steps}"
+            )
 
     def method_options(self) -> dict[str, Any]:
         """Return the settings that the method's constructor receives."""
         own = {name: getattr(self, name) for name in settings_of(self.method)}
         if self.rho is None:
             own.pop("rho", None)
-        for name in _OF_THE_LOOP:
+        for name in _LOOP_SETTINGS:
             own.pop(name, None)
         if own.pop("ascent_steps", 1) > 1:
             own["sampler"] = tiltsam.samplers.Ascent(num_steps=self.ascent_steps)
         return own
 
     def smallest_share(self) -> float:
-        """The smallest share of a batch that a pass sees."""
+        """Return the smallest fraction of a batch that a pass sees."""
         if self.splits():
             return 1 / self.num_samples
         return self.ascent_fraction if "ascent_fraction" in settings_of(self.method) else 1.0
 
     def splits(self) -> bool:
-        """Whether the samples of a step share the batch out among them."""
+        """Return whether each sample of a step has its own part of the batch."""
         return self.split and "split" in settings_of(self.method)
 
     def wrap(self, base: Optimizer, **options: Any) -> tiltsam.SharpnessAware:
-        """Return the method around a base optimizer; ``esam1`` is SAM, longer.
+        """Return the method around a base optimizer; ``esam1`` is SAM with a longer budget.
 
         Args:
             base: The optimizer.
-            **options: ``model``, ``seed`` and ``parallel``; those that the constructor does not have are left out.
+            **options: ``model``, ``seed`` and ``parallel``; those that the constructor does not accept are dropped.
 
         Raises:
-            ConfigError: If a setting is out of bounds, or processes train together and the method has no ``parallel``.
+            ConfigError: If a setting is out of bounds, or ranks train together and the method has no ``parallel``.
         """
         method = tiltsam.METHODS["sam" if self.method == "esam1" else self.method]
         parameters = inspect.signature(method).parameters
@@ -252,17 +251,18 @@ class TrainConfig:
             raise ConfigError(str(error)) from None
 
     def key(self) -> str:
-        """A short name of everything but the seed: runs that differ in the seed alone are averaged."""
+        """Return a short name of all settings but the seed: runs that differ only in the seed are averaged."""
         body = {k: v for k, v in dataclasses.asdict(self).items() if k not in ("seed", "device")}
         others = settings_of_others(self.method)
-        # Another method's settings make no other run, nor does 2 for 2.0, nor a field added later that says nothing.
-        body = {k: v for k, v in body.items() if k not in others and (k not in _SAYS_NOTHING or v != _SAYS_NOTHING[k])}
+        # Other methods' settings, 2 instead of 2.0, and later fields at their defaults do not change the key.
+        later = _LATER_DEFAULTS
+        body = {k: v for k, v in body.items() if k not in others and (k not in later or v != later[k])}
         body = {k: float(v) if isinstance(v, int) else v for k, v in body.items()}
-        if self.model in _BEGIN_ANEW or (self.model == "auto" and self.task.startswith(_IMAGES)):
+        if self.model in _REINITIALISED or (self.model == "auto" and self.task.startswith(_IMAGES)):
             body["begins"] = "he"
         if self.method == "tsam" and self.radius is None:
-            body["radius"] = "0.003 sqrt(d)"  # what None meant was another radius once
-        if self.warmup and self.schedule in ("cosine", "linear"):  # which once fell from the start of the run
+            body["radius"] = "0.003 sqrt(d)"  # the default was once another radius
+        if self.warmup and self.schedule in ("cosine", "linear"):  # these once decayed from the start
             body["falls"] = "after warmup"
         digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()[:10]
         return f"{self.method}-{digest}"
@@ -285,7 +285,7 @@ def _with_plain_steps(
 
 
 def check_types(settings: Mapping[str, Any]) -> None:
-    """Raise if a setting is not of its field's type; a JSON file may hold anything.
+    """Raise if a setting read from a file is not of its field's type.
 
     Raises:
         ConfigError: The setting, its type and its value.
@@ -306,26 +306,26 @@ def _is_a(value: object, hint: Any) -> bool:
     return isinstance(value, hint) and (hint is bool or not isinstance(value, bool))
 
 
-def tilts_nothing(config: TrainConfig, names: Collection[str]) -> bool:
-    """Whether a tilt is among the settings that were given, and without effect."""
-    alone = config.method == "tsam" and config.num_samples == 1 and config.sampler != "hmc"  # which samples by it
+def tilt_has_no_effect(config: TrainConfig, names: Collection[str]) -> bool:
+    """Return whether a tilt is among the given settings and has no effect."""
+    single = config.method == "tsam" and config.num_samples == 1 and config.sampler != "hmc"  # HMC samples with it
     tilts = {"t": config.t, "delta": config.delta, "t_schedule": config.t_schedule != "constant"}
-    return alone and any(tilts[name] for name in tilts.keys() & set(names))
+    return single and any(tilts[name] for name in tilts.keys() & set(names))
 
 
 def methods() -> list[str]:
-    """The names of all methods: ours, and what somebody has put into :data:`tiltsam.METHODS`."""
+    """Return the names of all methods, with those that users add to :data:`tiltsam.METHODS`."""
     return list(METHOD_SETTINGS | tiltsam.METHODS)
 
 
 def settings_of(method: str) -> tuple[str, ...]:
-    """The settings of a method; one of somebody's own has those of SAM if it takes a rho, and else none."""
+    """Return the settings of a method; a user's method has those of SAM if it has a rho, and none otherwise."""
     if method in METHOD_SETTINGS:
         return METHOD_SETTINGS[method]
     return METHOD_SETTINGS["sam"] if "rho" in inspect.signature(tiltsam.METHODS[method]).parameters else ()
 
 
 def settings_of_others(method: str) -> set[str]:
-    """What another method has and this one does not."""
+    """Return the settings that only other methods have."""
     others = set().union(*METHOD_SETTINGS.values()) - set(settings_of(method))
     return others - {"num_samples"} if method == "esam1" else others

@@ -1,4 +1,4 @@
-"""Where runs compute, and what suits that place."""
+"""The device of a run, and torch's settings for it."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from contextlib import contextmanager, nullcontext
 import torch
 from torch import nn
 
-from tiltsam.lab.config import ConfigError
+from tiltsam.lab.errors import ConfigError
 
-__all__ = ["Leash", "one_thread", "resolve_device", "suited_to"]
+__all__ = ["RunAheadLimit", "one_thread", "resolve_device", "torch_settings"]
 
 SMALL_MODEL = 500_000  # parameters
-LEASH = 16  # steps between looks at how far a GPU is
+SYNC_STEPS = 16  # steps between events on the GPU
 
 
 def resolve_device(name: str) -> torch.device:
-    """The device of that name; ``auto`` is a GPU if there is one.
+    """Return the device of that name; ``auto`` is a GPU if there is one.
 
     Raises:
         ConfigError: If there is no such device.
@@ -34,19 +34,19 @@ def resolve_device(name: str) -> torch.device:
     if device.type not in ("cpu", "cuda"):
         try:
             torch.zeros((), device=device).item()
-        except Exception:  # each kind has an error of its own
+        except Exception:  # each kind of device has its own error
             raise ConfigError(f"device {name!r} is not available here: use --device cpu") from None
     return device
 
 
-class Leash:
-    """Keeps the host within 32 steps of a GPU, without ever letting the GPU wait.
+class RunAheadLimit:
+    """Keeps the host at most 32 steps ahead of the GPU, without making the GPU wait.
 
-    A captured step is issued in a fraction of the time it takes. Unbound, the host would be done with an epoch that the
-    GPU has hardly begun, and a budget in seconds would be spent long before the host's clock shows it.
+    A captured step is launched in a fraction of the time it takes. Without a limit, the host would finish an epoch that
+    the GPU has hardly started, and a budget in seconds would be overspent before the host's clock shows it.
 
     Args:
-        device: Where steps run; on a CPU they are done when they return.
+        device: The device of the steps; on a CPU nothing is limited.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -54,10 +54,10 @@ class Leash:
         self._steps = 0
         self._marks: deque[torch.cuda.Event] = deque()
 
-    def pull(self) -> None:
-        """A step was issued."""
+    def step(self) -> None:
+        """Count a launched step, and wait if the host is too far ahead."""
         self._steps += 1
-        if self._on_gpu and self._steps % LEASH == 0:
+        if self._on_gpu and self._steps % SYNC_STEPS == 0:
             mark = torch.cuda.Event(blocking=True)
             mark.record()
             self._marks.append(mark)
@@ -66,11 +66,11 @@ class Leash:
 
 
 @contextmanager
-def suited_to(device: torch.device, model: nn.Module) -> Iterator[None]:
-    """Inside, torch is set up for training or measuring the model there.
+def torch_settings(device: torch.device, model: nn.Module) -> Iterator[None]:
+    """Set up torch for training or measuring the model on the device, inside the context.
 
-    On a CPU, a small model gets one thread: its tiny kernels cost more to share out than to run. On a GPU, cuDNN looks
-    for its fastest convolutions: shapes stay the same throughout.
+    On a CPU, a small model gets one thread: its kernels are too small to be parallelised. On a GPU, cuDNN benchmarks
+    its convolutions, because shapes do not change.
     """
     small = device.type == "cpu" and sum(p.numel() for p in model.parameters()) < SMALL_MODEL
     search = torch.backends.cudnn.benchmark
@@ -84,7 +84,7 @@ def suited_to(device: torch.device, model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Run torch's CPU kernels on one thread inside the context: small ones cost more to share out than to run."""
+    """Run torch's CPU kernels on one thread inside the context: small ones do not gain from more."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -1,27 +1,81 @@
-"""Errors that the user can fix. The command line prints their message as one line."""
+"""Errors that the user can fix. The command line prints their message as one line and exits with code 2."""
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["DataError", "RecipeError", "RecordError", "reading"]
+__all__ = [
+    "ConfigError",
+    "DataError",
+    "Diverged",
+    "Interrupted",
+    "LabError",
+    "RecipeError",
+    "RecordError",
+    "SweepError",
+    "TrainError",
+    "UserError",
+    "reading",
+]
 
 
-class DataError(Exception):
-    """Data that is missing, damaged or of the wrong shape. The message is one line that names the file."""
+class LabError(Exception):
+    """Base class of the errors that the user can fix.
+
+    Args:
+        message: What is wrong. Line breaks become spaces.
+    """
 
     def __init__(self, message: str) -> None:
         super().__init__(" ".join(message.split()))
 
 
-class RecordError(Exception):
-    """A run folder that cannot be used. The message is one line."""
+class UserError(LabError):
+    """A command that cannot be run as it was called."""
 
 
-class RecipeError(Exception):
-    """A recipe that does not exist, or cannot be run as requested. The message is one line."""
+class ConfigError(LabError):
+    """A setting that is out of bounds or does not go with the others."""
+
+
+class DataError(LabError):
+    """Data that is missing, damaged or of the wrong shape. The message names the file."""
+
+
+class RecordError(LabError):
+    """A run folder that cannot be used."""
+
+
+class RecipeError(LabError):
+    """A recipe that does not exist, or cannot be run as requested."""
+
+
+class SweepError(LabError):
+    """A sweep that cannot be run as requested."""
+
+
+class TrainError(LabError):
+    """Training that cannot continue."""
+
+
+class Diverged(TrainError):
+    """Training with a loss that is not finite."""
+
+
+class Interrupted(KeyboardInterrupt):
+    """Training that a signal ended. Not a :class:`LabError`: it is caught as a KeyboardInterrupt.
+
+    Args:
+        message: What is saved.
+        number: The signal.
+    """
+
+    def __init__(self, message: str, number: int = signal.SIGINT) -> None:
+        super().__init__(message)
+        self.number = number
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, whoever is killed meanwhile and however many write at once."""
+"""Atomic writing of files: after a kill or concurrent writes a file is complete or absent."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["drafted", "drop_drafts", "load_tensors", "parse_json", "save_tensors
 
 @contextmanager
 def drafted(path: Path) -> Iterator[Path]:
-    """A place beside a file to write it to: it takes the file's name once it is whole, and goes if that fails."""
+    """Yield a temporary path next to a file; rename it to the file at the end, or remove it after an error."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         yield draft
@@ -29,17 +29,16 @@ def drafted(path: Path) -> Iterator[Path]:
 
 
 def drop_drafts(path: Path) -> None:
-    """Remove what processes that were killed have left of writing a file; nobody may be writing it now."""
+    """Remove the drafts of a file that killed processes left; no process may be writing it now."""
     for draft in path.parent.glob(f".{path.name}.*"):
         draft.unlink(missing_ok=True)
 
 
 def write_json(path: Path, content: Any, *, allow_nan: bool = True) -> None:
-    """Write something as JSON, to the disk itself.
+    """Write JSON atomically and sync it to the disk.
 
     Raises:
-        ValueError: If it holds a number that is none, or an infinite one, which other readers of JSON may not take, and
-            ``allow_nan`` is false.
+        ValueError: If ``allow_nan`` is false and the content has NaN or an infinite number.
     """
     text = json.dumps(content, indent=1, allow_nan=allow_nan) + "\n"
     with drafted(path) as draft, open(draft, "w") as file:
@@ -49,11 +48,10 @@ def write_json(path: Path, content: Any, *, allow_nan: bool = True) -> None:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Return what a JSON text holds.
+    """Parse a JSON text.
 
     Raises:
-        ValueError: If it is no JSON, is nested too deeply, or holds an integer of more than 64 bits, which Python takes
-            and no float holds.
+        ValueError: If it is not JSON, is nested too deeply, or has an integer of more than 64 bits.
     """
     try:
         return json.loads(text, parse_int=_int64)
@@ -69,10 +67,10 @@ def _int64(digits: str) -> int:
 
 
 def save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Write tensors by name.
+    """Write tensors by name to a safetensors file.
 
     Raises:
-        RecordError: If there is no room for them.
+        RecordError: If they cannot be written, for example because the disk is full.
     """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
@@ -80,12 +78,12 @@ def save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
     try:
         with drafted(path) as draft:
             save_file({k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()}, draft)
-    except SafetensorError as error:  # a full disk, for example
+    except SafetensorError as error:
         raise RecordError(f"cannot write {path}: {error}") from None
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:
-    """What :func:`save_tensors` wrote.
+    """Read tensors by name from a safetensors file.
 
     Raises:
         ValueError: If the file is damaged.

@@ -1,4 +1,4 @@
-"""The flags of a command that trains: one for every number of a run, and settings that one method alone gets."""
+"""The flags of commands that train: one for every field of the config, and settings of single methods."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from argparse import ArgumentParser, ArgumentTypeError, BooleanOptionalAction, _
 from collections.abc import Callable
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from tiltsam.lab.config import NOTHING_TO_WEIGH, ConfigError, TrainConfig, settings_of_others, tilts_nothing
+from tiltsam.lab.config import TILT_HAS_NO_EFFECT, TrainConfig, settings_of_others, tilt_has_no_effect
+from tiltsam.lab.errors import ConfigError
 
 __all__ = ["add_arguments", "field_docs", "from_arguments", "given", "parse_method", "parse_setting", "remarks"]
 
-_FOR_ALL = ("task", "seed", "device")  # not for one method alone
+_SHARED_SETTINGS = ("task", "seed", "device")  # cannot be set for one method
 
 
 def field_docs(cls: type) -> dict[str, str]:
-    """The docstring under each field of a dataclass."""
+    """Return the docstring below each field of a dataclass."""
     body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
     assert isinstance(body, ast.ClassDef)
     docs = {}
@@ -31,10 +32,10 @@ def field_docs(cls: type) -> dict[str, str]:
     return docs
 
 
-# Where a part of the help begins, and its heading.
+# The first field of each section of the help, and its heading.
 _PARTS = {
-    "task": "what is trained",
-    "epochs": "how long (whichever is reached first)",
+    "task": "task and model",
+    "epochs": "budget (whichever limit is reached first)",
     "lr": "base optimizer and loss",
     "rho": "settings of the methods",
     "seed": "the run",
@@ -42,7 +43,7 @@ _PARTS = {
 
 
 def add_arguments(parser: ArgumentParser, *, leave_out: tuple[str, ...] = ()) -> None:
-    """A flag for every field."""
+    """Add a flag for every field of the config, except those to leave out."""
     docs, hints = field_docs(TrainConfig), get_type_hints(TrainConfig)
     part: _ActionsContainer = parser
     for field in dataclasses.fields(TrainConfig):
@@ -64,50 +65,50 @@ def add_arguments(parser: ArgumentParser, *, leave_out: tuple[str, ...] = ()) ->
 
 
 def from_arguments(args: Any, **fixed: Any) -> TrainConfig:
-    """The config that the flags of :func:`add_arguments` ask for."""
+    """Return the config given by the flags of :func:`add_arguments`."""
     return TrainConfig(**given(args) | fixed)
 
 
 def given(args: Any) -> dict[str, Any]:
-    """The settings that flags gave."""
+    """Return the settings given by flags."""
     everything = {f.name: getattr(args, f.name, None) for f in dataclasses.fields(TrainConfig)}
     return {name: value for name, value in everything.items() if value is not None}
 
 
 def remarks(args: Any, config: TrainConfig) -> list[str]:
-    """What is to be said of settings given by flags that do nothing: another method's, or the tilt of one sample."""
+    """Return a remark for each kind of given flag that has no effect: another method's, or the tilt of one sample."""
     names = given(args)
     others = [name for name in names if name in settings_of_others(config.method)]
-    found = [f"{config.method} has no {', '.join(others)}: left out"] if others else []
-    return found + ([f"{config.method} has {NOTHING_TO_WEIGH}"] if tilts_nothing(config, names) else [])
+    found = [f"{config.method} has no {', '.join(others)}: ignored"] if others else []
+    return found + ([f"{config.method} has {TILT_HAS_NO_EFFECT}"] if tilt_has_no_effect(config, names) else [])
 
 
 def parse_method(text: str) -> dict[str, Any]:
-    """A method, and the settings that it alone gets.
+    """Parse a method and its own settings.
 
     Args:
-        text: Its name, and after a colon what is set, as in ``asam:rho=5`` or ``tsam:num_samples=3,t=100``.
+        text: The name, and settings after a colon, as in ``asam:rho=5`` or ``tsam:num_samples=3,t=100``.
 
     Raises:
-        ConfigError: It is not written so, there is no such setting, or the method has none.
+        ConfigError: If the syntax is wrong, or the method has no such setting.
 
     Example:
         >>> parse_method("tsam:num_samples=3,t=100")
         {'method': 'tsam', 'num_samples': 3, 't': 100.0}
     """
     method, colon, rest = text.partition(":")
-    TrainConfig(method=method)  # one that is unknown is refused
+    TrainConfig(method=method)  # raises if the method is unknown
     found: dict[str, Any] = {"method": method}
     fields = [field.name for field in dataclasses.fields(TrainConfig)]
     for pair in rest.split(",") if colon else ():
         name, equals, value = (part.strip() for part in pair.partition("="))
         name = name.replace("-", "_")
         if not equals or name in found:
-            raise ConfigError(f"{text!r}: after the colon settings, as in asam:rho=5 or tsam:num_samples=3,t=100")
-        if name in _FOR_ALL:
-            raise ConfigError(f"{text!r}: {name} cannot be set for one method alone")
+            raise ConfigError(f"methods must be written as asam:rho=5 or tsam:num_samples=3,t=100, got {text!r}")
+        if name in _SHARED_SETTINGS:
+            raise ConfigError(f"{text!r}: {name} cannot be set for a single method")
         if name not in fields:
-            known = (f for f in fields if f not in ("method", *_FOR_ALL, *settings_of_others(method)))
+            known = (f for f in fields if f not in ("method", *_SHARED_SETTINGS, *settings_of_others(method)))
             raise ConfigError(f"{text!r}: unknown setting {name!r}: one of {', '.join(known)}")
         try:
             found[name] = parse_setting(name, value)
@@ -119,19 +120,19 @@ def parse_method(text: str) -> dict[str, Any]:
 
 
 def parse_setting(name: str, text: str) -> Any:
-    """A value of a setting, from its text; ``none`` where there may be none.
+    """Parse the value of a setting; ``none`` is accepted for optional ones.
 
     Raises:
-        ConfigError: The text is no such value; the message does not name the setting.
+        ConfigError: If the text is not a valid value. The message does not name the setting.
     """
     hint = get_type_hints(TrainConfig)[name]
     if get_origin(hint) is Literal:
         if text not in get_args(hint):
-            raise ConfigError(f"{text!r} is none of {', '.join(get_args(hint))}")
+            raise ConfigError(f"must be one of {', '.join(get_args(hint))}, got {text!r}")
         return text
     if hint is bool:
         if text.lower() not in ("true", "false"):
-            raise ConfigError(f"{text!r} is neither true nor false")
+            raise ConfigError(f"must be true or false, got {text!r}")
         return text.lower() == "true"
     if type(None) in get_args(hint) and text.lower() == "none":
         return None
@@ -140,7 +141,7 @@ def parse_setting(name: str, text: str) -> Any:
     except ArgumentTypeError as error:
         raise ConfigError(str(error)) from None
     if isinstance(value, float) and not math.isfinite(value):
-        raise ConfigError(f"{text} is not finite")
+        raise ConfigError(f"must be finite, got {text}")
     return value
 
 

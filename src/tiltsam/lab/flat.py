@@ -20,16 +20,19 @@ from torch import Tensor, nn
 
 from tiltsam.flatness.loss_surface import ProgressCallback
 from tiltsam.flatness.objectives import CrossEntry, CrossTable, Objective, cross_objectives
-from tiltsam.lab.config import ConfigError, TrainConfig
+from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.data import Data, data_key, data_loader
 from tiltsam.lab.data.loader import normalise
-from tiltsam.lab.devices import resolve_device, suited_to
+from tiltsam.lab.devices import resolve_device, torch_settings
+from tiltsam.lab.errors import ConfigError, RecordError
+from tiltsam.lab.evaluate import task_loss
 from tiltsam.lab.files import drafted
 from tiltsam.lab.flatness import Flatness, FlatnessPlan, measure
 from tiltsam.lab.models import load_model
-from tiltsam.lab.record import Record, RecordError, folders_of_runs
+from tiltsam.lab.records import Record
 from tiltsam.lab.report.runs import RunRecord
 from tiltsam.lab.report.summary import summarize
+from tiltsam.lab.sweeping.results import find_run_folders
 
 __all__ = ["cross_runs", "find_runs", "measure_runs", "save_flatness"]
 
@@ -49,7 +52,7 @@ def find_runs(paths: Sequence[Path], *, left_out: Callable[[str], Any] | None = 
         RecordError: If a folder holds no run.
     """
     runs = []
-    for place in folders_of_runs(paths):
+    for place in find_run_folders(paths):
         try:
             config = Record(place).config()
         except _UNFIT as error:
@@ -113,7 +116,7 @@ def measure_runs(
                 model = load_model(runs[name], loaded).to(where)
                 if not finished:
                     warnings.warn(f"{name}: training has not finished: the newest checkpoint is measured", stacklevel=2)
-                with suited_to(where, model):
+                with torch_settings(where, model):
                     flat = measure(name, model, _loss_fn(loaded), batches, plan, progress=progress)
             except _UNFIT as error:
                 if left_out is None:
@@ -152,7 +155,7 @@ def cross_runs(
             split: _batches(loaded, split, len(getattr(loaded, split)), batch_size, where)
             for split in ("train", "test")
         }
-        with suited_to(where, max(models.values(), key=lambda m: sum(p.numel() for p in m.parameters()))):
+        with torch_settings(where, max(models.values(), key=lambda m: sum(p.numel() for p in m.parameters()))):
             entries += cross_objectives(models, _loss_fn(loaded), splits, objectives, progress=progress).entries
     return CrossTable(tuple(entries))
 
@@ -239,9 +242,6 @@ def _batches(data: Data, split: str, examples: int, batch_size: int, device: tor
 def _loss_fn(data: Data) -> Callable[[nn.Module, Any], Tensor]:
     def loss(model: nn.Module, batch: Any) -> Tensor:
         inputs, targets = batch
-        outputs = model(*inputs).float()
-        if data.num_classes == 1:
-            return nn.functional.mse_loss(outputs.squeeze(1), targets)
-        return nn.functional.cross_entropy(outputs, targets)
+        return task_loss(model(*inputs).float(), targets, data.num_classes)
 
     return loss

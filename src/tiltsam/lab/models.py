@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
-from tiltsam.lab.config import ConfigError
 from tiltsam.lab.data.dataset import Data
+from tiltsam.lab.errors import ConfigError
 from tiltsam.lab.pretrained import ImageEncoder, TextEncoder, source_of, text_source
-from tiltsam.lab.record import Record
+from tiltsam.lab.records import Record
 
 __all__ = [
     "MODELS",

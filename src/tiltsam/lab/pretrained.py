@@ -18,8 +18,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from tiltsam.lab.config import ConfigError
-from tiltsam.lab.errors import DataError
+from tiltsam.lab.errors import ConfigError, DataError
 
 __all__ = ["PACKAGED", "ImageEncoder", "TextEncoder", "fetch", "load_tokenizer", "source_of", "text_source", "tokenize"]
 

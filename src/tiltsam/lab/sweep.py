@@ -14,9 +14,10 @@ from typing import Any
 
 from tiltsam.lab.config import METHOD_SETTINGS, TrainConfig
 from tiltsam.lab.data import LoadingCallback, find_task, fingerprint, load
+from tiltsam.lab.errors import SweepError
 from tiltsam.lab.files import write_json
 from tiltsam.lab.flags import parse_method
-from tiltsam.lab.sweeping.grids import Point, SweepError, points
+from tiltsam.lab.sweeping.grids import GridPoint, points
 from tiltsam.lab.sweeping.plan import Desk, Plan
 from tiltsam.lab.sweeping.standing import Standing, to_json
 from tiltsam.lab.sweeping.store import sqlite_url
@@ -163,7 +164,7 @@ def _what_ends_tests(base: TrainConfig, final: Mapping[str, float]) -> list[str]
 
 
 def _shared_clock(
-    base: TrainConfig, found: Mapping[str, Sequence[Point]], final: Collection[str], workers: int
+    base: TrainConfig, found: Mapping[str, Sequence[GridPoint]], final: Collection[str], workers: int
 ) -> list[str]:
     """A line, if seconds are counted and workers share a device, so that they differ in what they get done in one."""
     timed = "seconds" in final or any(point.config.seconds is not None for row in found.values() for point in row)

@@ -1,4 +1,4 @@
-"""One training run, from a config to a finished record, which can be killed at any moment and resumed."""
+"""Training: from a config to a finished record. A run can be killed at any moment and resumed."""
 
 from __future__ import annotations
 
@@ -19,44 +19,37 @@ from torch import Tensor, nn
 import tiltsam
 from tiltsam.lab.budget import Budget, passes_of
 from tiltsam.lab.checkpoints import seconds_between
-from tiltsam.lab.config import ConfigError, TrainConfig, settings_of
+from tiltsam.lab.config import TrainConfig, settings_of
 from tiltsam.lab.data import Data, LoadingCallback, Split, find_task, fingerprint, load
 from tiltsam.lab.data.loader import Batches
-from tiltsam.lab.devices import Leash, resolve_device, suited_to
+from tiltsam.lab.devices import RunAheadLimit, resolve_device, torch_settings
+from tiltsam.lab.distributed import DistributedContext
+from tiltsam.lab.errors import ConfigError, Diverged, Interrupted, RecordError, TrainError
+from tiltsam.lab.evaluate import evaluate, evaluated_weights, reestimate_batchnorm, task_loss
 from tiltsam.lab.files import write_json
-from tiltsam.lab.interrupts import Interrupted, Stop, stopping
 from tiltsam.lab.models import build, resolve_name
-from tiltsam.lab.record import Checkpoint, Record, RecordError
+from tiltsam.lab.records import Checkpoint, Record
 from tiltsam.lab.schedules import set_rates
-from tiltsam.lab.scoring import as_tested, reestimate_batchnorm, score
-from tiltsam.lab.team import Team
-from tiltsam.lab.tensorboard import Board
+from tiltsam.lab.shutdown import StopFlag, defer_signals
+from tiltsam.lab.tensorboard import TensorBoardWriter
 
-__all__ = ["Diverged", "Progress", "Run", "TrainError", "train"]
+__all__ = ["Progress", "Trainer", "train"]
 
-TICK_SECONDS = 0.5  # between signs of life within an epoch
-
-
-class TrainError(Exception):
-    """Training that cannot go on, told in one line."""
-
-
-class Diverged(TrainError):
-    """The loss is not finite any more."""
+TICK_SECONDS = 0.5  # between progress reports within an epoch
 
 
 @dataclass
 class Progress:
-    """How far a run is; handed to ``report`` after each epoch, and to ``tick`` within."""
+    """The progress of a run; passed to ``report`` after each epoch, and to ``tick`` within one."""
 
     epoch: float = 0.0
     passes: float = 0.0
     seconds: float = 0.0
     steps: int = 0
     done: float = 0.0
-    """Share of the budget that is used up."""
+    """Fraction of the budget that is used up."""
     row: dict[str, Any] = field(default_factory=dict)
-    """The line of metrics of the last epoch that ended."""
+    """The metrics of the last evaluated epoch."""
 
 
 def train(
@@ -71,110 +64,115 @@ def train(
     report: Callable[[Progress], None] = lambda progress: None,
     tick: Callable[[Progress], None] = lambda progress: None,
     checkpoint_seconds: float | None = None,
-    team: Team | None = None,
+    distributed: DistributedContext | None = None,
     until: float = 1.0,
 ) -> dict[str, Any]:
-    """Train, or go on training, and return the final numbers; of a run that pauses, those so far.
+    """Train or resume a run, and return its result; of a paused run, the metrics so far.
 
     Args:
         config: The run.
-        record: Its folder. A finished one is not trained again.
-        root: Where data sets lie.
-        download: Fetch what is missing.
-        loading: Told how far downloads and the decoding of images are.
+        record: Its folder. A finished run is not trained again.
+        root: Folder of the data sets.
+        download: Download missing data sets.
+        loading: Called with the progress of downloads and of decoding images.
         data: Returns the data of a config; by default :func:`tiltsam.lab.data.load` with the three arguments above.
-        tensorboard: Write the metrics for TensorBoard, too; see :mod:`tiltsam.lab.tensorboard`.
+        tensorboard: Also write the metrics for TensorBoard; see :mod:`tiltsam.lab.tensorboard`.
         report: Called after every epoch.
         tick: Called about twice a second within an epoch; does not wait for the device.
-        checkpoint_seconds: Time between checkpoints, which lie at ends of epochs; by default the environment variable
-            TILTSAM_CHECKPOINT_SECONDS, or 20.
-        team: The processes that train it together, each of which calls this; the first one writes and reports.
-        until: Pause at the end of the epoch in which this share of the budget is reached, with a checkpoint: called
-            again, the run goes on from there.
+        checkpoint_seconds: Seconds between checkpoints, which are written at the end of epochs; by default the
+            environment variable TILTSAM_CHECKPOINT_SECONDS, or 20.
+        distributed: The ranks that train the run together, each of which calls this; rank 0 writes and reports.
+        until: Pause, with a checkpoint, at the end of the epoch in which this fraction of the budget is reached; the
+            next call resumes from there.
 
     Raises:
         Interrupted: After a SIGINT or SIGTERM. A checkpoint is written after the current step, unless a second signal
-            comes first or several processes train together; the message says up to which step the run is saved.
+            comes first or several ranks train together; the message says up to which step the run is saved.
     """
     if not 0 < until <= 1:
         raise ConfigError(f"until must be in (0, 1], got {until}")
-    team = team or Team()
+    distributed = distributed or DistributedContext()
     with ExitStack() as stack:
-        board = stack.enter_context(Board(record)) if tensorboard and team.first else None
-        finished: dict[str, Any] | None = team.tell(record.result())
+        writer = stack.enter_context(TensorBoardWriter(record)) if tensorboard and distributed.is_main else None
+        finished: dict[str, Any] | None = distributed.broadcast_object(record.result())
         if finished is not None:
             record.check_data(fingerprint(config.task))
-            if team.first:
-                record.tidy()  # the process that finished it may have been killed in its last moment
-            if board is not None and not (record.folder / "tensorboard").exists():
-                board.update()
+            if distributed.is_main:
+                record.tidy()  # the process that finished it may have been killed before it did so
+            if writer is not None and not (record.folder / "tensorboard").exists():
+                writer.update()
             return finished
         if checkpoint_seconds is None:
             checkpoint_seconds = seconds_between()
 
-        def tell(progress: Progress) -> None:
-            if board is not None:
-                board.update(progress.steps)
+        def report_progress(progress: Progress) -> None:
+            if writer is not None:
+                writer.update(progress.steps)
             report(progress)
 
         found = data(config) if data else load(config, root, download=download, progress=loading)
-        run = Run(config, record, found, team)
-        # Processes of a team would have to agree on the step to stop after: they end at once.
-        with stopping() if team.size == 1 else nullcontext(Stop()) as stop:
+        run = Trainer(config, record, found, distributed)
+        # Several ranks would have to agree on the step to stop after: they end at once.
+        with defer_signals() if distributed.world_size == 1 else nullcontext(StopFlag()) as stop:
             try:
-                numbers = run.run(tell, checkpoint_seconds, tick, until, stop)
+                numbers = run.run(report_progress, checkpoint_seconds, tick, until, stop)
             except Diverged as error:
-                if team.first:
+                if distributed.is_main:
                     record.diverge(str(error))
                 raise
             except KeyboardInterrupt:
                 raise Interrupted(f"interrupted; {run.saved}", stop.number or signal.SIGINT) from None
         if stop.number is not None:
-            raise Interrupted(f"interrupted; {record.folder} was completed before", stop.number)
+            raise Interrupted(f"interrupted; training in {record.folder} had ended", stop.number)
         return numbers
 
 
-class Run:
-    """A run in progress: the model, its optimizer, and how far they are.
+class Trainer:
+    """The model, the optimizer and the progress of a run.
 
     Args:
         config: The run.
         record: Its folder.
         data: The task's data.
-        team: The processes that train it together.
+        distributed: The ranks that train the run together.
 
     Attributes:
         step: Takes one step on a batch and returns its loss: a :class:`tiltsam.capture.CapturedStep`.
-        saved: Up to which step the run is saved, in words.
+        saved: A sentence that says up to which step the run is saved.
     """
 
-    def __init__(self, config: TrainConfig, record: Record, data: Data, team: Team | None = None) -> None:
+    def __init__(
+        self, config: TrainConfig, record: Record, data: Data, distributed: DistributedContext | None = None
+    ) -> None:
         self.config, self.record = config, record
-        self.team = team or Team()
-        self.device = resolve_device(self.team.device or config.device)
+        self.distributed = distributed or DistributedContext()
+        self.device = resolve_device(self.distributed.device or config.device)
         self.data = data.to(self.device)
         torch.manual_seed(config.seed)
         self.model = build(config.model, data).to(self.device)
         if self.device.type == "cuda":
             self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        self.trained = self.team.wrap(self.model)
+        self.trained = self.distributed.wrap(self.model)
         self._passing = torch.compile(self.trained) if config.compile else self.trained
         self.optimizer = self._optimizer()
         self.average = tiltsam.WeightAverage(self.model) if config.average else None
         self._rho: float = self.optimizer.param_groups[0].get("rho", 0.0)
         self.progress = Progress()
         self.best: dict[str, Any] = {}
-        self.saved = f"nothing of {record.folder} is saved: the same command starts it again"
-        self._cut_off: tuple[list[float], list[float]] = ([], [])  # losses and sizes of an epoch that was interrupted
+        self.saved = f"nothing of {record.folder} is saved: the same command starts again"
+        self._interrupted_epoch: tuple[list[float], list[float]] = (
+            [],
+            [],
+        )  # losses and sample sizes
         self.estimated: dict[str, Tensor] = {}
         self.batches = Batches(self.data, config.batch_size)
-        self.budget = Budget(config, self.batches.per_epoch, self.team)
-        self.team.check(self.batches.size, config.passes)
-        part = len(self.team.part((self.data.train.targets[: self.batches.size],))[0])
+        self.budget = Budget(config, self.batches.per_epoch, self.distributed)
+        self.distributed.check_config(self.batches.size, config.passes)
+        part = len(self.distributed.local_batch((self.data.train.targets[: self.batches.size],))[0])
         if config.label_smoothing and self.data.num_classes == 1:
-            raise ConfigError(f"{config.task} predicts a number, not a class: label smoothing does not apply to it")
+            raise ConfigError(f"label_smoothing must be 0 for a regression, got {config.label_smoothing}")
         if config.splits() and part < config.num_samples:
-            raise ConfigError(f"a batch of {part} cannot be split among {config.num_samples} samples")
+            raise ConfigError(f"num_samples must be at most the batch size {part} with split, got {config.num_samples}")
         self.batches.check(self.model, math.ceil(config.smallest_share() * part))
         self.step: Callable[..., Tensor] = tiltsam.capture(
             self.optimizer,
@@ -192,9 +190,9 @@ class Run:
         else:
             base = torch.optim.SGD(params, lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay)
         if config.clip is not None:
-            longest = config.clip
-            base.register_step_pre_hook(lambda *_: _clip(self.model, longest))
-        return config.wrap(base, model=self.trained, seed=config.seed, parallel=self.team.parallel())
+            max_norm = config.clip
+            base.register_step_pre_hook(lambda *_: _clip(self.model, max_norm))
+        return config.wrap(base, model=self.trained, seed=config.seed, parallel=self.distributed.parallel())
 
     # ---------------------------------------------------------------- the loop
 
@@ -204,15 +202,15 @@ class Run:
         checkpoint_seconds: float,
         tick: Callable[[Progress], None] = lambda progress: None,
         until: float = 1.0,
-        stop: Stop | None = None,
+        stop: StopFlag | None = None,
     ) -> dict[str, Any]:
-        """Train until the budget is used up; the arguments are those of :func:`train`.
+        """Train until the budget is used up. For the arguments see :func:`train`.
 
         Raises:
-            KeyboardInterrupt: Once ``stop`` holds a signal, after a checkpoint.
+            KeyboardInterrupt: After a checkpoint, if ``stop`` has a signal.
         """
-        with suited_to(self.device, self.model):
-            return self._run(report, checkpoint_seconds, tick, until, stop or Stop())
+        with torch_settings(self.device, self.model):
+            return self._run(report, checkpoint_seconds, tick, until, stop or StopFlag())
 
     def _run(
         self,
@@ -220,10 +218,10 @@ class Run:
         checkpoint_seconds: float,
         tick: Callable[[Progress], None],
         until: float,
-        stop: Stop,
+        stop: StopFlag,
     ) -> dict[str, Any]:
         self._resume()
-        if self.team.first:
+        if self.distributed.is_main:
             self.record.begin(self.config, self.device, self.data.fingerprint, self._position())
             write_json(self.record.folder / "setup.json", self._setup())
         saved = time.perf_counter()
@@ -231,14 +229,14 @@ class Run:
             loss, spread = self._epoch(tick, stop)
             pause = self.progress.done >= until
             due = self.progress.done >= 1 or int(self.progress.epoch) % self.config.evaluate_every == 0
-            looked = pause or due
-            if looked:
+            evaluated = pause or due
+            if evaluated:
                 self.progress.row = self._evaluate(loss, spread)
-            if due:  # a pause adds no epoch to choose from
+            if due:  # an evaluation because of a pause is not a candidate for the best epoch
                 self._choose(self.progress.row)
-            if not self.team.first:
+            if not self.distributed.is_main:
                 continue
-            if looked:
+            if evaluated:
                 self.record.log(**self.progress.row)
             self.optimizer.check_nonfinite()
             report(self.progress)
@@ -249,7 +247,7 @@ class Run:
             if stopped:
                 raise KeyboardInterrupt
         conclude = self._finish if self.progress.done >= 1 else self._last_row
-        numbers: dict[str, Any] = self.team.tell(conclude() if self.team.first else None)
+        numbers: dict[str, Any] = self.distributed.broadcast_object(conclude() if self.distributed.is_main else None)
         return numbers
 
     def _setup(self) -> dict[str, Any]:
@@ -267,47 +265,47 @@ class Run:
             "num_parameters": sum(p.numel() for p in self.model.parameters()),
         }
 
-    def _epoch(self, tick: Callable[[Progress], None], stop: Stop) -> tuple[float, float]:
-        """One pass through the examples, or what is left of it or of the budget.
+    def _epoch(self, tick: Callable[[Progress], None], stop: StopFlag) -> tuple[float, float]:
+        """Train an epoch, or what is left of it or of the budget.
 
         Returns:
-            The mean loss and effective sample size of the whole epoch.
+            The mean loss and the mean effective sample size of the whole epoch.
         """
         config, progress = self.config, self.progress
         epoch, per_epoch = int(progress.epoch), self.batches.per_epoch
         losses: list[Tensor] = []
         sizes: list[Tensor] = []
-        (losses_before, sizes_before), leash = self._cut_off, Leash(self.device)
+        (losses_before, sizes_before), run_ahead = self._interrupted_epoch, RunAheadLimit(self.device)
         start, before = time.perf_counter(), progress.seconds
         ticked = start
         self.trained.train()
-        self.team.draw_apart(config.seed, epoch)
+        self.distributed.seed_dropout(config.seed, epoch)
         for k, batch in enumerate(self.batches.epoch(config.seed, epoch)):
             if k < len(losses_before):
                 continue
             now = time.perf_counter()
             progress.seconds = before + now - start
-            if k:  # the first step is always taken: an epoch without one has no loss
+            if k:  # always take the first step: an epoch without one has no loss
                 progress.done = self.budget.used(epoch + k / per_epoch, progress.passes, progress.seconds)
             if progress.done >= 1:
                 break
             if losses and stop.number is not None:
-                self._cut_off = losses_before + _floats(losses), sizes_before + _floats(sizes)
+                self._interrupted_epoch = losses_before + _floats(losses), sizes_before + _floats(sizes)
                 progress.steps += len(losses)
                 self._save()
                 raise KeyboardInterrupt
-            if now - ticked >= TICK_SECONDS and self.team.first:
+            if now - ticked >= TICK_SECONDS and self.distributed.is_main:
                 tick(progress)
                 ticked = now
             set_rates(self.optimizer.param_groups, config, progress.done, self._rho)
-            # kept, not added up: a sum would be one more kernel at every step
-            losses.append(self.take_step(self.team.part(batch)))
+            # A running sum would be one more kernel at every step.
+            losses.append(self.take_step(self.distributed.local_batch(batch)))
             info = self.optimizer.info
             sizes.append(info.effective_sample_size)
             progress.passes += passes_of(info, config.ascent_fraction)
-            leash.pull()
-        self._cut_off = [], []
-        mean = _mean(losses_before + _floats(losses))  # waits for the device, so that the clock below tells the truth
+            run_ahead.step()
+        self._interrupted_epoch = [], []
+        mean = _mean(losses_before + _floats(losses))  # waits for the device, for the clock below
         progress.seconds = before + time.perf_counter() - start
         progress.steps += len(losses)
         taken = len(losses_before) + len(losses)
@@ -324,20 +322,20 @@ class Run:
             raise Diverged(f"the loss is not finite {where} of {run}: lower {remedy}")
 
     def take_step(self, batch: Sequence[Tensor]) -> Tensor:
-        """One step on a batch, and what is done after each; returns its loss."""
+        """Take one step on a batch, update the averaged weights, and return the loss."""
         loss = self.step(*batch) if not self.config.compile else self._compiled_step(batch)
         if self.average is not None:
             self.average.update()
         return loss
 
     def _compiled_step(self, batch: Sequence[Tensor]) -> Tensor:
-        from torch._dynamo.exc import TorchDynamoException  # half a second
+        from torch._dynamo.exc import TorchDynamoException  # importing it takes half a second
 
         try:
             return self.step(*batch)
-        except TorchDynamoException as error:  # torch.compile does its work at the first step
+        except TorchDynamoException as error:  # the first step compiles
             first = str(error).strip().splitlines()[0]
-            raise TrainError(f"the model cannot be compiled here ({first}): leave out --compile") from error
+            raise TrainError(f"torch.compile failed ({first}): run without --compile") from error
 
     # ---------------------------------------------------------------- outputs and losses
 
@@ -351,9 +349,7 @@ class Run:
 
     def _loss(self, *batch: Tensor) -> Tensor:
         outputs, targets = self._forward(self._passing, batch[:-1]), batch[-1]
-        if self.data.num_classes == 1:
-            return nn.functional.mse_loss(outputs.squeeze(1), targets)
-        return nn.functional.cross_entropy(outputs, targets, label_smoothing=self.config.label_smoothing)
+        return task_loss(outputs, targets, self.data.num_classes, self.config.label_smoothing)
 
     def _part_loss(self, sample: int, *batch: Tensor) -> Tensor:
         """Return the loss on the part of the batch that belongs to a sample."""
@@ -369,7 +365,7 @@ class Run:
     # ---------------------------------------------------------------- evaluation
 
     def _evaluate(self, loss: float, spread: float) -> dict[str, Any]:
-        """The epoch's line: losses and metrics on validation and test, at the weights themselves or their average."""
+        """Return the line of the epoch: losses and metrics on validation and test."""
         row: dict[str, Any] = {
             "epoch": round(self.progress.epoch, 6),
             "steps": self.progress.steps,
@@ -379,29 +375,29 @@ class Run:
             "train_loss": loss,
             "effective_sample_size": spread,
         }
-        with as_tested(self.model, self.average):
+        with evaluated_weights(self.model, self.average):
             if self.config.reestimate_batchnorm:
                 reestimate_batchnorm(self.model, self._outputs, self.data.train)
             self.model.eval()
             for name in ("validation", "test"):
-                for metric, value in score(self._outputs, self.data, getattr(self.data, name)).items():
+                for metric, value in evaluate(self._outputs, self.data, getattr(self.data, name)).items():
                     row[f"{name}_{metric}"] = value
                 self._check_finite(row.get(f"{name}_loss", 0.0), f"after epoch {math.ceil(self.progress.epoch)}")
-            kept = self.model.state_dict().keys()  # some buffers are no part of it
+            kept = self.model.state_dict().keys()  # non-persistent buffers are not in it
             self.estimated = {name: b.detach().clone() for name, b in self.model.named_buffers() if name in kept}
         return row
 
     def _choose(self, row: dict[str, Any]) -> None:
-        """Keep the epoch that is best on validation."""
-        counts = f"validation_{self.data.metrics[0]}"
-        if counts in row and (not self.best or row[counts] > self.best[counts]):
+        """Keep the row with the best validation score."""
+        score = f"validation_{self.data.metrics[0]}"
+        if score in row and (not self.best or row[score] > self.best[score]):
             self.best = row
 
-    # ---------------------------------------------------------------- stopping and going on
+    # ---------------------------------------------------------------- saving and resuming
 
     def _position(self) -> float:
-        """The epochs that are behind the run, with the part of one that was taken before an interruption."""
-        part = len(self._cut_off[0]) / self.batches.per_epoch
+        """Return the epochs trained, with the fraction of an interrupted one."""
+        part = len(self._interrupted_epoch[0]) / self.batches.per_epoch
         return int(self.progress.epoch) + part if part else int(self.progress.epoch)
 
     def _save(self) -> None:
@@ -418,8 +414,8 @@ class Run:
             random["cuda"] = torch.cuda.get_rng_state(self.device)
         progress = {k: getattr(self.progress, k) for k in ("epoch", "passes", "seconds", "steps", "done")}
         state = {**progress, "epoch": int(self.progress.epoch), "best": self.best}
-        if self._cut_off[0]:
-            state |= {"losses": self._cut_off[0], "sizes": self._cut_off[1]}
+        if self._interrupted_epoch[0]:
+            state |= {"losses": self._interrupted_epoch[0], "sizes": self._interrupted_epoch[1]}
         average = {} if self.average is None else {**self.average.state_dict()["average"], **self.estimated}
         return Checkpoint(copy.copy(self.model.state_dict()), self.optimizer.state_dict(), state, random, average)
 
@@ -441,7 +437,7 @@ class Run:
         metric = self.data.metrics[0]
         if self.best and not {f"validation_{metric}", f"test_{metric}"} <= self.best.keys():
             raise ValueError(f"the best epoch has no {metric}")
-        self._cut_off = checkpoint.state.pop("losses", []), checkpoint.state.pop("sizes", [])
+        self._interrupted_epoch = checkpoint.state.pop("losses", []), checkpoint.state.pop("sizes", [])
         self.progress = Progress(**checkpoint.state)
         self._note_saved()
         if self.average is not None:
@@ -453,14 +449,14 @@ class Run:
             torch.cuda.set_rng_state(checkpoint.random["cuda"], self.device)
 
     def _last_row(self) -> dict[str, Any]:
-        """The line of the epoch that the run is at; what is known without one if nobody looked there."""
+        """Return the metrics of the current epoch; only the counters if it was not evaluated."""
         here = round(self.progress.epoch, 6)
-        rows, _ = self.record.metrics()  # some may be later, of an attempt that was killed
+        rows, _ = self.record.metrics()  # a killed attempt may have left later ones
         numbers = {name: getattr(self.progress, name) for name in ("passes", "seconds", "steps")}
         return next((row for row in rows if row["epoch"] == here), {"epoch": here, **numbers})
 
     def _finish(self) -> dict[str, Any]:
-        """The trained model with its estimated statistics, and the numbers to compare."""
+        """Write the trained model with its re-estimated statistics, and the result."""
         final = self._last_row()
         numbers = {
             **final,
@@ -471,21 +467,21 @@ class Run:
         if self.best:
             numbers["score_at_best_validation"] = self.best[f"test_{self.data.metrics[0]}"]
             numbers["best_validation"] = self.best[f"validation_{self.data.metrics[0]}"]
-        with as_tested(self.model, self.average):
+        with evaluated_weights(self.model, self.average):
             self.record.finish({**self.model.state_dict(), **self.estimated}, **numbers)
         return numbers
 
 
 def _floats(values: list[Tensor]) -> list[float]:
-    """Numbers that lie on the device."""
+    """Copy scalars from the device."""
     found: list[float] = torch.stack(values).double().tolist() if values else []
     return found
 
 
 def _mean(values: list[float]) -> float:
-    """Their mean, always summed in the same order on the CPU; zero of none."""
+    """Return the mean, summed in the same order on any device; zero if there are no values."""
     return torch.tensor(values, dtype=torch.float64).mean().item() if values else 0.0
 
 
-def _clip(model: nn.Module, longest: float) -> None:
-    nn.utils.clip_grad_norm_(model.parameters(), longest)
+def _clip(model: nn.Module, max_norm: float) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), max_norm)

@@ -7,10 +7,10 @@ import pytest
 
 from helpers.lab_files import cifar, load, rows
 from tiltsam.lab import data as lab_data
-from tiltsam.lab.config import ConfigError, TrainConfig
+from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.data import TASKS, data_key, data_loader, data_root, download
 from tiltsam.lab.data.download import SOURCES
-from tiltsam.lab.errors import DataError
+from tiltsam.lab.errors import ConfigError, DataError
 
 
 def test_tasks_are_described_in_one_line():

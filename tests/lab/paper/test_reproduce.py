@@ -13,15 +13,14 @@ from tiltsam.lab import data as lab_data
 from tiltsam.lab.data import GLUE
 from tiltsam.lab.data import load as load_data
 from tiltsam.lab.data.loader import normalise
-from tiltsam.lab.errors import DataError
+from tiltsam.lab.errors import DataError, TrainError
 from tiltsam.lab.models import load_model
 from tiltsam.lab.paper import cost
 from tiltsam.lab.paper import reproduce as reproduce_module
 from tiltsam.lab.paper.recipes import RECIPES, find_recipe
 from tiltsam.lab.paper.reproduce import ReproductionPlan, reproduce
 from tiltsam.lab.paper.tables import comparison_tables, our_scores, write_numbers
-from tiltsam.lab.record import Record
-from tiltsam.lab.train import TrainError
+from tiltsam.lab.records import Record
 
 NEED_TRANSFORMERS = {"dtd-vit", *GLUE}
 

@@ -12,7 +12,7 @@ import pytest
 from helpers.report_runs import flatness, rows, write_run, write_runs
 from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.palette import METHOD_COLORS
-from tiltsam.lab.record import Record
+from tiltsam.lab.records import Record
 from tiltsam.lab.report import write_report
 from tiltsam.lab.report.page import headline, task_facts
 from tiltsam.lab.report.plots import task_plots

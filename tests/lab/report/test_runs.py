@@ -6,7 +6,7 @@ import pytest
 
 from helpers.report_runs import rows, write_run
 from tiltsam.cli import main
-from tiltsam.lab.record import RecordError
+from tiltsam.lab.errors import RecordError
 from tiltsam.lab.report import write_report
 from tiltsam.lab.report.runs import read_runs
 

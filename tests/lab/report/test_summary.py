@@ -10,7 +10,7 @@ import torch
 
 from helpers.report_runs import column, rows, write_run, write_runs
 from tiltsam.lab.config import TrainConfig
-from tiltsam.lab.record import Record
+from tiltsam.lab.records import Record
 from tiltsam.lab.report import write_report
 from tiltsam.lab.report.plots import task_plots
 from tiltsam.lab.report.runs import read_runs

@@ -23,12 +23,12 @@ from functools import lru_cache, partial
 from pathlib import Path
 
 from tiltsam.lab import pretrained
-from tiltsam.lab.config import ConfigError, TrainConfig
+from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.data import user, vision
 from tiltsam.lab.data.dataset import Data, LoadingCallback, Request, Split
 from tiltsam.lab.data.glue import GLUE, glue
 from tiltsam.lab.data.user import fingerprint
-from tiltsam.lab.errors import DataError
+from tiltsam.lab.errors import ConfigError, DataError
 
 __all__ = [
     "GLUE",

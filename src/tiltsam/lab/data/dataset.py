@@ -57,7 +57,7 @@ class Data:
     num_classes: int
     """Number of classes; 1 for a regression."""
     metrics: tuple[str, ...] = ("accuracy",)
-    """Names of :data:`tiltsam.lab.metrics.METRICS`; the first one is the score."""
+    """Names of :data:`tiltsam.lab.evaluate.METRICS`; the first one is the score."""
     mean: tuple[float, ...] = ()
     """Mean of each channel of the training images, in [0, 1]; empty if the inputs are not images."""
     std: tuple[float, ...] = ()

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tiltsam.lab.config import ConfigError
 from tiltsam.lab.data.dataset import Data, Split
+from tiltsam.lab.errors import ConfigError
 
 __all__ = ["AUGMENTATIONS", "Batches", "augment", "crop", "flip", "normalise"]
 

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 import tiltsam
 from tiltsam.lab.budget import passes_per_step
 from tiltsam.lab.config import TrainConfig
+from tiltsam.lab.console import print_table
 from tiltsam.lab.data import find_task
-from tiltsam.lab.devices import resolve_device, suited_to
+from tiltsam.lab.devices import resolve_device, torch_settings
 from tiltsam.lab.flatness import PAPER_STDS
 from tiltsam.lab.models import MODELS
 from tiltsam.lab.paper.reproduce import ReproductionPlan
 from tiltsam.lab.paper.settings import DISTILBERT, VIT, column_config, training_examples
-from tiltsam.lab.screen import print_table
 
 __all__ = ["measuring_passes", "num_passes", "num_steps", "print_costs", "seconds_per_pass"]
 
@@ -109,7 +109,7 @@ def _time_pass(name: str, shape: tuple[int, ...], batch_size: int, precision: st
     base = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
     step = tiltsam.capture(tiltsam.ERM(base, model=model), loss_fn, (inputs, targets))
     times = []
-    with suited_to(device, model):
+    with torch_settings(device, model):
         for _ in range(3 if on_gpu else 2):  # the first round captures, or fills caches
             start = time.perf_counter()
             for _ in range(repeats):

@@ -14,18 +14,18 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tiltsam.flatness.objectives import ErmLoss, Objective, SamLoss, TsamLoss
-from tiltsam.lab.compare import compare
+from tiltsam.lab.compare import compare_configs
 from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.data import Data, LoadingCallback, data_key, data_loader
 from tiltsam.lab.devices import resolve_device
-from tiltsam.lab.errors import DataError, RecipeError, RecordError
+from tiltsam.lab.errors import DataError, RecipeError, RecordError, TrainError
 from tiltsam.lab.files import write_json
 from tiltsam.lab.flat import cross_runs, measure_runs, save_flatness
 from tiltsam.lab.flatness import PAPER_STDS, Flatness, FlatnessPlan
 from tiltsam.lab.paper.recipes import Recipe, RecipeCell
 from tiltsam.lab.paper.settings import column_config, training_examples
-from tiltsam.lab.record import Record
-from tiltsam.lab.train import Progress, TrainError
+from tiltsam.lab.records import Record
+from tiltsam.lab.train import Progress
 
 __all__ = ["Reproduction", "ReproductionPlan", "reproduce"]
 
@@ -165,7 +165,7 @@ def reproduce(
         # All cells of a seed, then those of the next: a seed has its own validation split and label noise.
         configs = list(dict.fromkeys(c for seed in zip(*map(plan.configs, cells), strict=True) for c in seed))
         try:
-            compare(configs, out, data=load, report=report, tick=report, failed=failed)
+            compare_configs(configs, out, data=load, report=report, tick=report, failed=failed)
         except DataError as error:
             found.missing |= dict.fromkeys(columns, str(error))
             if len(found.missing) == len(recipe.columns) == 1:

@@ -24,7 +24,7 @@ from typing import Any
 import tiltsam
 from tiltsam.lab.config import METHOD_SETTINGS
 from tiltsam.lab.palette import METHOD_COLORS, METHOD_COLORS_ON_DARK, OTHER_COLOR, method_class
-from tiltsam.lab.record import is_number
+from tiltsam.lab.records import is_number
 from tiltsam.lab.report.plots import Plot, plot_data
 from tiltsam.lab.report.runs import RunProblem
 from tiltsam.lab.report.summary import SettingSummary, TaskSummary, format_value

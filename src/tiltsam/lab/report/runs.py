@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tiltsam.lab.files import parse_json
-from tiltsam.lab.record import check_result, folders_of_runs, is_number, read_metrics, tests_of_sweep
+from tiltsam.lab.records import check_result, is_number, read_metrics
+from tiltsam.lab.sweeping.results import find_run_folders, tested_runs
 
 __all__ = ["MetricsRow", "RunProblem", "RunRecord", "RunSet", "measured", "read_runs"]
 
@@ -113,8 +114,8 @@ def read_runs(folders: Sequence[Path]) -> RunSet:
     """
     runs: list[RunRecord] = []
     problems: list[RunProblem] = []
-    swept = {run.resolve() for folder in folders for sweep in _sweeps(folder) for run in tests_of_sweep(sweep)}
-    for folder in folders_of_runs(folders):
+    swept = {run.resolve() for folder in folders for sweep in _sweeps(folder) for run in tested_runs(sweep)}
+    for folder in find_run_folders(folders):
         config = _read_object(folder / "config.json", problems)
         if config is None:
             continue
@@ -122,7 +123,7 @@ def read_runs(folders: Sequence[Path]) -> RunSet:
         runs.append(_read_run(folder, config, found, swept=folder.resolve() in swept))
         problems += [RunProblem(p.where, p.what, runs[-1].task) for p in found]
     for sweep in (folder for folder in folders if (folder / "sweep.json").exists()):
-        for run, (name, state) in tests_of_sweep(sweep).items():
+        for run, (name, state) in tested_runs(sweep).items():
             if not (run / "config.json").exists():
                 problems.append(RunProblem(name, f"no record here; its state in sweep.json is {state}"))
     return _drop_duplicates(runs, problems)

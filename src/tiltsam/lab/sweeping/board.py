@@ -32,8 +32,8 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution, Floa
 from optuna.trial import FrozenTrial, TrialState
 
 from tiltsam.lab.config import TrainConfig
-from tiltsam.lab.interrupts import uninterrupted
-from tiltsam.lab.record import Record
+from tiltsam.lab.records import Record
+from tiltsam.lab.shutdown import defer_interrupt
 from tiltsam.lab.sweeping.store import Store
 
 __all__ = ["Board", "Entry", "Job", "Ticket"]
@@ -132,7 +132,7 @@ class Board:
 
         Left without :meth:`Ticket.finish` or :meth:`Ticket.diverge`, the job waits again.
         """
-        with Record.of(self.out, job.config).working() as mine:
+        with Record.of(self.out, job.config).lock() as mine:
             ticket = self._ticket(job) if mine else None
             if ticket is None:
                 yield None
@@ -226,7 +226,7 @@ class Ticket:
             self._end(TrialState.FAIL, None, ended="given up" if kind is None else f"given up: {kind.__name__}")
 
     def _end(self, state: TrialState, value: float | None, **notes: Any) -> None:
-        with uninterrupted():  # or the others would take us for running
+        with defer_interrupt():  # or the others would take us for running
             self._over.set()
             self._thread.join()
             self.lost = not self._board._end(self._trial_id, state, value, **notes)

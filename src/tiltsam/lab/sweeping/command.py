@@ -77,21 +77,22 @@ def _sweep(args: argparse.Namespace) -> None:
         if error.name not in ("optuna", "sqlalchemy"):
             raise
         raise ImportError("tiltsam sweep needs Optuna: pip install '.[sweep]'") from None
-    from tiltsam.lab.record import tests_of_sweep
+    from tiltsam.lab.console import print_table
+    from tiltsam.lab.errors import SweepError
     from tiltsam.lab.report import write_report
-    from tiltsam.lab.screen import print_table
-    from tiltsam.lab.sweeping.grids import SweepError, parse_grid
+    from tiltsam.lab.sweeping.grids import parse_grid
     from tiltsam.lab.sweeping.plan import Plan
-    from tiltsam.lab.sweeping.screen import SweepScreen
+    from tiltsam.lab.sweeping.results import tested_runs
+    from tiltsam.lab.sweeping.screen import SweepDisplay
     from tiltsam.lab.sweeping.standing import format_edges, format_standings
 
-    with SweepScreen() as screen:
+    with SweepDisplay() as screen:
 
         def begin(plan: Plan) -> None:
             number = len(next(iter(plan.points.values())))
-            screen.say(f"study {plan.name}: {number} trials for each of {', '.join(plan.points)}")
+            screen.print(f"study {plan.name}: {number} trials for each of {', '.join(plan.points)}")
             for note in plan.notes:
-                screen.say(note)
+                screen.print(note)
 
         outcome = sweep(
             from_arguments(args),
@@ -112,7 +113,7 @@ def _sweep(args: argparse.Namespace) -> None:
             heartbeat=args.heartbeat,
             begin=begin,
             report=screen.report,
-            say=screen.say,
+            say=screen.print,
         )
     tested = ", then tested; mean ± standard error" if args.seeds else ""
     print_table(f"{args.task}: chosen on the validation split{tested}", format_standings(outcome.standings))
@@ -122,7 +123,7 @@ def _sweep(args: argparse.Namespace) -> None:
         for line in format_edges(s):
             print(line)
     print(f"result: {outcome.path}")
-    if any((run / "config.json").exists() for run in tests_of_sweep(outcome.path.parent)):  # not all on other machines
+    if any((run / "config.json").exists() for run in tested_runs(outcome.path.parent)):  # not all on other machines
         print(write_report([outcome.path.parent], outcome.path.parent / "report").message())
     if not outcome.best:
         raise SweepError("nothing could be chosen: no trial came to a number")

@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 
-from tiltsam.lab.config import METHOD_SETTINGS, NOTHING_TO_WEIGH, ConfigError, TrainConfig, settings_of, tilts_nothing
+from tiltsam.lab.config import METHOD_SETTINGS, TILT_HAS_NO_EFFECT, TrainConfig, settings_of, tilt_has_no_effect
 from tiltsam.lab.config import methods as all_methods
+from tiltsam.lab.errors import ConfigError, SweepError
 from tiltsam.lab.flags import parse_method, parse_setting
 
-__all__ = ["PAPER", "Point", "SweepError", "parse_grid", "points"]
+__all__ = ["PAPER", "GridPoint", "parse_grid", "points"]
 
 PAPER: dict[str, tuple[Any, ...]] = {
     "lr": (1e-4, 3e-4, 0.001, 0.003, 0.01, 0.03, 0.1),
@@ -30,15 +31,8 @@ PAPER: dict[str, tuple[Any, ...]] = {
 FIXED = ("task", "method", "seed", "device", "validation", "noise")
 
 
-class SweepError(Exception):
-    """A sweep that cannot be, or cannot go on, told in one line."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__(" ".join(message.split()))
-
-
 @dataclass(frozen=True)
-class Point:
+class GridPoint:
     """One place of a grid."""
 
     config: TrainConfig
@@ -76,7 +70,7 @@ def points(
     trials: int | None = None,
     *,
     draw_seed: int = 0,
-) -> tuple[dict[str, list[Point]], list[str]]:
+) -> tuple[dict[str, list[GridPoint]], list[str]]:
     """The points to try: distinct ones, and as many for every entry.
 
     Of a grid with more points than ``trials``, that many are drawn; the draw for a smaller number is part of that for
@@ -134,8 +128,8 @@ def points(
         else:
             chosen[name] = found
     for name, found in chosen.items():
-        if any(tilts_nothing(point.config, fixed[name] | point.settings) for point in found):
-            notes.append(f"{name} has {NOTHING_TO_WEIGH}")
+        if any(tilt_has_no_effect(point.config, fixed[name] | point.settings) for point in found):
+            notes.append(f"{name} has {TILT_HAS_NO_EFFECT}")
         for config in {repr(point.config.method_options()): point.config for point in found}.values():
             _try_out(name, config)
     return chosen, notes
@@ -170,7 +164,7 @@ def _entries(methods: Sequence[str]) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _check_rows(everything: Mapping[str, Sequence[Point]]) -> None:
+def _check_rows(everything: Mapping[str, Sequence[GridPoint]]) -> None:
     """Entries may have points in common, but not all of them."""
     seen: dict[frozenset[str], str] = {}
     for name, found in everything.items():
@@ -227,20 +221,20 @@ def _axes(method: str, grid: Mapping[str, Sequence[Any]]) -> dict[str, tuple[Any
     return shared | own
 
 
-def _product(base: TrainConfig, row: _Row) -> list[Point]:
+def _product(base: TrainConfig, row: _Row) -> list[GridPoint]:
     """All combinations, each run once."""
-    found: dict[str, Point] = {}
+    found: dict[str, GridPoint] = {}
     for values in itertools.product(*row.axes.values()):
         settings = dict(zip(row.axes, values, strict=True))
         try:
             config = dataclasses.replace(base, **row.fixed, **settings)
         except ConfigError as error:
             raise SweepError(f"{row.name}: {error}") from None
-        found.setdefault(config.key(), Point(config, settings))
+        found.setdefault(config.key(), GridPoint(config, settings))
     return list(found.values())
 
 
-def _finer(base: TrainConfig, row: _Row, trials: int) -> list[Point]:
+def _finer(base: TrainConfig, row: _Row, trials: int) -> list[GridPoint]:
     """The grid with as many learning rates between its own as make it large enough."""
     rates = sorted(row.axes.get("lr", ()))
     if len(rates) < 2:
@@ -260,10 +254,10 @@ def _finer(base: TrainConfig, row: _Row, trials: int) -> list[Point]:
     )
 
 
-def _draw(found: Sequence[Point], number: int, seed: int) -> list[Point]:
+def _draw(found: Sequence[GridPoint], number: int, seed: int) -> list[GridPoint]:
     """A draw that is the same on every machine, and grows without changing."""
 
-    def ticket(point: Point) -> str:
+    def ticket(point: GridPoint) -> str:
         text = json.dumps([seed, point.config.method, point.settings], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
 

@@ -15,12 +15,13 @@ from typing import Any
 
 from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.data import LoadingCallback, data_loader, fingerprint
-from tiltsam.lab.record import Record, task_folder
+from tiltsam.lab.errors import Diverged, SweepError
+from tiltsam.lab.records import Record, task_folder
 from tiltsam.lab.sweeping.board import Board, Job, Ticket
-from tiltsam.lab.sweeping.grids import Point, SweepError
+from tiltsam.lab.sweeping.grids import GridPoint
 from tiltsam.lab.sweeping.standing import Standing, Trial, validation_numbers
 from tiltsam.lab.sweeping.store import open_store
-from tiltsam.lab.train import Diverged, Progress, train
+from tiltsam.lab.train import Progress, train
 
 __all__ = ["Desk", "Plan", "in_turns"]
 
@@ -31,7 +32,7 @@ POLL_SECONDS = 0.5  # between looks at jobs that others hold
 class Plan:
     """Everything a worker must know."""
 
-    points: dict[str, list[Point]]
+    points: dict[str, list[GridPoint]]
     """By row: by the text of the entry, a method or one with settings of its own; as many for each."""
     seeds: int
     """Tests of each row's choice."""
@@ -72,7 +73,7 @@ class Plan:
             for name, points in self.points.items()
         }
 
-    def final_jobs(self, chosen: Mapping[str, Point]) -> dict[str, list[Job]]:
+    def final_jobs(self, chosen: Mapping[str, GridPoint]) -> dict[str, list[Job]]:
         """The chosen configs with every seed, by row."""
         return {
             name: [

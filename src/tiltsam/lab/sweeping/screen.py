@@ -6,16 +6,16 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
-from tiltsam.lab.screen import LiveScreen
+from tiltsam.lab.console import LiveDisplay
 from tiltsam.lab.sweeping.board import Entry
 from tiltsam.lab.sweeping.standing import Standing, Trial, format_settings, format_standings
 
-__all__ = ["SweepScreen"]
+__all__ = ["SweepDisplay"]
 
 MOST_ROWS = 8  # running trials shown; a large sweep has more than a screen holds
 
 
-class SweepScreen(LiveScreen):
+class SweepDisplay(LiveDisplay):
     """A context; ``report`` and ``say`` fit :func:`tiltsam.lab.sweep.sweep`."""
 
     def __init__(self) -> None:

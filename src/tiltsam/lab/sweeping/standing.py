@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import tiltsam
-from tiltsam.lab.config import TrainConfig, tilts_nothing
-from tiltsam.lab.record import Record
+from tiltsam.lab.config import TrainConfig, tilt_has_no_effect
+from tiltsam.lab.records import Record
 from tiltsam.lab.stats import format_mean, mean_of
 from tiltsam.lab.sweeping.board import Entry, Job
-from tiltsam.lab.sweeping.grids import Point
+from tiltsam.lab.sweeping.grids import GridPoint
 
 __all__ = ["Standing", "Trial", "format_edges", "format_standings", "to_json", "validation_numbers"]
 
@@ -32,7 +32,7 @@ def validation_numbers(result: Mapping[str, Any]) -> dict[str, Any]:
 class Trial:
     """A point of the grid and what became of it."""
 
-    point: Point
+    point: GridPoint
     entry: Entry
 
     @property
@@ -84,7 +84,7 @@ class Standing:
             tried = {trial.point.settings[name] for trial in self.trials}
             if name not in ENDLESS or None in tried or len(tried) < 2:
                 continue
-            if name == "t" and tilts_nothing(self.best.point.config, ["t"]):
+            if name == "t" and tilt_has_no_effect(self.best.point.config, ["t"]):
                 continue
             if value == max(tried):
                 found[name] = "largest"

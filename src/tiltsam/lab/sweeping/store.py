@@ -10,8 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from tiltsam.lab.interrupts import uninterrupted
-from tiltsam.lab.sweeping.grids import SweepError
+from tiltsam.lab.errors import SweepError
+from tiltsam.lab.shutdown import defer_interrupt
 
 if TYPE_CHECKING:
     import optuna
@@ -65,7 +65,7 @@ class Store:
         start = time.monotonic()
         while True:
             try:
-                with uninterrupted():
+                with defer_interrupt():
                     return action()
             except (optuna.exceptions.StorageInternalError, sqlalchemy.exc.SQLAlchemyError) as error:
                 self.absences += 1
@@ -76,7 +76,7 @@ class Store:
 
     def close(self) -> None:
         """Give the connections back."""
-        with uninterrupted():
+        with defer_interrupt():
             self.storage.remove_session()
             self.storage.engine.dispose()
 

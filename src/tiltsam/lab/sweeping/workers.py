@@ -12,14 +12,9 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from tiltsam.lab.config import ConfigError
-from tiltsam.lab.errors import DataError
-from tiltsam.lab.exits import ending_soon
-from tiltsam.lab.interrupts import heeding_interrupts
-from tiltsam.lab.record import RecordError
-from tiltsam.lab.sweeping.grids import SweepError
+from tiltsam.lab.errors import LabError, SweepError
+from tiltsam.lab.shutdown import reraise_dropped_interrupts, skip_garbage_collection_at_exit
 from tiltsam.lab.sweeping.plan import Desk, Plan
-from tiltsam.lab.train import TrainError
 
 __all__ = ["main", "run_workers", "work"]
 
@@ -130,7 +125,7 @@ def work(plan: Plan, device: str | None = None, parent: int | None = None) -> in
     try:
         with Desk(plan, device=device, pause=orphaned) as desk:
             desk.work()
-    except (SweepError, ConfigError, DataError, RecordError, TrainError, ImportError) as error:
+    except (LabError, ImportError) as error:
         print(error, file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -140,8 +135,8 @@ def work(plan: Plan, device: str | None = None, parent: int | None = None) -> in
 
 def main() -> int:
     """A worker as a program of its own: its plan comes by the standard input."""
-    ending_soon()
+    skip_garbage_collection_at_exit()
     told = pickle.load(sys.stdin.buffer)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    with heeding_interrupts():
+    with reraise_dropped_interrupts():
         return work(*told)

@@ -8,7 +8,7 @@ import optuna
 import pytest
 import sqlalchemy
 
-from tiltsam.lab.interrupts import heeding_interrupts, uninterrupted
+from tiltsam.lab.shutdown import defer_interrupt, reraise_dropped_interrupts
 from tiltsam.lab.sweeping.store import open_store, sqlite_url
 
 
@@ -20,7 +20,7 @@ def handler():
     assert signal.signal(signal.SIGINT, before) is signal.default_int_handler
 
 
-def test_an_interrupt_that_python_drops_comes_again():
+def test_reraise_dropped_interrupts():
     """Where a destructor or a weak reference's callback runs, what is raised is dropped."""
 
     class Interrupted:
@@ -32,7 +32,7 @@ def test_an_interrupt_that_python_drops_comes_again():
         time.sleep(60)
 
     start = time.monotonic()
-    with heeding_interrupts(), pytest.raises(KeyboardInterrupt):
+    with reraise_dropped_interrupts(), pytest.raises(KeyboardInterrupt):
         work()
     assert time.monotonic() - start < 50  # it wakes a thread that sleeps
 
@@ -41,13 +41,13 @@ def ctrl_c() -> None:
     signal.raise_signal(signal.SIGINT)
 
 
-def test_an_interrupt_waits_for_the_end():
+def test_defer_interrupt_raises_at_the_end():
     done = []
 
     def work():
-        with uninterrupted():
+        with defer_interrupt():
             ctrl_c()
-            with uninterrupted():
+            with defer_interrupt():
                 done.append("within")
             done.append("after it")  # the outermost holds it
 
@@ -56,11 +56,11 @@ def test_an_interrupt_waits_for_the_end():
     assert done == ["within", "after it"]
 
 
-def test_a_second_interrupt_does_not_wait():
+def test_defer_interrupt_raises_at_the_second():
     done = []
 
     def work():
-        with uninterrupted(), uninterrupted():
+        with defer_interrupt(), defer_interrupt():
             ctrl_c()
             done.append("after one")
             ctrl_c()
@@ -71,8 +71,8 @@ def test_a_second_interrupt_does_not_wait():
     assert done == ["after one"]
 
 
-def test_an_interrupt_is_not_lost_with_an_error():
-    @uninterrupted()
+def test_defer_interrupt_raises_after_an_error():
+    @defer_interrupt()
     def work():
         ctrl_c()
         raise ValueError
@@ -81,11 +81,11 @@ def test_an_interrupt_is_not_lost_with_an_error():
         work()
 
 
-def test_other_threads_and_ignored_interrupts_are_left_alone():
+def test_defer_interrupt_leaves_threads_and_ignored_signals_alone():
     seen = []
 
     def work():
-        with uninterrupted():
+        with defer_interrupt():
             seen.append(signal.getsignal(signal.SIGINT))
 
     thread = threading.Thread(target=work)
@@ -98,7 +98,7 @@ def test_other_threads_and_ignored_interrupts_are_left_alone():
     assert seen == [signal.default_int_handler, signal.SIG_IGN]
 
 
-def test_a_read_that_is_interrupted_does_not_lock_the_database(tmp_path, monkeypatch):
+def test_interrupted_read_does_not_lock_the_database(tmp_path, monkeypatch):
     """Broken off in its middle, a read would keep its lock as long as the traceback keeps its frames."""
     monkeypatch.setattr("tiltsam.lab.sweeping.store.LOCK_SECONDS", 1.0)
     monkeypatch.setattr("tiltsam.lab.sweeping.store.PATIENCE_SECONDS", 1.0)

@@ -11,13 +11,13 @@ import pytest
 
 from tiltsam.cli import main
 from tiltsam.lab import flat as lab_flat
-from tiltsam.lab.compare import compare, format_rows
+from tiltsam.lab.compare import compare_configs, format_rows
 from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.data import load
-from tiltsam.lab.errors import DataError
+from tiltsam.lab.errors import DataError, RecordError
 from tiltsam.lab.flat import find_runs, measure_runs, save_flatness
 from tiltsam.lab.flatness import FlatnessPlan
-from tiltsam.lab.record import Record, RecordError
+from tiltsam.lab.records import Record
 from tiltsam.lab.report import write_report
 from tiltsam.lab.train import train
 
@@ -75,7 +75,7 @@ def commands(made, out):
     config, data, _ = made
     return {
         "train": lambda: train(config, Record.of(out, config), data=lambda _: data),
-        "compare": lambda: format_rows(compare([config], out)),
+        "compare": lambda: format_rows(compare_configs([config], out)),
         "report": lambda: write_report([out], out / "report", figures=False),
         "sharpness": lambda: list(measure_runs(find_runs([out], left_out=str), left_out=str)),
     }
@@ -95,7 +95,7 @@ READ_BY = {
 
 
 @pytest.mark.parametrize(("run", "name", "command"), [(*file, c) for file, users in READ_BY.items() for c in users])
-def test_damaged_json_is_named_or_passed_over(made, run, name, command, tmp_path, monkeypatch):
+def test_damaged_json_is_named_or_skipped(made, run, name, command, tmp_path, monkeypatch):
     config, _, folder = made
     monkeypatch.setattr(lab_flat, "measure", lambda *args, **options: None)
     source = Record.of(folder / run, config).folder
@@ -120,12 +120,12 @@ def test_damaged_json_is_named_or_passed_over(made, run, name, command, tmp_path
             assert command == "sharpness"  # another task, which is not there
         except Exception as error:
             raise AssertionError(f"{command} with {name} = {text[:200]}") from error
-        named = str(record.folder / name.split("/")[0]) in told or f"{record.folder} have changed" in told
+        named = str(record.folder / name.split("/")[0]) in told or f"{record.folder} changed" in told
         assert not told or (named and "\n" not in told), f"{text[:200]}: {told}"
         shutil.rmtree(out)
 
 
-def test_huge_numbers_in_metrics_are_drawn_as_damage(made, tmp_path):
+def test_huge_numbers_in_metrics_are_damage(made, tmp_path):
     config, _, folder = made
     shutil.copytree(folder / "finished", tmp_path / "runs")
     path = Record.of(tmp_path / "runs", config).folder / "metrics.jsonl"
@@ -153,7 +153,7 @@ def test_damaged_result_ends_a_command_with_exit_2(made, command, tmp_path, caps
     assert str(path) in capsys.readouterr().err
 
 
-def test_every_flipped_byte_of_a_result_is_noticed(made, tmp_path):
+def test_every_flipped_byte_of_a_result_is_detected(made, tmp_path):
     config, _, folder = made
     record = Record(tmp_path)
     raw = (Record.of(folder / "finished", config).folder / "result.json").read_bytes()

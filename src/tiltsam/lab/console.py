@@ -1,4 +1,4 @@
-"""What the lab shows while it works: a live bar on a terminal, plain lines elsewhere."""
+"""Progress and tables on the console: live bars and drawn tables on a terminal, plain lines and Markdown elsewhere."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from tiltsam.flatness.loss_surface import ProgressCallback
 from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.train import Progress
 
-__all__ = ["Bars", "LiveScreen", "Screen", "print_table"]
+__all__ = ["LiveDisplay", "MeasurementBars", "RunDisplay", "format_markdown", "print_table"]
 
-LINE_SECONDS = 5.0  # plain lines come no more often, but for the last of a run or a file
+LINE_SECONDS = 5.0  # between plain lines; the last line of a run or file is always printed
 
 
-class LiveScreen:
-    """Something that is drawn over and over on a terminal, with lines above it that stay. A context.
+class LiveDisplay:
+    """A live rich display with permanent lines above it. A context manager.
 
     Args:
-        make: Makes what is drawn, one of rich's; called on a terminal alone.
+        make: Returns the rich object to draw; called on a terminal only.
     """
 
     def __init__(self, make: Callable[[], Any]) -> None:
@@ -37,8 +37,8 @@ class LiveScreen:
         if self._live is not None:
             self._live.stop()
 
-    def gives_way_to(self, bars: Callable[[str], Any]) -> Callable[[str], Any]:
-        """The same bars, but what is drawn here stays as it is from their first on: two would draw over each other."""
+    def stop_before(self, bars: Callable[[str], Any]) -> Callable[[str], Any]:
+        """Return the same bars, but stop this display when the first is made: two would overwrite each other."""
 
         def show(what: str) -> Any:
             if self._live is not None:
@@ -47,15 +47,15 @@ class LiveScreen:
 
         return show
 
-    def say(self, line: str) -> None:
-        """A line that stays."""
+    def print(self, line: str) -> None:
+        """Print a line that stays above the live display."""
         if self._live is not None:
             self._live.console.print(line, markup=False, highlight=False)
         else:
             print(line, flush=True)
 
     def loading(self, what: str, done: int, total: int | None) -> None:
-        """Show that something is downloaded, unpacked or decoded."""
+        """Show the progress of a download, of unpacking or of decoding."""
         size = _bytes if what.startswith("downloading") else str
         note = size(done) if total is None else f"{size(done)} of {size(total)}"
         if self._live is None:
@@ -64,7 +64,7 @@ class LiveScreen:
             self._draw_loading(what, done, total, note)
 
     def _draw_loading(self, what: str, done: int, total: int | None, note: str) -> None:
-        """Draw it on a terminal."""
+        """Draw the progress of loading on a terminal."""
         raise NotImplementedError
 
     def _line(self, text: str, *, last: bool) -> None:
@@ -73,11 +73,13 @@ class LiveScreen:
             print(text, flush=True)
 
 
-class Screen(LiveScreen):
-    """Shows runs as they go. A context; ``report`` and ``loading`` fit :func:`tiltsam.lab.compare.compare`.
+class RunDisplay(LiveDisplay):
+    """Shows the progress of runs. A context manager.
+
+    ``report`` and ``loading`` are callbacks for :func:`tiltsam.lab.compare.compare`.
 
     Args:
-        names: What runs are called, by their config's key; others by their method.
+        names: Names of runs by the key of their config; by default the method's name.
     """
 
     def __init__(self, names: Mapping[str, str] | None = None) -> None:
@@ -87,11 +89,11 @@ class Screen(LiveScreen):
         self._shown: object = None
 
     def name(self, config: TrainConfig) -> str:
-        """What a run is called."""
+        """Return the displayed name of a run."""
         return f"{self._names.get(config.key(), config.method)} seed {config.seed}"
 
     def report(self, config: TrainConfig, progress: Progress) -> None:
-        """A run is that far."""
+        """Show the progress of a run."""
         notes = []
         if row := progress.row:
             metric, score = next(((k, v) for k, v in row.items() if k.startswith("test_")), ("test_", float("nan")))
@@ -109,7 +111,7 @@ class Screen(LiveScreen):
         self._draw(what, what, done, total, note)
 
     def _draw(self, what: object, name: str, done: float, total: float | None, note: str) -> None:
-        """The one bar: it goes when something else begins."""
+        """Draw the only bar; a new run or file replaces it."""
         if self._shown != what:
             if self._task is not None:
                 self._live.remove_task(self._task)
@@ -118,14 +120,14 @@ class Screen(LiveScreen):
         self._live.update(self._task, completed=done, total=total, note=note)
 
 
-class Bars:
+class MeasurementBars:
     """Shows the progress of measurements, one after the other, on standard error. A context manager.
 
     Called with the name of a measurement, it returns the callback that the measurement takes as ``progress``. Bars are
     drawn by rich and removed at the end; without a terminal or rich, each measurement prints one line.
 
     Example:
-        >>> with Bars() as bars:
+        >>> with MeasurementBars() as bars:
         ...     progress = bars("the neighbourhood of a model")  # neighborhood(model, …, progress=progress)
         ...     progress(1, 2)
     """
@@ -175,23 +177,32 @@ def _bar() -> Any:
 
 
 def print_table(title: str, cells: Sequence[Sequence[str]]) -> None:
-    """A table with a heading row: drawn on a terminal, Markdown elsewhere."""
+    """Print a table: drawn on a terminal, Markdown elsewhere.
+
+    Args:
+        title: The line above it.
+        cells: Rows of cells, the headings first.
+    """
     if sys.stdout.isatty():
         from rich.console import Console
         from rich.table import Table
 
         table = Table(title=title)
         for i, heading in enumerate(cells[0]):
-            table.add_column(heading, justify="left" if i == 0 else "right", overflow="fold")  # a number is not cut
+            table.add_column(heading, justify="left" if i == 0 else "right", overflow="fold")  # never cut a number
         for row in cells[1:]:
             table.add_row(*row)
         Console().print(table)
         return
+    print(f"\n{title}\n\n{format_markdown(cells)}", flush=True)
+
+
+def format_markdown(cells: Sequence[Sequence[str]]) -> str:
+    """Return rows of cells, the headings first, as a Markdown table with aligned columns."""
     widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
-    print(f"\n{title}\n")
-    for number, row in enumerate(cells):
+    lines = []
+    for row in cells:
         padded = [c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
-        print("| " + " | ".join(padded) + " |")
-        if number == 0:
-            print("|" + "|".join("-" * (w + 2) for w in widths) + "|")
-    sys.stdout.flush()
+        lines.append("| " + " | ".join(padded) + " |")
+    lines.insert(1, "|" + "|".join("-" * (w + 2) for w in widths) + "|")
+    return "\n".join(lines)

@@ -16,11 +16,11 @@ from helpers.lab_files import cifar, dtd, picture
 from tiltsam.cli import main
 from tiltsam.lab import data as lab_data
 from tiltsam.lab import train as training
-from tiltsam.lab.compare import compare
+from tiltsam.lab.compare import compare_configs
 from tiltsam.lab.config import TrainConfig
+from tiltsam.lab.console import MeasurementBars, RunDisplay, print_table
 from tiltsam.lab.data.download import Remote, download
-from tiltsam.lab.record import Record
-from tiltsam.lab.screen import Bars, Screen, print_table
+from tiltsam.lab.records import Record
 from tiltsam.lab.train import Progress, train
 
 CONFIG = TrainConfig(method="sam", epochs=2)
@@ -34,20 +34,20 @@ def terminal(request, monkeypatch):
     return request.param == "terminal"
 
 
-def test_a_run_shows_loss_score_speed_and_time_left(terminal, capsys):
-    with Screen() as screen:
+def test_run_display_shows_loss_score_speed_and_time_left(terminal, capsys):
+    with RunDisplay() as screen:
         screen.report(CONFIG, Progress(epoch=1.0, passes=300, seconds=90.0, steps=150, done=0.5, row=ROW))
     out = capsys.readouterr().out
     for piece in ("sam seed 0", "50%", "loss 0.500", "test accuracy 90.00", "3.33 passes/s", "1:30 left"):
         assert piece in out
-    with Screen() as screen:  # the first epoch has not ended
+    with RunDisplay() as screen:  # the first epoch has not ended
         screen.report(CONFIG, Progress(passes=10, seconds=10.0, steps=5, done=0.001))
     out = capsys.readouterr().out
     assert "2:46:30 left" in out
     assert "loss" not in out
 
 
-def test_a_narrow_terminal_cuts_no_number(monkeypatch, capsys):
+def test_print_table_cuts_no_number_on_a_narrow_terminal(monkeypatch, capsys):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "40")
     print_table("losses", [["trained by", *["at best validation"] * 4], ["TSAM", *["118.6722 ± 12.1214"] * 4]])
@@ -55,10 +55,10 @@ def test_a_narrow_terminal_cuts_no_number(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_bars(terminal: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measurement_bars(terminal: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("rich")
     monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
-    with Bars() as bars:
+    with MeasurementBars() as bars:
         tell = bars("a model")
         tell(1, 4)
     out, err = capsys.readouterr()
@@ -66,19 +66,19 @@ def test_bars(terminal: bool, capsys: pytest.CaptureFixture[str], monkeypatch: p
     assert "25%" in err if terminal else err == "measuring a model\n"
 
 
-def test_two_bars_are_not_drawn_over_each_other(monkeypatch, capsys):
+def test_stop_before_stops_the_run_display(monkeypatch, capsys):
     for stream in (sys.stdout, sys.stderr):
         monkeypatch.setattr(stream, "isatty", lambda: True)
-    with Screen() as screen, Bars() as bars:
+    with RunDisplay() as screen, MeasurementBars() as bars:
         screen.report(CONFIG, Progress(epoch=1.0, done=1.0, row=ROW))
         time.sleep(0.3)
         assert capsys.readouterr().err == ""  # nothing is measured yet
-        measuring = screen.gives_way_to(bars)
+        measuring = screen.stop_before(bars)
         tell = measuring("a model")
         capsys.readouterr()
         time.sleep(0.3)
         tell(1, 4)
-        screen.say("one is not measured")
+        screen.print("one is not measured")
         out = err = ""
         end = time.monotonic() + 60
         while "25%" not in err:  # a thread draws it, ten times a second where nobody else wants the processor
@@ -89,7 +89,7 @@ def test_two_bars_are_not_drawn_over_each_other(monkeypatch, capsys):
     assert out.split() == ["one", "is", "not", "measured"]
 
 
-def test_a_long_epoch_gives_signs_of_life(tmp_path, monkeypatch):
+def test_tick_is_called_within_a_long_epoch(tmp_path, monkeypatch):
     monkeypatch.setattr(training, "TICK_SECONDS", 0.0)
     told, ended = [], []
     train(CONFIG, Record(tmp_path), tick=lambda p: told.append((p.done, p.seconds, bool(p.row))), report=ended.append)
@@ -119,16 +119,16 @@ def server(tmp_path):
         thread.join()
 
 
-def test_a_download_shows_how_far_it_is(terminal, server, tmp_path, capsys):
+def test_download_shows_progress(terminal, server, tmp_path, capsys):
     remote = Remote(server, "md5:" + hashlib.md5(bytes(3_000_000)).hexdigest())
-    with Screen() as screen:
+    with RunDisplay() as screen:
         download(remote, tmp_path, screen.loading)
     out = capsys.readouterr().out
     assert "downloading data.bin" in out
     assert "3.0 MB of 3.0 MB" in out
 
 
-def test_reading_images_shows_how_far_it_is(terminal, tmp_path, capsys):
+def test_reading_images_shows_progress(terminal, tmp_path, capsys):
     dtd(tmp_path)
     arguments = ["train", "dtd", "--data-root", str(tmp_path), "--out", str(tmp_path), "--image-size", "16"]
     assert main([*arguments, "--model", "cnn", "--epochs", "1", "--batch-size", "2", "--method", "erm"]) == 0
@@ -154,7 +154,7 @@ def test_image_size_where_there_is_nothing_to_resize(task, tmp_path, capsys):
     assert task in err
 
 
-def test_a_warning_is_one_plain_line(tmp_path, capsys):
+def test_cli_prints_warnings_as_one_line(tmp_path, capsys):
     for name in ("train/a", "train/b", "test/a", "test/b", "val/a"):
         picture(tmp_path / name / "0.png", 10)
     arguments = ["train", f"images:{tmp_path}", "--out", str(tmp_path / "runs"), "--epochs", "1", "--model", "cnn"]
@@ -169,7 +169,7 @@ def test_a_warning_is_one_plain_line(tmp_path, capsys):
     assert ".py" not in line
 
 
-def test_data_is_loaded_once_a_seed(tmp_path, monkeypatch):
+def test_compare_loads_data_once_per_seed(tmp_path, monkeypatch):
     loaded = []
     original = lab_data.load
 
@@ -179,7 +179,7 @@ def test_data_is_loaded_once_a_seed(tmp_path, monkeypatch):
 
     monkeypatch.setattr(lab_data, "load", load)
     cells = [replace(CONFIG, method=m, seed=s, epochs=1) for s in (0, 1) for m in ("erm", "sam")]
-    compare(cells, tmp_path)
+    compare_configs(cells, tmp_path)
     assert loaded == [0, 1]
     scores = [Record.of(tmp_path, cell).result()["score"] for cell in cells]
     alone = train(cells[3], Record(tmp_path / "alone"))
@@ -211,13 +211,13 @@ def test_sweep_takes_no_abbreviated_options(tmp_path, capsys):
     assert "--heart" in capsys.readouterr().err
 
 
-def test_a_wrong_name_leaves_no_folder_behind(tmp_path, capsys):
+def test_unknown_task_creates_no_folder(tmp_path, capsys):
     assert main(["train", "digitz", "--out", str(tmp_path / "runs")]) == 2
     assert "did you mean digits?" in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()
 
 
-def test_interrupted_it_says_how_to_go_on(tmp_path, capsys, monkeypatch):
+def test_interrupted_command_says_how_to_resume(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("TILTSAM_CHECKPOINT_SECONDS", "0")
     run = ["train", "digits", "--method", "sam", "--epochs", "4", "--out"]
     assert main([*run, str(tmp_path / "unbroken")]) == 0
@@ -227,7 +227,7 @@ def test_interrupted_it_says_how_to_go_on(tmp_path, capsys, monkeypatch):
             if progress.epoch >= 3:
                 raise KeyboardInterrupt
 
-        patch.setattr(Screen, "report", press)
+        patch.setattr(RunDisplay, "report", press)
         assert main([*run, str(tmp_path / "broken")]) == 130
     (folder,) = (tmp_path / "broken" / "digits").glob("sam-*/seed-0")
     (line,) = capsys.readouterr().err.splitlines()

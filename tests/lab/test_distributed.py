@@ -15,11 +15,12 @@ from helpers.lab_files import bert
 from helpers.ranks import Ranks
 from lab_processes import files_named, wait_for
 from tiltsam.cli import main
-from tiltsam.lab.config import ConfigError, TrainConfig
+from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.data import load
-from tiltsam.lab.record import Record
-from tiltsam.lab.team import Team, team_of_this_process
-from tiltsam.lab.train import Run
+from tiltsam.lab.distributed import DistributedContext, connect_ranks
+from tiltsam.lab.errors import ConfigError
+from tiltsam.lab.records import Record
+from tiltsam.lab.train import Trainer
 
 pytestmark = pytest.mark.xdist_group("ranks")
 METHOD = ("--method", "tsam", "--rho", "0.5", "--num-samples", "3")
@@ -85,7 +86,7 @@ sys.exit(code or [name for name in names if "gloo" in name] or 0)
 
 
 @pytest.mark.parametrize("split", ["samples", "data"])
-def test_a_team_that_has_ended_leaves_no_threads_behind(tmp_path, split):
+def test_connect_ranks_leaves_no_gloo_threads(tmp_path, split):
     """A process that ends beside one of gloo's is aborted now and again, after all the work is done."""
     script = tmp_path / "script.py"
     script.write_text(LEFT_BEHIND)
@@ -96,7 +97,7 @@ def test_a_team_that_has_ended_leaves_no_threads_behind(tmp_path, split):
 
 
 @pytest.mark.parametrize("split", ["samples", "data"])
-def test_a_team_trains_what_one_process_trains(tmp_path, texts, split):
+def test_two_ranks_train_what_one_process_trains(tmp_path, texts, split):
     flags = ["--epochs", "1", "--batch-size", "32"]  # the longer, the likelier that rounding switches some ReLU
     task = "digits" if split == "samples" else texts
     if split == "data":
@@ -112,7 +113,7 @@ def test_a_team_trains_what_one_process_trains(tmp_path, texts, split):
         torch.testing.assert_close(model[name], value, rtol=1e-3, atol=1e-4)
 
 
-def test_a_killed_worker_is_started_again_and_the_run_ends_where_it_should(tmp_path):
+def test_killed_rank_is_restarted_from_the_checkpoint(tmp_path):
     flags = ("--epochs", "8")
     unbroken = start(tmp_path / "unbroken", *flags, processes=2)
     killed = start(tmp_path / "killed", *flags, processes=2, restarts=3, checkpoint_seconds="0")
@@ -129,25 +130,25 @@ def test_a_killed_worker_is_started_again_and_the_run_ends_where_it_should(tmp_p
     }
 
 
-def test_a_mistake_is_told_once(tmp_path):
+def test_error_is_printed_once(tmp_path):
     process = start(tmp_path, "--batch-size", "63", processes=2)
     output, _ = process.communicate(timeout=600)
     assert process.returncode != 0
-    assert output.count("a batch of 63 cannot be divided evenly among 2 processes") == 1
+    assert output.count("divisible by 2 processes, got 63") == 1
 
 
 @pytest.mark.parametrize("local", [0, 1])
-def test_processes_without_a_gpu_each_are_told_by_the_one_that_speaks(local, monkeypatch):
+def test_connect_ranks_refuses_more_processes_than_gpus(local, monkeypatch):
     told = {"RANK": local, "LOCAL_RANK": local, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
     for name, value in told.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(ConfigError, match="2 processes of this host need a GPU each, and it has 1"):
-        team_of_this_process("data", "auto").__enter__()
+    with pytest.raises(ConfigError, match="got 2 processes and 1 GPU"):
+        connect_ranks("data", "auto").__enter__()
 
 
-def test_on_every_host_one_process_speaks(monkeypatch, capsys):
+def test_local_rank_0_of_every_host_prints_errors(monkeypatch, capsys):
     for rank, local in ((0, 0), (1, 1), (2, 0), (3, 1)):
         monkeypatch.setenv("RANK", str(rank))
         monkeypatch.setenv("LOCAL_RANK", str(local))
@@ -155,23 +156,23 @@ def test_on_every_host_one_process_speaks(monkeypatch, capsys):
         assert ("'nothing'" in capsys.readouterr().err) == (local == 0)
 
 
-def test_one_process_is_a_team_of_its_own():
-    team = Team()
-    assert team.first
-    assert team.parallel() is None
-    assert team.agree(0.25) == 0.25
-    assert team.tell("x") == "x"
+def test_default_context_is_one_rank():
+    distributed = DistributedContext()
+    assert distributed.is_main
+    assert distributed.parallel() is None
+    assert distributed.broadcast(0.25) == 0.25
+    assert distributed.broadcast_object("x") == "x"
     x = torch.arange(6)
-    assert torch.equal(team.part((x,))[0], x)
+    assert torch.equal(distributed.local_batch((x,))[0], x)
 
 
-def test_parts_of_a_batch_make_the_batch():
+def test_local_batches_partition_the_batch():
     x = torch.arange(6)
-    parts = [Team(rank, 3).part((x,))[0] for rank in range(3)]
+    parts = [DistributedContext(rank, 3).local_batch((x,))[0] for rank in range(3)]
     assert sorted(torch.cat(parts).tolist()) == x.tolist()
     assert all(len(part) == 2 for part in parts)
-    with pytest.raises(ConfigError, match="a batch of 7 cannot be divided evenly among 3 processes"):
-        Team(0, 3).check(7)
+    with pytest.raises(ConfigError, match="divisible by 3 processes, got 7"):
+        DistributedContext(0, 3).check_config(7)
 
 
 def masks(rank, folder, split, epochs):
@@ -186,11 +187,13 @@ def masks(rank, folder, split, epochs):
 
     config = TrainConfig(task="digits", method="sam", epochs=epochs, batch_size=512)
     with mock.patch("tiltsam.lab.train.build", side_effect=lambda *_: Drawing(64, 10)):
-        Run(config, Record(Path(folder)), load(config), Team(rank, 2, split)).run(lambda progress: None, 0.0)
+        Trainer(config, Record(Path(folder)), load(config), DistributedContext(rank, 2, split)).run(
+            lambda progress: None, 0.0
+        )
     return drawn
 
 
-def test_processes_with_other_examples_draw_other_masks(tmp_path):
+def test_dropout_masks_differ_between_data_parallel_ranks(tmp_path):
     """Or dropout would repeat itself in every part of a batch; where they share the examples, they share the masks."""
     ranks = Ranks(2)
     try:
@@ -203,17 +206,22 @@ def test_processes_with_other_examples_draw_other_masks(tmp_path):
         ranks.close()
 
 
-def test_processes_without_a_sample_are_told(tmp_path):
+def test_ranks_without_a_sample_are_reported(tmp_path):
     """One sample is the default."""
     process = start(tmp_path, "--epochs", "1", "--num-samples", "1", "--parallel", "samples", processes=2)
-    assert ended(process).count("2 processes share 1 sample: --parallel samples is for tsam with --num-samples 2") == 1
-    assert Team(0, 2, "samples").remarks(2) == Team(0, 2, "data").remarks(1) == Team(0, 1, "samples").remarks(1) == []
+    assert ended(process).count("2 processes share 1 sample: ") == 1
+    assert (
+        DistributedContext(0, 2, "samples").warnings(2)
+        == DistributedContext(0, 2, "data").warnings(1)
+        == DistributedContext(0, 1, "samples").warnings(1)
+        == []
+    )
 
 
-def test_a_budget_of_passes_is_not_for_a_team_that_divides_samples():
+def test_passes_are_refused_with_sample_parallel_ranks():
     """Each process counts its own, so that the run would be longer than that of one process, which has its name."""
-    with pytest.raises(ConfigError, match="say --epochs or --seconds"):
-        Team(0, 3, "samples").check(64, passes=100)
-    Team(0, 3, "samples").check(64)
-    Team(0, 1, "samples").check(64, passes=100)
-    Team(0, 2, "data").check(64, passes=100)
+    with pytest.raises(ConfigError, match="got 100"):
+        DistributedContext(0, 3, "samples").check_config(64, passes=100)
+    DistributedContext(0, 3, "samples").check_config(64)
+    DistributedContext(0, 1, "samples").check_config(64, passes=100)
+    DistributedContext(0, 2, "data").check_config(64, passes=100)

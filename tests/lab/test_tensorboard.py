@@ -7,7 +7,7 @@ import pytest
 
 from tiltsam.cli import main
 from tiltsam.lab.config import TrainConfig
-from tiltsam.lab.record import Record
+from tiltsam.lab.records import Record
 from tiltsam.lab.train import train
 
 pytest.importorskip("tensorboard", reason="tensorboard is not installed: pip install '.[tensorboard]'")
@@ -46,7 +46,7 @@ def stop_at(epoch):
 
 
 @pytest.mark.parametrize("from_the_start", [True, False])
-def test_a_resumed_run_shows_every_epoch_once(from_the_start, tmp_path):
+def test_resumed_run_writes_every_epoch_once(from_the_start, tmp_path):
     record = Record(tmp_path / "run")
     # The checkpoint is of epoch 1; epochs 2 and 3 are on the board already when they are run again.
     with pytest.raises(Stop):
@@ -57,12 +57,12 @@ def test_a_resumed_run_shows_every_epoch_once(from_the_start, tmp_path):
     check(record)
 
 
-def test_an_epoch_that_nobody_looked_at_shows_no_other_again(tmp_path):
+def test_epochs_without_evaluation_write_nothing(tmp_path):
     train(replace(CONFIG, evaluate_every=2), Record(tmp_path), tensorboard=True)
     check(Record(tmp_path), epochs=3)  # 2, 4 and the last
 
 
-def test_a_finished_run_gets_its_board_afterwards(tmp_path, capsys):
+def test_finished_run_is_written_afterwards(tmp_path, capsys):
     run = ["train", "digits", "--epochs", "2", "--method", "erm", "--out", str(tmp_path)]
     assert main(run) == 0
     record = Record(next(tmp_path.rglob("result.json")).parent)
@@ -74,7 +74,7 @@ def test_a_finished_run_gets_its_board_afterwards(tmp_path, capsys):
     assert sorted((record.folder / "tensorboard").iterdir()) == files
 
 
-def test_compare_writes_one_for_each_run(tmp_path):
+def test_compare_writes_event_files_for_each_run(tmp_path):
     arguments = ["compare", "digits", "--methods", "erm", "sam", "--seeds", "1", "--epochs", "2"]
     assert main([*arguments, "--out", str(tmp_path), "--tensorboard"]) == 0
     records = [Record(path.parent) for path in tmp_path.rglob("result.json")]
@@ -83,7 +83,7 @@ def test_compare_writes_one_for_each_run(tmp_path):
         check(record, epochs=2)
 
 
-def test_without_the_package_it_says_what_to_install(tmp_path, capsys, monkeypatch):
+def test_missing_tensorboard_is_reported(tmp_path, capsys, monkeypatch):
     monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     assert main(["train", "digits", "--out", str(tmp_path), "--tensorboard"]) == 2
@@ -91,7 +91,7 @@ def test_without_the_package_it_says_what_to_install(tmp_path, capsys, monkeypat
     assert "pip install '.[tensorboard]'" in line
 
 
-def test_it_makes_no_other_run(tmp_path):
+def test_tensorboard_does_not_change_the_run(tmp_path):
     with_board, without = Record(tmp_path / "a"), Record(tmp_path / "b")
     for record, tensorboard in ((with_board, True), (without, False)):
         train(replace(CONFIG, epochs=2), record, tensorboard=tensorboard)

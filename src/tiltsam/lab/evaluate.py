@@ -1,0 +1,160 @@
+"""The loss and the metrics of a task, the evaluation of a model, and BatchNorm statistics for it.
+
+Outputs are logits (n, classes) for a classification, and (n,) or (n, 1) values for a regression, which is a task with
+one class.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor, nn
+
+from tiltsam.averaging import WeightAverage
+from tiltsam.lab.data.dataset import Data, Split
+from tiltsam.space.model_state import restored_buffers
+
+__all__ = ["METRICS", "evaluate", "evaluated_weights", "reestimate_batchnorm", "task_loss"]
+
+EVAL_BATCH = 512
+BATCHNORM_BATCHES = 40  # enough for BatchNorm's statistics to settle, far less than an epoch of CIFAR
+
+OutputsOf = Callable[[Split], Tensor]
+
+
+def task_loss(outputs: Tensor, targets: Tensor, num_classes: int, label_smoothing: float = 0.0) -> Tensor:
+    """Return the loss of a task: the mean squared error of a regression, else the cross-entropy.
+
+    Args:
+        outputs: The model's outputs, (n, classes).
+        targets: The targets, (n,).
+        num_classes: The classes of the task; 1 for a regression.
+        label_smoothing: The fraction of the target spread over all classes.
+    """
+    if num_classes == 1:
+        return nn.functional.mse_loss(outputs.squeeze(1), targets)
+    return nn.functional.cross_entropy(outputs, targets, label_smoothing=label_smoothing)
+
+
+def evaluated_weights(model: nn.Module, average: WeightAverage | None) -> AbstractContextManager[object]:
+    """Return a context in which the model has its averaged weights, if any; changes to its buffers are undone."""
+    return restored_buffers(model) if average is None else average.applied()
+
+
+@torch.no_grad()
+def evaluate(outputs_of: OutputsOf, data: Data, split: Split) -> dict[str, float]:
+    """Return the task's metrics and its loss, without label smoothing, on all examples of a split.
+
+    Args:
+        outputs_of: Returns the model's outputs for some examples, in eval mode.
+        data: The task.
+        split: The examples; the result is empty if there are none.
+    """
+    if not len(split):
+        return {}
+    outputs = torch.cat([outputs_of(split[i : i + EVAL_BATCH]) for i in range(0, len(split), EVAL_BATCH)])
+    found = {name: METRICS[name](outputs, split.targets) for name in data.metrics}
+    return {**found, "loss": task_loss(outputs, split.targets, data.num_classes).item()}
+
+
+@torch.no_grad()
+def reestimate_batchnorm(model: nn.Module, outputs_of: OutputsOf, split: Split) -> None:
+    """Set BatchNorm's statistics to their average over batches without augmentation, at the current weights.
+
+    The batches are always the same ones, drawn at random from all examples: a data set may be sorted by class.
+    :func:`torch.optim.swa_utils.update_bn` takes models of one input only, and whole loaders.
+
+    Args:
+        model: The model; nothing is done if it has no BatchNorm layer.
+        outputs_of: Runs the model on some examples.
+        split: The training examples.
+    """
+    layers = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    if not layers:
+        return
+    momenta = [m.momentum for m in layers]
+    for m in layers:
+        m.reset_running_stats()
+        m.momentum = None  # a plain average
+    model.train()
+    size = min(EVAL_BATCH, len(split))
+    order = split.fixed_permutation()
+    for k in range(min(BATCHNORM_BATCHES, len(split) // size)):
+        outputs_of(split[order[k * size : (k + 1) * size]])
+    for m, momentum in zip(layers, momenta, strict=True):
+        m.momentum = momentum
+
+
+def accuracy(outputs: Tensor, targets: Tensor) -> float:
+    """Return the fraction of examples whose largest logit is that of their class."""
+    return (_predicted(outputs, targets) == targets).double().mean().item()
+
+
+def f1(outputs: Tensor, targets: Tensor) -> float:
+    """Return the F1 score of class 1 of two; 0 if it is neither predicted nor present."""
+    from sklearn.metrics import f1_score
+
+    if outputs.shape[1] != 2:
+        raise ValueError(f"f1 needs logits of two classes, got shape {tuple(outputs.shape)}")
+    return float(f1_score(targets.cpu().numpy(), _predicted(outputs, targets).cpu().numpy(), zero_division=0))
+
+
+def matthews(outputs: Tensor, targets: Tensor) -> float:
+    """Return the Matthews correlation of predicted and true classes; 0 if either is constant."""
+    from sklearn.metrics import matthews_corrcoef
+
+    predicted = _predicted(outputs, targets).cpu()
+    if (predicted == predicted[0]).all() or (targets == targets[0]).all():  # scikit-learn: 0, or a warning
+        return 0.0
+    return float(matthews_corrcoef(targets.cpu().numpy(), predicted.numpy()))
+
+
+def pearson(outputs: Tensor, targets: Tensor) -> float:
+    """Return the linear correlation of outputs and targets; 0 if either is constant."""
+    from scipy.stats import pearsonr
+
+    return _correlation(pearsonr, outputs, targets)
+
+
+def spearman(outputs: Tensor, targets: Tensor) -> float:
+    """Return the rank correlation of outputs and targets; 0 if either is constant."""
+    from scipy.stats import spearmanr
+
+    return _correlation(spearmanr, outputs, targets)
+
+
+METRICS: dict[str, Callable[[Tensor, Tensor], float]] = {
+    "accuracy": accuracy,
+    "f1": f1,
+    "matthews": matthews,
+    "pearson": pearson,
+    "spearman": spearman,
+}
+"""Metrics by name. Each takes the outputs and the targets of a whole split."""
+
+
+def _predicted(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Return the class of the largest logit."""
+    if outputs.dim() != 2 or targets.dim() != 1 or len(outputs) != len(targets) or not len(targets):
+        raise ValueError(
+            f"logits must be (n, classes) and targets (n,) with n > 0, "
+            f"got {tuple(outputs.shape)} and {tuple(targets.shape)}"
+        )
+    return outputs.argmax(1)
+
+
+def _correlation(correlate: Callable[..., tuple[float, float]], outputs: Tensor, targets: Tensor) -> float:
+    x = outputs.squeeze(1) if outputs.dim() == 2 and outputs.shape[1] == 1 else outputs
+    if x.dim() != 1 or x.shape != targets.shape or not len(targets):
+        raise ValueError(
+            f"values must be (n,) or (n, 1) and targets (n,) with n > 0, "
+            f"got {tuple(outputs.shape)} and {tuple(targets.shape)}"
+        )
+    if (x == x[0]).all() or (targets == targets[0]).all():
+        return 0.0
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # nearly constant outputs, as of a model at its start
+        return float(correlate(x.double().cpu().numpy(), targets.double().cpu().numpy())[0])

@@ -1,0 +1,147 @@
+"""How a command ends: on SIGINT and SIGTERM, on a closed pipe, and with which last line and exit code."""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+from typing import Any
+
+__all__ = [
+    "RESUMES",
+    "StopFlag",
+    "defer_interrupt",
+    "defer_signals",
+    "exit_with_message",
+    "flush_output",
+    "reraise_dropped_interrupts",
+    "skip_garbage_collection_at_exit",
+]
+
+RESUMES = dict.fromkeys(("train", "compare", "reproduce", "sweep"), "; the same command resumes")
+"""The commands that can be resumed, and what their last line says of it."""
+
+
+def exit_with_message(code: int, command: str, message: object) -> int:
+    """Print why a command ends, as one line on standard error, and return its exit code."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":  # one process per host prints
+        with suppress(OSError):  # standard error may be closed, too
+            print(f"{f'tiltsam {command}'.strip()}: {message}", file=sys.stderr)
+    return code
+
+
+def flush_output() -> None:
+    """Flush standard output; discard it if the pipe is closed, which Python would otherwise report at its exit."""
+    try:
+        print(end="", flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def skip_garbage_collection_at_exit() -> None:
+    """Skip the garbage collection at the exit of this process, which takes a second or more with torch loaded."""
+    atexit.unregister(gc.freeze)
+    atexit.register(gc.freeze)
+
+
+class StopFlag:
+    """A signal handler that stores the first signal in :attr:`number`, and raises KeyboardInterrupt at a second."""
+
+    def __init__(self) -> None:
+        self.number: int | None = None
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        """Store the signal, or raise if there is one already."""
+        if self.number is not None:
+            raise KeyboardInterrupt
+        self.number = number
+
+
+@contextmanager
+def defer_signals() -> Iterator[StopFlag]:
+    """Store SIGINT and SIGTERM in the :class:`StopFlag` that is yielded, instead of ending the process.
+
+    Other handlers and ignored signals are left as they are. Outside the main thread, where Python runs no handlers,
+    nothing is changed.
+    """
+    stop = StopFlag()
+    defaults = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    before = {number: handler for number, handler in defaults.items() if signal.getsignal(number) is handler}
+    if threading.current_thread() is not threading.main_thread():
+        before = {}
+    for number in before:
+        signal.signal(number, stop)
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def reraise_dropped_interrupts() -> Iterator[None]:
+    """Send an interrupt again if Python dropped it.
+
+    Python drops exceptions raised in destructors and in callbacks of weak references; database clients have many.
+    """
+    others = sys.unraisablehook
+
+    def hook(unraisable: Any) -> None:
+        if issubclass(unraisable.exc_type, KeyboardInterrupt):
+            threading.Timer(0.05, _interrupt).start()  # sent at once, it would be dropped with this one
+        else:
+            others(unraisable)
+
+    sys.unraisablehook = hook
+    try:
+        yield
+    finally:
+        sys.unraisablehook = others
+
+
+def _interrupt() -> None:
+    """Interrupt the main thread, also while it sleeps."""
+    main = threading.main_thread().ident
+    assert main is not None
+    signal.pthread_kill(main, signal.SIGINT)
+
+
+class _DeferredInterrupt:
+    """A handler that stores an interrupt; a second one is passed to the handler before it."""
+
+    def __init__(self, before: Callable[[int, FrameType | None], Any]) -> None:
+        self.before = before
+        self.received = False
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if self.received:
+            self.before(number, frame)
+        self.received = True
+
+
+@contextmanager
+def defer_interrupt() -> Iterator[None]:
+    """Defer an interrupt to the end of the context; a second one is not deferred.
+
+    For work that must not be left half done: an interrupted read of a database leaves it locked. Python interrupts the
+    main thread only, so in other threads nothing is changed.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    inside = isinstance(before, _DeferredInterrupt)
+    if inside or not callable(before) or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    deferred = _DeferredInterrupt(before)
+    signal.signal(signal.SIGINT, deferred)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if deferred.received:
+            before(signal.SIGINT, None)

@@ -253,7 +253,7 @@ def test_a_model_that_cannot_be_compiled_has_not_diverged(tmp_path, monkeypatch)
 
     monkeypatch.setattr(torch, "compile", lambda model: torch._dynamo.optimize(fail)(model))
     config = replace(STUDY.configs("erm", RATES)[0], compile=True)
-    with pytest.raises(TrainError, match="cannot be compiled"):
+    with pytest.raises(TrainError, match="compile"):
         work([Variants("one", {"erm": config}, [0])], tmp_path, {}, None)
     assert score_at(tmp_path, config, 0.25) is None
 

@@ -304,8 +304,8 @@ def test_entries_are_gone_on_with(tmp_path, pretend):
     ("arguments", "says"),
     [
         (["sam:num_samples=3"], "'sam:num_samples=3': sam has no num_samples"),
-        (["sam:rho"], "'sam:rho': after the colon settings"),
-        (["sam:"], "'sam:': after the colon settings"),
+        (["sam:rho"], "got 'sam:rho'"),
+        (["sam:"], "got 'sam:'"),
         (["sam:size=1"], "'sam:size=1': unknown setting 'size': one of model, epochs,"),
         (["sam:rho=big"], "'sam:rho=big': rho: 'big' is not a float"),
         (["adam:rho=1"], "unknown method 'adam': one of erm"),

@@ -1,18 +1,35 @@
 """Comparing methods from Python."""
 
+import json
+import re
+from dataclasses import replace
+from functools import partial
+
 import pytest
 
-from tiltsam.lab.compare import compare, comparison_cells
+import tiltsam
+from helpers.friendly import FriendlySAM
+from lab_processes import files_named, start
+from tiltsam.cli import main
+from tiltsam.lab.compare import compare, compare_configs, comparison_cells, format_rows, summarise
 from tiltsam.lab.config import TrainConfig
-from tiltsam.lab.errors import ConfigError
+from tiltsam.lab.errors import ConfigError, TrainError
+from tiltsam.lab.records import Record
+from tiltsam.lab.train import train
 
-SMALL = TrainConfig("digits", epochs=0.2, batch_size=128)
+SMALL = TrainConfig(epochs=2, batch_size=128, num_samples=2, num_points=2)
+QUICK = TrainConfig("digits", epochs=0.2, batch_size=128)
+
+
+def ends_well(process) -> bool:
+    process.join(240)
+    return process.exitcode == 0
 
 
 def test_compare_trains_each_method_with_each_seed_once(tmp_path):
     trained = []
     rows = compare(
-        SMALL,
+        QUICK,
         ["erm", "sam:rho=0.1"],
         tmp_path,
         seeds=2,
@@ -20,11 +37,11 @@ def test_compare_trains_each_method_with_each_seed_once(tmp_path):
     )
     assert [(row.method, row.runs) for row in rows] == [("erm", 2), ("sam:rho=0.1", 2)]
     assert trained == [("erm", 0), ("sam", 0), ("erm", 1), ("sam", 1)]
-    assert compare(SMALL, ["erm"], tmp_path, seeds=2, report=lambda *_: pytest.fail("trained again")) == rows[:1]
+    assert compare(QUICK, ["erm"], tmp_path, seeds=2, report=lambda *_: pytest.fail("trained again")) == rows[:1]
 
 
 def test_comparison_cells_keep_the_first_of_equal_methods():
-    assert list(comparison_cells(SMALL, ["sam", "sam:rho_schedule=constant", "erm"], 1)) == ["sam", "erm"]
+    assert list(comparison_cells(QUICK, ["sam", "sam:rho_schedule=constant", "erm"], 1)) == ["sam", "erm"]
 
 
 @pytest.mark.parametrize(
@@ -32,5 +49,100 @@ def test_comparison_cells_keep_the_first_of_equal_methods():
 )
 def test_compare_refuses_unknown_methods_settings_and_seeds(methods, seeds, value, tmp_path):
     with pytest.raises(ConfigError, match=value):
-        compare(SMALL, methods, tmp_path, seeds=seeds)
+        compare(QUICK, methods, tmp_path, seeds=seeds)
     assert not list(tmp_path.iterdir())
+
+
+def test_compare_continues_after_a_diverged_run(tmp_path, capsys):
+    bad = ["compare", "digits", "--methods", "erm", "--seeds", "1", "--out", str(tmp_path), "--epochs", "2"]
+    assert main([*bad, "--lr", "1e30"]) == 2
+    told = capsys.readouterr()
+    assert "the loss is not finite in epoch 1 of erm, seed 0" in told.out
+    assert "1 diverged" in told.out
+    assert "1 seed," in told.out
+    assert "all runs failed" in told.err
+    with pytest.raises(TrainError, match="lower lr or rho"):
+        train(replace(SMALL, method="sam", lr=1e30), Record(tmp_path / "again"))
+
+
+def test_compare_configs_reuses_runs_and_averages_over_seeds(tmp_path):
+    configs = [replace(SMALL, method=m, seed=s) for m in ("erm", "sam") for s in (0, 1)]
+    trained = []
+    rows = compare_configs(configs, tmp_path, report=lambda c, p: trained.append((c.method, c.seed)))
+    assert len(set(trained)) == 4
+    assert [row.method for row in rows] == ["erm", "sam"]
+    scores = [100 * Record.of(tmp_path, c).result()["score"] for c in configs[:2]]
+    assert rows[0].mean == pytest.approx(sum(scores) / 2)
+    assert rows[0].error == pytest.approx(abs(scores[0] - scores[1]) / 2)
+    again = compare_configs(configs, tmp_path, report=lambda c, p: pytest.fail("trained again"))
+    assert again == rows
+    assert format_rows(rows)[0][0] == "method"
+    assert summarise([replace(SMALL, method="tsam")], tmp_path)[0].runs == 0
+
+
+def test_compare_report_shows_only_the_compared_cells(tmp_path, capsys):
+    command = ["compare", "digits", "--epochs", "0.2", "--seeds", "1", "--out", str(tmp_path)]
+    assert main([*command, "--methods", "erm", "sam", "--lr", "0.05"]) == 0
+    assert main([*command, "--methods", "erm", "--lr", "0.2"]) == 0
+    page = tmp_path / "digits" / "report" / "report.html"
+    assert f"report: {page}" in capsys.readouterr().out
+    lead = re.search('<p class="lead">(.*?)</p>', page.read_text()).group(1)
+    assert "sam" not in lead
+    assert "0.05" not in lead
+    table = (page.parent / "tables" / "runs.md").read_text()
+    assert [line for line in table.splitlines() if line.startswith("| sam")] == []
+    assert "1 run ·" in page.read_text()
+
+
+def test_compare_methods_with_own_settings(tmp_path, capsys):
+    named = ["sam", "sam:rho=0.4,average=true", "tsam:num-samples=2,t=5", "tsam:num_samples=2,t=5.0"]
+    command = ["compare", "digits", "--epochs", "0.2", "--rho", "0.2", "--seeds", "2", "--out", str(tmp_path)]
+    assert main([*command, "--methods", *named]) == 0
+    shown = capsys.readouterr()
+    assert not shown.err
+    rows = [line.split("|")[1::5] for line in shown.out.splitlines() if line.startswith("| ")]
+    assert [[cell.strip() for cell in row] for row in rows[1:]] == [[name, "2"] for name in named[:3]]
+    assert "digits sam:rho=0.4,average=true seed 1  100%" in shown.out
+    configs = [Record(path.parent).config() for path in files_named("config.json", tmp_path)]
+    assert len(configs) == 6
+    assert {(c.method, c.rho, c.average, c.num_samples, c.t) for c in configs} == {
+        ("sam", 0.2, False, 3, 20.0),
+        ("sam", 0.4, True, 3, 20.0),
+        ("tsam", 0.2, False, 2, 5.0),
+    }
+
+
+def test_two_processes_never_train_the_same_run(tmp_path):
+    arguments = ["compare", "digits", "--methods", "erm", "sam", "tsam", "--seeds", "2", "--epochs", "12"]
+    both = [start(*arguments, "--num-samples", "2", "--out", str(tmp_path)) for _ in range(2)]
+    assert [ends_well(process) for process in both] == [True, True]
+    finished = list(tmp_path.rglob("result.json"))
+    assert len(finished) == 6
+    for result in finished:
+        epochs = [json.loads(line)["epoch"] for line in (result.parent / "metrics.jsonl").read_text().splitlines()]
+        assert epochs == [float(k) for k in range(1, 13)]  # each epoch once: nobody else was in there
+
+
+def test_compare_takes_a_users_method(tmp_path, monkeypatch, capsys):
+    """It has SAM's settings, if it takes a rho; those that it has beyond are fixed where it is named."""
+    monkeypatch.setitem(tiltsam.METHODS, "friendly", FriendlySAM)
+    monkeypatch.setitem(tiltsam.METHODS, "slow", partial(FriendlySAM, lam=0.99))
+    monkeypatch.chdir(tmp_path)
+    own = ["friendly:rho=0.5", "slow", "friendly:rho_schedule=up"]
+    assert not main(["compare", "digits", "--methods", "sam", *own, "--epochs", "1", "--seeds", "1"])
+    table = capsys.readouterr().out
+    assert all(f"| {name} " in table for name in own)
+    assert not main(["methods"])
+    assert "slow      Friendly-SAM" in capsys.readouterr().out
+    config = replace(SMALL, method="friendly", rho=0.1)
+    assert config.key() != replace(config, rho=0.2).key()
+    assert config.key() == replace(config, lam=0.1).key()  # RSAM's
+    for bad in (["--methods", "friendly:lam=0.5"], ["--methods", "stranger"]):
+        assert main(["compare", "digits", *bad])
+    errors = capsys.readouterr().err
+    assert "friendly has no lam" in errors
+    assert "unknown method 'stranger': one of erm, sam, " in errors
+    grid = ["--grid", "rho=0.1", "--trials", "1", "--epochs", "1", "--workers", "2"]
+    for entry in ("friendly", "friendly:average=true"):
+        assert main(["sweep", "digits", "--methods", "sam", entry, *grid])
+        assert "--workers 2 starts new processes, which do not know friendly:" in capsys.readouterr().err

@@ -2,9 +2,13 @@
 
 import hashlib
 import json
+import os
+import resource
 import shutil
 import warnings
-from dataclasses import fields
+from dataclasses import fields, replace
+from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -179,3 +183,89 @@ def test_config_types_are_checked(tmp_path):
         (tmp_path / "config.json").write_text(json.dumps({field.name: {}}))
         with pytest.raises(RecordError, match=rf"config\.json.*{field.name}"):
             Record(tmp_path).config()
+
+
+def test_partial_metrics_line_is_skipped(tmp_path):
+    record = Record(tmp_path)
+    record.log(epoch=1, loss=2.0)
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"epoch": 2, "lo')
+    record.log(epoch=2, loss=1.0)
+    rows, damaged = record.metrics()
+    assert [row["loss"] for row in rows] == [2.0, 1.0]
+    assert damaged == [2]
+
+
+def test_log_raises_after_a_partial_write(tmp_path):
+    record = Record(tmp_path)
+    record.log(epoch=1)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / "metrics.jsonl").stat().st_size + 5, limits[1]))
+    try:
+        with pytest.raises(OSError, match="No space left on device"):
+            record.log(epoch=2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    record.log(epoch=2)
+    assert [row["epoch"] for row in record.metrics()[0]] == [1, 2]
+
+
+def test_task_folder_shortens_long_paths(tmp_path):
+    deep = [
+        replace(
+            TrainConfig(epochs=2, batch_size=128, num_samples=2, num_points=2),
+            task=f"npz:{'длинное имя/' * 20}{end}.npz",
+        )
+        for end in "ab"
+    ]
+    folders = [Record.of(tmp_path, config).folder for config in deep]
+    for folder, end in zip(folders, "ab", strict=True):
+        folder.mkdir(parents=True)
+        assert f"{end}.npz" in folder.parent.parent.name
+    others = replace(deep[0], task=deep[0].task.replace("npz:", "npz:other/"))
+    assert len({*(f.parent.parent for f in folders), Record.of(tmp_path, others).folder.parent.parent}) == 3
+
+
+def test_lock_removes_empty_folders(tmp_path, capsys):
+    out = tmp_path / "runs"
+    (out / "digits").mkdir(parents=True)
+    command = ["train", "cifar10", "--out", str(out), "--data-root", str(tmp_path / "nowhere")]
+    assert main(command) == 2
+    assert "cifar" in capsys.readouterr().err
+    assert [path.name for path in out.iterdir()] == ["digits"]
+
+
+def test_lock_is_not_taken_on_a_removed_file(tmp_path):
+    """Another process, whose run wrote nothing, removes the file between our opening and our locking it."""
+    record = Record(tmp_path / "task" / "method" / "seed-0")
+    lock, real_open, opened = record.folder / "lock", os.open, []
+
+    def open_and_remove(path, *args, **options):
+        file = real_open(path, *args, **options)
+        if Path(path) == lock and not opened:
+            lock.unlink()
+        opened.append(path)
+        return file
+
+    with patch("os.open", open_and_remove), record.lock() as mine, Record(record.folder).lock() as other:
+        assert mine
+        assert not other
+        assert lock.exists()
+        (record.folder / "config.json").touch()
+    assert len(opened) > 1
+
+
+def test_config_of_other_folders_is_refused(tmp_path):
+    with pytest.raises(RecordError, match=r"config\.json"):
+        Record(tmp_path).config()
+    for content in (b"{", b"\xff\xfe", b"[]"):
+        (tmp_path / "config.json").write_bytes(content)
+        with pytest.raises(RecordError, match="damaged"):
+            Record(tmp_path).config()
+
+
+@pytest.mark.parametrize("content", [b"{", b"\xff\xfe", b"[]", b"{}"])
+def test_damaged_result_is_refused(content, tmp_path):
+    (tmp_path / "result.json").write_bytes(content)
+    with pytest.raises(RecordError, match=r"result.json is damaged: remove it to train again"):
+        Record(tmp_path).result()

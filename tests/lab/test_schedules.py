@@ -3,6 +3,7 @@ import pytest
 import tiltsam
 from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.records import Record
+from tiltsam.lab.schedules import rate_factor
 from tiltsam.lab.train import train
 
 
@@ -45,3 +46,11 @@ def test_rho_schedule(direction, given, tmp_path, monkeypatch):
     shares = {"constant": [1.0] * steps, "up": [k / steps for k in range(steps)]}
     shares["down"] = [1 - k / steps for k in range(steps)]
     assert seen == pytest.approx([rho * share for share in shares[direction]])
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear"])
+@pytest.mark.parametrize("warmup", [0.1, 0.5])
+def test_learning_rate_decays_after_warmup(schedule, warmup):
+    config = TrainConfig(schedule=schedule, warmup=warmup)
+    before, at, half, end = (rate_factor(config, x) for x in (warmup - 1e-9, warmup, (1 + warmup) / 2, 1.0))
+    assert (before, at, half, end) == pytest.approx((1, 1, 0.5, 0))

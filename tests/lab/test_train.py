@@ -1,28 +1,22 @@
 """Training, records and comparison: what is asked is what runs, and nothing is lost on the way."""
 
 import json
-import os
 import random
-import re
-import resource
 import signal
 import time
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from unittest.mock import Mock, patch
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import safetensors.torch
 import torch
 
-import tiltsam
-from helpers.friendly import FriendlySAM
 from lab_processes import files_named, start
 from tiltsam.cli import main
 from tiltsam.lab import train as training
-from tiltsam.lab.compare import compare_configs, format_rows, summarise
+from tiltsam.lab.compare import format_rows, summarise
 from tiltsam.lab.config import METHOD_SETTINGS, TrainConfig
 from tiltsam.lab.data import load
 from tiltsam.lab.data.loader import Batches
@@ -31,7 +25,6 @@ from tiltsam.lab.flags import field_docs
 from tiltsam.lab.models import load_model
 from tiltsam.lab.records import Record
 from tiltsam.lab.report.runs import read_runs
-from tiltsam.lab.schedules import rate_factor
 from tiltsam.lab.tensorboard import TensorBoardWriter
 from tiltsam.lab.train import Trainer, train
 
@@ -146,14 +139,6 @@ def test_schedules(schedule, tmp_path):
     train(config, Record(tmp_path), report=lambda p: rates.append(p.row["lr"]))
     assert rates[0] < 0.1  # warming up
     assert {"constant": 0.1, "step": 0.001}.get(schedule, 0.0) == pytest.approx(rates[-1], abs=3e-3)
-
-
-@pytest.mark.parametrize("schedule", ["cosine", "linear"])
-@pytest.mark.parametrize("warmup", [0.1, 0.5])
-def test_learning_rate_decays_after_warmup(schedule, warmup):
-    config = TrainConfig(schedule=schedule, warmup=warmup)
-    before, at, half, end = (rate_factor(config, x) for x in (warmup - 1e-9, warmup, (1 + warmup) / 2, 1.0))
-    assert (before, at, half, end) == pytest.approx((1, 1, 0.5, 0))
 
 
 class Stop(Exception):
@@ -485,17 +470,6 @@ def test_finished_run_is_tidied_after_an_interrupt(tmp_path, monkeypatch):
     assert not list(tmp_path.rglob(".*"))
 
 
-def test_partial_metrics_line_is_skipped(tmp_path):
-    record = Record(tmp_path)
-    record.log(epoch=1, loss=2.0)
-    with open(tmp_path / "metrics.jsonl", "a") as file:
-        file.write('{"epoch": 2, "lo')
-    record.log(epoch=2, loss=1.0)
-    rows, damaged = record.metrics()
-    assert [row["loss"] for row in rows] == [2.0, 1.0]
-    assert damaged == [2]
-
-
 def test_metrics_of_a_killed_attempt_are_dropped(tmp_path):
     """It was ahead of the one that finished: of its later epochs none may stay."""
     for epoch in (1, 2, 3, 4):
@@ -518,82 +492,12 @@ def test_metrics_of_a_killed_attempt_are_dropped(tmp_path):
     ]
 
 
-def test_compare_continues_after_a_diverged_run(tmp_path, capsys):
-    bad = ["compare", "digits", "--methods", "erm", "--seeds", "1", "--out", str(tmp_path), "--epochs", "2"]
-    assert main([*bad, "--lr", "1e30"]) == 2
-    told = capsys.readouterr()
-    assert "the loss is not finite in epoch 1 of erm, seed 0" in told.out
-    assert "1 diverged" in told.out
-    assert "1 seed," in told.out
-    assert "all runs failed" in told.err
-    with pytest.raises(TrainError, match="lower lr or rho"):
-        train(replace(SMALL, method="sam", lr=1e30), Record(tmp_path / "again"))
-
-
 def test_divergence_in_the_last_step_has_no_result(tmp_path):
     config = replace(SMALL, method="erm", epochs=1, batch_size=2000, lr=1e38)  # one step, from a finite loss
     with pytest.raises(TrainError, match=r"not finite after epoch 1 of erm, seed 0: lower lr$"):
         train(config, Record(tmp_path))
     assert Record(tmp_path).result() is None
     assert Record(tmp_path).metrics() == ([], [])
-
-
-def test_compare_configs_reuses_runs_and_averages_over_seeds(tmp_path):
-    configs = [replace(SMALL, method=m, seed=s) for m in ("erm", "sam") for s in (0, 1)]
-    trained = []
-    rows = compare_configs(configs, tmp_path, report=lambda c, p: trained.append((c.method, c.seed)))
-    assert len(set(trained)) == 4
-    assert [row.method for row in rows] == ["erm", "sam"]
-    scores = [100 * Record.of(tmp_path, c).result()["score"] for c in configs[:2]]
-    assert rows[0].mean == pytest.approx(sum(scores) / 2)
-    assert rows[0].error == pytest.approx(abs(scores[0] - scores[1]) / 2)
-    again = compare_configs(configs, tmp_path, report=lambda c, p: pytest.fail("trained again"))
-    assert again == rows
-    assert format_rows(rows)[0][0] == "method"
-    assert summarise([replace(SMALL, method="tsam")], tmp_path)[0].runs == 0
-
-
-def test_compare_report_shows_only_the_compared_cells(tmp_path, capsys):
-    command = ["compare", "digits", "--epochs", "0.2", "--seeds", "1", "--out", str(tmp_path)]
-    assert main([*command, "--methods", "erm", "sam", "--lr", "0.05"]) == 0
-    assert main([*command, "--methods", "erm", "--lr", "0.2"]) == 0
-    page = tmp_path / "digits" / "report" / "report.html"
-    assert f"report: {page}" in capsys.readouterr().out
-    lead = re.search('<p class="lead">(.*?)</p>', page.read_text()).group(1)
-    assert "sam" not in lead
-    assert "0.05" not in lead
-    table = (page.parent / "tables" / "runs.md").read_text()
-    assert [line for line in table.splitlines() if line.startswith("| sam")] == []
-    assert "1 run ·" in page.read_text()
-
-
-def test_compare_methods_with_own_settings(tmp_path, capsys):
-    named = ["sam", "sam:rho=0.4,average=true", "tsam:num-samples=2,t=5", "tsam:num_samples=2,t=5.0"]
-    command = ["compare", "digits", "--epochs", "0.2", "--rho", "0.2", "--seeds", "2", "--out", str(tmp_path)]
-    assert main([*command, "--methods", *named]) == 0
-    shown = capsys.readouterr()
-    assert not shown.err
-    rows = [line.split("|")[1::5] for line in shown.out.splitlines() if line.startswith("| ")]
-    assert [[cell.strip() for cell in row] for row in rows[1:]] == [[name, "2"] for name in named[:3]]
-    assert "digits sam:rho=0.4,average=true seed 1  100%" in shown.out
-    configs = [Record(path.parent).config() for path in files_named("config.json", tmp_path)]
-    assert len(configs) == 6
-    assert {(c.method, c.rho, c.average, c.num_samples, c.t) for c in configs} == {
-        ("sam", 0.2, False, 3, 20.0),
-        ("sam", 0.4, True, 3, 20.0),
-        ("tsam", 0.2, False, 2, 5.0),
-    }
-
-
-def test_two_processes_never_train_the_same_run(tmp_path):
-    arguments = ["compare", "digits", "--methods", "erm", "sam", "tsam", "--seeds", "2", "--epochs", "12"]
-    both = [start(*arguments, "--num-samples", "2", "--out", str(tmp_path)) for _ in range(2)]
-    assert [ends_well(process) for process in both] == [True, True]
-    finished = list(tmp_path.rglob("result.json"))
-    assert len(finished) == 6
-    for result in finished:
-        epochs = [json.loads(line)["epoch"] for line in (result.parent / "metrics.jsonl").read_text().splitlines()]
-        assert epochs == [float(k) for k in range(1, 13)]  # each epoch once: nobody else was in there
 
 
 def test_locked_run_is_refused(tmp_path, capsys):
@@ -734,20 +638,6 @@ def test_full_disk_keeps_the_checkpoint(tmp_path, capsys, monkeypatch):
     assert main(["train", "digits", "--epochs", "3", "--out", str(tmp_path)]) == 0
 
 
-def test_log_raises_after_a_partial_write(tmp_path):
-    record = Record(tmp_path)
-    record.log(epoch=1)
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / "metrics.jsonl").stat().st_size + 5, limits[1]))
-    try:
-        with pytest.raises(OSError, match="No space left on device"):
-            record.log(epoch=2)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    record.log(epoch=2)
-    assert [row["epoch"] for row in record.metrics()[0]] == [1, 2]
-
-
 def test_model_that_cannot_be_written_is_one_line(tmp_path, capsys, monkeypatch):
     def full(tensors, path):
         path.write_bytes(b"half a mod")
@@ -767,61 +657,6 @@ def test_model_that_cannot_be_written_is_one_line(tmp_path, capsys, monkeypatch)
 def test_unwritable_folder_is_refused(capsys):
     assert main(["train", "digits", "--epochs", "0.1", "--out", "/proc/tiltsam"]) == 2
     assert "cannot write to /proc/tiltsam" in capsys.readouterr().err
-
-
-def test_task_folder_shortens_long_paths(tmp_path):
-    deep = [replace(SMALL, task=f"npz:{'длинное имя/' * 20}{end}.npz") for end in "ab"]
-    folders = [Record.of(tmp_path, config).folder for config in deep]
-    for folder, end in zip(folders, "ab", strict=True):
-        folder.mkdir(parents=True)
-        assert f"{end}.npz" in folder.parent.parent.name
-    others = replace(deep[0], task=deep[0].task.replace("npz:", "npz:other/"))
-    assert len({*(f.parent.parent for f in folders), Record.of(tmp_path, others).folder.parent.parent}) == 3
-
-
-def test_lock_removes_empty_folders(tmp_path, capsys):
-    out = tmp_path / "runs"
-    (out / "digits").mkdir(parents=True)
-    command = ["train", "cifar10", "--out", str(out), "--data-root", str(tmp_path / "nowhere")]
-    assert main(command) == 2
-    assert "cifar" in capsys.readouterr().err
-    assert [path.name for path in out.iterdir()] == ["digits"]
-
-
-def test_lock_is_not_taken_on_a_removed_file(tmp_path):
-    """Another process, whose run wrote nothing, removes the file between our opening and our locking it."""
-    record = Record(tmp_path / "task" / "method" / "seed-0")
-    lock, real_open, opened = record.folder / "lock", os.open, []
-
-    def open_and_remove(path, *args, **options):
-        file = real_open(path, *args, **options)
-        if Path(path) == lock and not opened:
-            lock.unlink()
-        opened.append(path)
-        return file
-
-    with patch("os.open", open_and_remove), record.lock() as mine, Record(record.folder).lock() as other:
-        assert mine
-        assert not other
-        assert lock.exists()
-        (record.folder / "config.json").touch()
-    assert len(opened) > 1
-
-
-def test_config_of_other_folders_is_refused(tmp_path):
-    with pytest.raises(RecordError, match=r"config\.json"):
-        Record(tmp_path).config()
-    for content in (b"{", b"\xff\xfe", b"[]"):
-        (tmp_path / "config.json").write_bytes(content)
-        with pytest.raises(RecordError, match="damaged"):
-            Record(tmp_path).config()
-
-
-@pytest.mark.parametrize("content", [b"{", b"\xff\xfe", b"[]", b"{}"])
-def test_damaged_result_is_refused(content, tmp_path):
-    (tmp_path / "result.json").write_bytes(content)
-    with pytest.raises(RecordError, match=r"result.json is damaged: remove it to train again"):
-        Record(tmp_path).result()
 
 
 def test_checkpoint_seconds_must_be_a_number(tmp_path, capsys, monkeypatch):
@@ -860,78 +695,6 @@ def test_every_field_is_documented_and_on_the_command_line(capsys):
         assert f"--{name.replace('_', '-')}" in text
 
 
-def test_compare_takes_a_users_method(tmp_path, monkeypatch, capsys):
-    """It has SAM's settings, if it takes a rho; those that it has beyond are fixed where it is named."""
-    monkeypatch.setitem(tiltsam.METHODS, "friendly", FriendlySAM)
-    monkeypatch.setitem(tiltsam.METHODS, "slow", partial(FriendlySAM, lam=0.99))
-    monkeypatch.chdir(tmp_path)
-    own = ["friendly:rho=0.5", "slow", "friendly:rho_schedule=up"]
-    assert not main(["compare", "digits", "--methods", "sam", *own, "--epochs", "1", "--seeds", "1"])
-    table = capsys.readouterr().out
-    assert all(f"| {name} " in table for name in own)
-    assert not main(["methods"])
-    assert "slow      Friendly-SAM" in capsys.readouterr().out
-    config = replace(SMALL, method="friendly", rho=0.1)
-    assert config.key() != replace(config, rho=0.2).key()
-    assert config.key() == replace(config, lam=0.1).key()  # RSAM's
-    for bad in (["--methods", "friendly:lam=0.5"], ["--methods", "stranger"]):
-        assert main(["compare", "digits", *bad])
-    errors = capsys.readouterr().err
-    assert "friendly has no lam" in errors
-    assert "unknown method 'stranger': one of erm, sam, " in errors
-    grid = ["--grid", "rho=0.1", "--trials", "1", "--epochs", "1", "--workers", "2"]
-    for entry in ("friendly", "friendly:average=true"):
-        assert main(["sweep", "digits", "--methods", "sam", entry, *grid])
-        assert "--workers 2 starts new processes, which do not know friendly:" in capsys.readouterr().err
-
-
-class BareSAM(tiltsam.SharpnessAware):
-    """Takes neither a model nor a seed nor processes."""
-
-    def __init__(self, base, *, rho=0.05):
-        super().__init__(base, tiltsam.samplers.Ascent(), {"rho": rho})
-
-
-def test_wrap_passes_only_options_of_the_constructor(monkeypatch):
-    monkeypatch.setitem(tiltsam.METHODS, "bare", BareSAM)
-    config = TrainConfig(method="bare", rho=0.3)
-    model = torch.nn.Linear(2, 1)
-    base = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer = config.wrap(base, model=model, seed=7, parallel=None)
-    assert optimizer.model is None
-    assert optimizer.setting("rho") == 0.3
-    with pytest.raises(ConfigError, match="bare has no option parallel"):
-        config.wrap(base, model=model, seed=7, parallel=tiltsam.Parallel())
-
-
-@pytest.mark.parametrize("method", ["pgn", "tsam", "slow"])
-def test_every_takes_plain_steps_between(method, monkeypatch):
-    monkeypatch.setitem(tiltsam.METHODS, "slow", partial(FriendlySAM, lam=0.99))
-    model = torch.nn.Linear(2, 1)
-    config = replace(SMALL, method=method, every=3)
-    optimizer = config.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
-
-    def closure():
-        loss = model(torch.ones(4, 2)).square().mean()
-        loss.backward()
-        return loss
-
-    passes = []
-    for _ in range(7):
-        optimizer.step(closure)
-        passes.append(optimizer.info.num_backwards)
-    full = 4 if method == "tsam" else 2
-    assert passes == [full, 1, 1, full, 1, 1, full]
-
-
-def test_every_needs_a_class(monkeypatch):
-    monkeypatch.setitem(tiltsam.METHODS, "made", lambda base, **options: tiltsam.SAM(base, **options))
-    base = torch.optim.SGD(torch.nn.Linear(2, 1).parameters(), lr=0.1)
-    assert isinstance(TrainConfig(method="made").wrap(base, seed=1), tiltsam.SAM)
-    with pytest.raises(ConfigError, match="every"):
-        TrainConfig(method="made", every=2).wrap(base, seed=1)
-
-
 def test_nonfinite_samples_are_reported_after_the_epoch(tmp_path, monkeypatch):
     calls, loss = [], Trainer._loss
 
@@ -944,11 +707,3 @@ def test_nonfinite_samples_are_reported_after_the_epoch(tmp_path, monkeypatch):
     with pytest.warns(RuntimeWarning, match=r"^1 samples") as caught:
         train(config, Record(tmp_path))
     assert len(caught) == 1
-
-
-def test_keys_ignore_other_methods_settings():
-    assert replace(SMALL, method="sam", t=1.0).key() == replace(SMALL, method="sam", t=2.0).key()
-    assert replace(SMALL, method="tsam", t=1.0).key() != replace(SMALL, method="tsam", t=2.0).key()
-    assert replace(SMALL, seed=1).key() == replace(SMALL, seed=2).key()
-    with pytest.raises(ConfigError, match="unknown method"):
-        replace(SMALL, method="lookahead")

@@ -244,6 +244,8 @@ class Sharding:
         self._dims = sorted({i for p in params if is_sharded(p) for i in _sharded_dims(p)})
         self.groups: list[Group] = [self.mesh.get_group(i) for i in self._dims] if self.mesh is not None else []
         """The groups whose ranks hold different parts."""
+        self.needs_views = self.mesh is not None or any(p.is_complex() for p in params)
+        """Whether this process computes with local, real views instead of the parameters themselves."""
         for p in params:
             if is_sharded(p) and p.is_complex():
                 raise ValueError("sharded parameters must be real, got a complex one")

@@ -454,7 +454,6 @@ class SharpnessAware(Optimizer):
 
     def current_space(self) -> ParameterSpace:
         """Return the space over the parameters that are trainable now; rebuilt only when they change."""
-        params = [p for group in self.base.param_groups for p in group["params"]]
         space = self._space
         places: list[Any] = []
         if space is not None and space.sharding.mesh is None:
@@ -473,7 +472,11 @@ class SharpnessAware(Optimizer):
                 space.roll_back()  # if an earlier restore failed, its backup must not be lost
         space = parameter_space(
             [group["params"] for group in self.param_groups],
-            model_state=ModelState(self.model, devices=[p.device for p in params], **self._model_options),
+            model_state=ModelState(
+                self.model,
+                devices=[p.device for group in self.param_groups for p in group["params"]],
+                **self._model_options,
+            ),
             parallel=self.parallel,
             sampler_state=self._sampler_state,
         )

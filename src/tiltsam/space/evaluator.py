@@ -46,7 +46,6 @@ class Evaluator:
     ) -> None:
         self.params, self.model_state, self.ranks, self.sharding = params, model_state, ranks, sharding
         self._dtype, self._device = dtype, device
-        self._special = sharding.mesh is not None or any(p.is_complex() for p in params)
         self._differentiates = False  # whether the closure takes derivatives before it calls backward()
         self.end_step()
 
@@ -134,7 +133,7 @@ class Evaluator:
                     )
                 if grad.dtype != p.dtype:
                     raise TypeError(f"a gradient must have the dtype of its parameter, {p.dtype}, got {grad.dtype}")
-                if self._special:
+                if self.sharding.needs_views:
                     grad = as_real(local_gradient(p).resolve_conj())
                 elif grad.requires_grad:
                     grad = grad.detach()

@@ -29,7 +29,6 @@ class GradientMean:
 
     def __init__(self, params: Sequence[Tensor], blocks: Sequence[Block], sharding: Sharding, ranks: Ranks) -> None:
         self._params, self._blocks, self._sharding, self._ranks = params, blocks, sharding, ranks
-        self._special = sharding.mesh is not None or any(p.is_complex() for p in params)
         self._memory: Gradient = [None] * len(params)
         self._buffers: list[Tensor] = []  # flat buffers behind the memory
         self._single: Gradient | None = None  # the gradient of a step with one sample
@@ -141,7 +140,7 @@ class GradientMean:
     def assign(self) -> None:
         """Assign the mean to ``.grad`` of the parameters."""
         for i, (p, mean) in enumerate(zip(self._params, self.tensors, strict=True)):
-            if mean is not None and self._special:
+            if mean is not None and self._sharding.needs_views:
                 mean = self._sharding.wrap(i, torch.view_as_complex(mean) if p.is_complex() else mean)
             p.grad = mean
 

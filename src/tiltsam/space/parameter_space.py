@@ -60,7 +60,7 @@ class ParameterSpace(TensorLists):
         self.model_state = model_state if model_state is not None else ModelState()
         sharding = Sharding(self.params)
         self.ranks = Ranks(parallel, self.model_state.model, sharding)
-        self._views = sharding.mesh is not None or any(p.is_complex() for p in self.params)
+        self.sharding = sharding
         here = self._local_tensors()
         self.ranks.check_same_weights(here)
         dtype = torch.float64 if any(x.dtype == torch.float64 for x in here) else torch.float32
@@ -103,7 +103,7 @@ class ParameterSpace(TensorLists):
             moves: Whether the body moves the point at all.
         """
         try:
-            if self._views:
+            if self.sharding.needs_views:
                 self._point = self._local_tensors()  # p.data may be another tensor than at the last step
             self._at_center, self._distance = True, self.zero
             self.gradient_mean.begin_step()
@@ -185,7 +185,7 @@ class ParameterSpace(TensorLists):
                 self._unfinished = False
 
     def _local_tensors(self) -> list[Tensor]:
-        return [as_real(local_part(p)) for p in self.params] if self._views else list(self.params)
+        return [as_real(local_part(p)) for p in self.params] if self.sharding.needs_views else list(self.params)
 
     def accepts_memory(self) -> bool:
         """Return whether the space can use the memory that the parameters have now, after ``p.data`` was replaced."""
@@ -288,7 +288,7 @@ class ParameterSpace(TensorLists):
             share: Its share of the total weight so far.
             single: Whether it is the only sample of the step.
         """
-        if single and not self.ranks.splits_samples:
+        if single:
             self.zero_unless_(draw.gradient, draw.valid)
             self.gradient_mean.set(draw.gradient)
             return

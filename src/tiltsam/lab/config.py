@@ -217,6 +217,21 @@ class TrainConfig:
             own["sampler"] = tiltsam.samplers.Ascent(num_steps=self.ascent_steps)
         return own
 
+    def with_settings(self, settings: Mapping[str, Any]) -> TrainConfig:
+        """Return the config with some fields, or options of its method, replaced.
+
+        Args:
+            settings: Values by name; ``method`` may be among them.
+
+        Raises:
+            ConfigError: If neither the config nor the method has a setting of that name.
+        """
+        method = str(settings.get("method", self.method))
+        known = {field.name for field in dataclasses.fields(self)}
+        if unknown := [name for name in settings if name not in known or name in settings_of_others(method)]:
+            raise ConfigError(f"{method} has no {', '.join(unknown)}")
+        return dataclasses.replace(self, **settings)
+
     def smallest_share(self) -> float:
         """Return the smallest fraction of a batch that a pass sees."""
         if self.splits():

@@ -8,6 +8,11 @@ from torch._dynamo.utils import counters
 
 import tiltsam
 
+# Importing Inductor warns of torch's own use of TorchScript on some versions.
+pytestmark = pytest.mark.filterwarnings(
+    r"ignore:`torch\.jit\.:DeprecationWarning", r"ignore:`torch\.jit\.:FutureWarning"
+)
+
 
 @pytest.fixture(autouse=True)
 def fresh_compiler():

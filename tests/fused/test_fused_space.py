@@ -1,6 +1,7 @@
 """The Triton kernels equal torch's operations. Most tests need a CUDA device."""
 
 import copy
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from tiltsam.space.step_record import unpack
 from tiltsam.tilting import StreamingTilt
 
 cuda = pytest.mark.skipif(
-    not torch.cuda.is_available() or fused_space.kernels is None, reason="needs a CUDA device and Triton"
+    not torch.cuda.is_available() or find_spec("triton") is None, reason="needs a CUDA device and Triton"
 )
 BY_NAME = {method.name: method for method in METHODS}
 SHAPES = [(64, 33), (64,), (8, 4, 3, 3), (9000,), (1,)]  # a program processes 4096 elements

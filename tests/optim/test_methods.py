@@ -114,8 +114,7 @@ def test_trajectory_equals_naive_twin(method, twin):
 
 
 def third_party(params):
-    import pytorch_optimizer
-
+    pytorch_optimizer = pytest.importorskip("pytorch_optimizer")
     return pytorch_optimizer.AdaBelief(params, lr=0.01)
 
 

@@ -74,6 +74,7 @@ class FusedSpace(ParameterSpace):
         )
 
     def __init__(self, groups: Sequence[Sequence[Tensor]], **options: Any) -> None:
+        _load_kernels()
         super().__init__(groups, **options)
         self.tables = AddressTables(self.device)
         self._launcher = _Launcher(self._like)

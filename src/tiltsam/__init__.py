@@ -3,6 +3,7 @@
 - Methods: :class:`TSAM`, and :class:`ERM`, :class:`SAM`, :class:`ASAM`, :class:`LineSearchSAM`, :class:`PGN`,
   :class:`RSAM`; :data:`METHODS` maps the paper's names to them.
 - Speed: :func:`capture` runs a whole step as one CUDA graph.
+- Tilting over the examples of a batch: :class:`ExampleTilt`, in the closure of any optimizer.
 - Averaged weights: :class:`WeightAverage`, for any optimizer.
 - Several processes: :class:`Parallel`; DDP and FSDP2 are detected automatically.
 - Measuring flatness: :mod:`tiltsam.sharpness`, :mod:`tiltsam.curvature`, :mod:`tiltsam.landscape`.
@@ -33,7 +34,7 @@ from tiltsam.averaging import WeightAverage
 from tiltsam.capture import capture
 from tiltsam.distributed import Parallel
 from tiltsam.optim import ASAM, ERM, METHODS, PGN, RSAM, SAM, TSAM, LineSearchSAM, SharpnessAware, StepInfo
-from tiltsam.tilting import tilted_loss, tilted_mean, tilted_var, tilted_weights
+from tiltsam.tilting import ExampleTilt, tilted_loss, tilted_mean, tilted_var, tilted_weights
 
 __version__ = "0.1.0"
 
@@ -45,6 +46,7 @@ __all__ = [
     "RSAM",
     "SAM",
     "TSAM",
+    "ExampleTilt",
     "LineSearchSAM",
     "Parallel",
     "SharpnessAware",

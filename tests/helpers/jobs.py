@@ -393,3 +393,37 @@ def split_samples_without_data_group(rank):
     parallel = tiltsam.Parallel(samples=mesh["samples"].get_group())
     optimizer = tiltsam.TSAM(sgd(model.parameters()), num_samples=3, model=model, parallel=parallel)
     return error_of(lambda: train(model, optimizer, range(1)))
+
+
+# ---------------------------------------------------------------- the tilt over examples
+
+
+def example_tilt(rank, steps, sharded, options):
+    """Train TSAM on this rank's part of each batch, with weights over the whole batch."""
+    model = mlp()
+    if sharded:
+        model = fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    else:
+        model = DistributedDataParallel(model)
+    return _train_with_tilt(model, steps, options, rank, dist.get_world_size())
+
+
+def example_tilt_alone(steps, options):
+    """Train TSAM in one process on whole batches."""
+    return _train_with_tilt(mlp(), steps, options, 0, 1)
+
+
+def _train_with_tilt(model, steps, options, part, parts):
+    optimizer = tiltsam.TSAM(sgd(model.parameters()), model=model, num_samples=2)
+    tilt = tiltsam.ExampleTilt(-2.0, **options)
+    for step in range(steps):
+        x, y = batch(step, part, parts)
+
+        def closure(x=x, y=y):
+            losses = nn.functional.cross_entropy(model(x), y, reduction="none")
+            loss = tilt(losses, y) if "num_groups" in options else tilt(losses)
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+    return flat(model)

@@ -1,0 +1,31 @@
+"""Exponential tilting of losses: over the samples of a step (TSAM), and over the examples of a batch (TERM).
+
+- :mod:`~tiltsam.tilting.streaming`: tilted loss, weights, mean and variance; schedules of t.
+- :mod:`~tiltsam.tilting.examples`: :class:`ExampleTilt`, the loss of a batch with tilted examples.
+"""
+
+from tiltsam.tilting.examples import ExampleTilt
+from tiltsam.tilting.streaming import (
+    Linear,
+    StreamingTilt,
+    effective_sample_size,
+    linear_down,
+    linear_up,
+    tilted_loss,
+    tilted_mean,
+    tilted_var,
+    tilted_weights,
+)
+
+__all__ = [
+    "ExampleTilt",
+    "Linear",
+    "StreamingTilt",
+    "effective_sample_size",
+    "linear_down",
+    "linear_up",
+    "tilted_loss",
+    "tilted_mean",
+    "tilted_var",
+    "tilted_weights",
+]

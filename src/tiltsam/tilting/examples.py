@@ -1,0 +1,254 @@
+r"""Tilting over the examples of a batch: Tilted ERM (Li et al. 2021), to be used inside the closure of any optimizer.
+
+For the losses ``l_1 .. l_n`` of a batch
+
+.. code-block:: text
+
+    F = (1/t) log (1/n) sum_i exp(t l_i)          dF/dl_i = w_i = exp(t l_i) / sum_k exp(t l_k)
+
+t < 0 gives little weight to examples with large losses, such as those with wrong labels; t = 0 is the mean; t > 0
+gives them more. With groups of examples (classes, say) there are two tilts, t inside the groups and ``between`` them:
+
+.. code-block:: text
+
+    R_g = (1/t) log (1/n_g) sum_{i in g} exp(t l_i)
+    F   = (1/between) log (1/n) sum_g n_g exp(between R_g)
+
+which is the first formula again if both are equal.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+__all__ = ["ExampleTilt"]
+
+_CANDIDATES, _ROUNDS = 128, 3  # the search for t resolves t / 127^3
+_TINY = 1e-30  # keeps 0/0 away where no loss is finite
+
+
+class ExampleTilt:
+    """Tilted loss of a batch: ``tilt(losses)`` instead of ``losses.mean()``. Costs no extra pass.
+
+    The gradient is exact, nothing is read back to the host, and ``t`` may be changed between steps, also of a captured
+    one (:func:`tiltsam.capture`). Examples whose loss is not finite get no weight.
+
+    Several processes: the weights are those of the whole batch of all ranks, for one all-gather of six scalars
+    (``min_ess`` needs four more). DDP and FSDP2 average gradients; the loss is scaled so that this average is the
+    gradient of the whole batch, as in one process. Gradient accumulation: the tilt is over each micro-batch, and the
+    sum of their gradients approximates that of the whole batch (``between=0`` over micro-batches).
+
+    Args:
+        t: The tilt: negative, zero or positive.
+        min_ess: Smallest effective sample size of the weights, as a fraction of the batch, in [0, 1). If t would give
+            less, the largest tilt of the same sign that does not is used instead. A t of -100, say, then means "as much
+            as ``min_ess`` allows".
+        between: Tilt between groups of examples; by default t. Needs ``num_groups``.
+        num_groups: Number of groups; then pass the group of each example, in [0, num_groups), with the losses.
+        process_group: The ranks that see different examples; by default all processes of ``torch.distributed``, if it
+            is initialised. Pass the data group if other ranks share samples of one batch.
+        sync: Whether to use the losses of all these ranks; ``False`` tilts over the examples of this process alone.
+
+    Attributes:
+        weights: Weights of the last losses, in their shape; over all ranks they sum to 1.
+        effective_sample_size: Effective sample size of the last weights, over all ranks: a scalar tensor.
+        num_nonfinite: Number of the last losses of this process that were not finite: a scalar tensor.
+        t_used: The tilt of the last call: ``t``, or less because of ``min_ess``: a scalar tensor.
+
+    Example:
+        >>> tilt = ExampleTilt(t=-2.0)
+        >>> losses = torch.tensor([0.1, 0.2, 3.0], requires_grad=True)  # from reduction="none"
+        >>> tilt(losses).backward()
+        >>> losses.grad
+        tensor([0.5489, 0.4494, 0.0017])
+        >>> tilt.effective_sample_size
+        tensor(1.9869)
+    """
+
+    def __init__(
+        self,
+        t: float,
+        *,
+        min_ess: float = 0.0,
+        between: float | None = None,
+        num_groups: int | None = None,
+        process_group: Any = None,
+        sync: bool = True,
+    ) -> None:
+        if not 0 <= min_ess < 1:
+            raise ValueError(f"min_ess must be in [0, 1), got {min_ess}")
+        if between is not None and num_groups is None:
+            raise ValueError(f"between={between} needs num_groups")
+        if num_groups is not None and (num_groups < 1 or min_ess):
+            raise ValueError(f"num_groups must be at least 1, and min_ess 0 with it, got {num_groups} and {min_ess}")
+        self.min_ess, self.num_groups = min_ess, num_groups
+        self.process_group, self.sync = process_group, sync
+        self._between = None if between is None else _clamp("between", between)
+        self._device_t: Tensor | None = None
+        self.t = t
+        self.weights: Tensor | None = None
+        self.effective_sample_size: Tensor | None = None
+        self.num_nonfinite: Tensor | None = None
+        self.t_used: Tensor | None = None
+
+    @property
+    def t(self) -> float:
+        """The tilt. Setting it takes effect at the next step, without waiting for the device."""
+        return self._t
+
+    @t.setter
+    def t(self, value: float) -> None:
+        self._t = _clamp("t", value)
+        if self._device_t is not None:
+            self._device_t.fill_(self._t)
+
+    def __repr__(self) -> str:
+        groups = "" if self.num_groups is None else f", between={self._between}, num_groups={self.num_groups}"
+        return f"ExampleTilt(t={self.t}, min_ess={self.min_ess}{groups})"
+
+    def __call__(self, losses: Tensor, groups: Tensor | None = None) -> Tensor:
+        """Return the tilted loss, a scalar whose gradient with respect to ``losses`` is ``weights``.
+
+        Args:
+            losses: The loss of each example, from a criterion with ``reduction="none"``.
+            groups: The group of each example, integers in the same shape; needs ``num_groups``.
+
+        Raises:
+            ValueError: If ``losses`` is empty or a scalar, or groups are missing, unexpected or of another shape.
+        """
+        if losses.dim() == 0 or losses.numel() == 0:
+            raise ValueError(f'losses must have one element per example (reduction="none"), got {tuple(losses.shape)}')
+        if (groups is None) != (self.num_groups is None):
+            raise ValueError("groups and num_groups must be given together")
+        if groups is not None and groups.shape != losses.shape:
+            raise ValueError(f"groups must have the shape {tuple(losses.shape)} of losses, got {tuple(groups.shape)}")
+        weights, value = self._tilt(losses.detach().reshape(-1), None if groups is None else groups.reshape(-1))
+        self.weights = weights.view(losses.shape)
+        used = torch.where(self.weights > 0, losses, 0.0).to(weights.dtype)
+        surrogate = self._world_size() * (self.weights * used).sum()
+        return value + (surrogate - surrogate.detach())
+
+    def _tilt(self, losses: Tensor, groups: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the weights of the examples and the tilted loss of all ranks; set the attributes."""
+        x = losses if losses.dtype == torch.float64 else losses.float()
+        finite = x.isfinite()
+        x = x.masked_fill(~finite, 0.0)
+        t = self._t_on(x.device, x.dtype)
+        if self.min_ess:
+            t = self._largest_tilt(x, finite, t)
+        if groups is None:
+            weights, value, _, squares = self._tilt_rows(x[None], finite[None], t)
+            weights, value, squares = weights[0], value[0], squares[0]
+        else:
+            members = finite & (groups == torch.arange(self.num_groups or 1, device=x.device)[:, None])
+            inside, risks, sizes, squares_inside = self._tilt_rows(x.expand(members.shape), members, t)
+            between = t if self._between is None else torch.full_like(t, self._between)
+            value, shares = _tilt_groups(risks, sizes, between)
+            weights, squares = shares @ inside, (shares.square() * squares_inside).sum()
+        self.t_used, self.num_nonfinite = t, (~finite).sum()
+        self.effective_sample_size = 1 / squares
+        return weights, value
+
+    def _tilt_rows(self, x: Tensor, members: Tensor, t: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Tilt each row of ``x`` over its members on all ranks.
+
+        Returns:
+            The weights of this rank's elements; and of each row, over all ranks, the tilted loss, the number of
+            members and the sum of squared weights.
+        """
+        sign, tilt = torch.where(t < 0, -1.0, 1.0).to(x.dtype), t.abs()
+        y = sign * x  # log-sum-exp with a negative tilt is that of the negative losses
+        top = _top(y, members)
+        arg = (tilt * (y - top[:, None])).masked_fill(~members, -math.inf)
+        masses = arg.exp()
+        own = [top, masses.sum(1), masses.square().sum(1), arg.expm1().masked_fill(~members, 0.0).sum(1)]
+        own += [members.sum(1).to(x.dtype), x.masked_fill(~members, 0.0).sum(1)]
+        tops, mass, squares, excess, count, total = self._gather(torch.stack(own)).unbind(1)
+        shift = tops.amax(0)
+        fade = tilt * (tops - shift)  # from each rank's shift to the common one
+        mass, squares = (mass * fade.exp()).sum(0), (squares * (2 * fade).exp()).sum(0)
+        excess = (excess * fade.exp() + count * fade.expm1()).sum(0)
+        count, total = count.sum(0), total.sum(0)
+        # log(mass/count): by log1p of the excess if that is small (small t), else directly.
+        ratio = excess / count
+        log_mean = torch.where(ratio > -0.5, ratio.clamp_min(-0.5).log1p(), (mass / count).log())
+        value = torch.where(tilt == 0, total / count, sign * (shift + log_mean / tilt.masked_fill(tilt == 0, 1.0)))
+        whole = mass.clamp_min(_TINY)
+        weights = masses * ((tilt * (top - shift)).exp() / whole)[:, None]
+        return weights, value, count, squares / whole.square()
+
+    def _largest_tilt(self, x: Tensor, finite: Tensor, t: Tensor) -> Tensor:
+        """Return ``t``, or the largest tilt of its sign whose effective sample size is at least ``min_ess``.
+
+        The size never increases with the tilt, so each round keeps one interval between candidates.
+        """
+        y = torch.where(t < 0, -x, x)
+        top = _top(y[None], finite[None])
+        gap = (y - top).masked_fill(~finite, -math.inf)
+        low, high = torch.zeros_like(t), t.abs()
+        smallest = self.min_ess * self._gather(finite.sum().to(x.dtype)).sum()
+        steps = torch.linspace(0, 1, _CANDIDATES, dtype=x.dtype, device=x.device)
+        for _ in range(_ROUNDS):
+            tilts = low + (high - low) * steps
+            masses = (tilts[:, None] * gap).nan_to_num(0.0, neginf=-math.inf).exp() * finite
+            own = torch.stack([masses.sum(1), masses.square().sum(1), top.expand(_CANDIDATES)])
+            mass, squares, tops = self._gather(own).unbind(1)
+            fade = tilts * (tops - tops.amax(0))
+            sizes = (mass * fade.exp()).sum(0).square() / (squares * (2 * fade).exp()).sum(0).clamp_min(_TINY)
+            kept = (sizes >= smallest).sum().clamp(1, _CANDIDATES) - 1
+            low, high = tilts[kept], tilts[(kept + 1).clamp_max(_CANDIDATES - 1)]
+        return torch.where(t < 0, -low, low)
+
+    def _t_on(self, device: torch.device, dtype: torch.dtype) -> Tensor:
+        """Return ``t`` in memory that stays the same, so that a captured step sees later values."""
+        if self._device_t is None or self._device_t.device != device or self._device_t.dtype != dtype:
+            self._device_t = torch.full((), self._t, dtype=dtype, device=device)
+        return self._device_t.clone()
+
+    def _world_size(self) -> int:
+        synced = self.sync and dist.is_available() and dist.is_initialized()
+        return dist.get_world_size(self.process_group) if synced else 1
+
+    def _gather(self, x: Tensor) -> Tensor:
+        """Return the values of all ranks, stacked."""
+        size = self._world_size()
+        if size == 1:
+            return x[None]
+        every = torch.empty(size * x.numel(), dtype=x.dtype, device=x.device)
+        dist.all_gather_into_tensor(every, x.reshape(-1), group=self.process_group)
+        return every.view(size, *x.shape)
+
+
+def _tilt_groups(risks: Tensor, sizes: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the tilted mean risk of groups, and dF/dR_g; empty groups do not count."""
+    full = sizes > 0
+    risks = torch.where(full, risks, 0.0)
+    share = sizes / sizes.sum()
+    sign, tilt = torch.where(t < 0, -1.0, 1.0).to(risks.dtype), t.abs()
+    y = sign * risks
+    shift = _top(y[None], full[None])[0]
+    arg = tilt * (y - shift)
+    masses = share * arg.exp()
+    log_mean = (share * arg.expm1()).sum()
+    log_mean = torch.where(log_mean > -0.5, log_mean.clamp_min(-0.5).log1p(), masses.sum().log())
+    tilted = sign * (shift + log_mean / tilt.masked_fill(tilt == 0, 1.0))
+    return torch.where(tilt == 0, (share * risks).sum(), tilted), masses / masses.sum()
+
+
+def _top(y: Tensor, members: Tensor) -> Tensor:
+    """Return the largest member of each row; of a row without members, the lowest number."""
+    lowest = torch.finfo(y.dtype).min / 4  # differences of two stay finite
+    return y.masked_fill(~members, lowest).amax(1)
+
+
+def _clamp(name: str, t: float) -> float:
+    """Return a tilt in the range of float32, whose ends give the limits to the last digit."""
+    if not math.isfinite(t):
+        raise ValueError(f"{name} must be finite, got {t}")
+    limits = torch.finfo(torch.float32)
+    return 0.0 if abs(t) < limits.tiny else math.copysign(min(abs(t), limits.max), t)

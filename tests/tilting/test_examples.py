@@ -1,0 +1,212 @@
+"""The tilt over the examples of a batch equals its formula, in one process and in several."""
+
+import math
+from decimal import Decimal, localcontext
+
+import pytest
+import torch
+from torch import nn
+
+import tiltsam
+from helpers import jobs
+from tiltsam.tilting import ExampleTilt
+
+cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+TILTS = (-1e4, -10.0, -1.0, -1e-3, -1e-8, 0.0, 1e-8, 1e-3, 1.0, 10.0, 1e4)
+
+
+def twin(losses, t):
+    """Weights and tilted loss in 60 digits."""
+    with localcontext() as context:
+        context.prec = 60
+        x, t = [Decimal(v) for v in losses.tolist()], Decimal(t)
+        if t == 0:
+            return [1 / len(x)] * len(x), float(sum(x) / len(x))
+        top = max(t * v for v in x)
+        masses = [(t * v - top).exp() for v in x]
+        return [float(m / sum(masses)) for m in masses], float(((sum(masses) / len(x)).ln() + top) / t)
+
+
+@pytest.mark.parametrize("t", TILTS)
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e2, 1e4])
+def test_gradient_and_value_equal_the_twin(t, scale):
+    losses = (scale * torch.rand(50, dtype=torch.float64)).requires_grad_()
+    tilt = ExampleTilt(t)
+    value = tilt(losses)
+    value.backward()
+    weights, expected = twin(losses.detach(), t)
+    torch.testing.assert_close(losses.grad, torch.tensor(weights, dtype=torch.float64), rtol=0, atol=1e-12)
+    torch.testing.assert_close(value.item(), expected, rtol=1e-12, atol=1e-12 * scale)
+    torch.testing.assert_close(tilt.weights, losses.grad, rtol=0, atol=0)
+    size = 1 / losses.grad.square().sum()
+    torch.testing.assert_close(tilt.effective_sample_size, size, rtol=1e-10, atol=0)
+
+
+@pytest.mark.parametrize("num_examples", [1, 3, 64, 127, 1000, 4096])
+def test_zero_tilt_is_the_mean_bitwise(num_examples):
+    losses = torch.randn(num_examples, dtype=torch.float64, requires_grad=True)
+    value, mean = ExampleTilt(0.0)(losses), losses.mean()
+    assert torch.equal(value, mean)
+    assert torch.equal(torch.autograd.grad(value, losses)[0], torch.autograd.grad(mean, losses)[0])
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("t", [-2.0, 0.0, 2.0])
+def test_losses_that_are_not_finite_get_no_weight(t, bad):
+    losses = torch.tensor([0.5, bad, 1.5, bad], dtype=torch.float64, requires_grad=True)
+    tilt = ExampleTilt(t, min_ess=0.1)
+    value = tilt(losses)
+    value.backward()
+    expected = ExampleTilt(t, min_ess=0.1)
+    others = losses.detach()[[0, 2]].requires_grad_()
+    torch.testing.assert_close(value, expected(others))
+    assert losses.grad.tolist() == [expected.weights[0], 0.0, expected.weights[1], 0.0]
+    assert tilt.num_nonfinite == 2
+
+
+def test_no_finite_loss_gives_nan_and_no_weights():
+    tilt = ExampleTilt(-1.0, min_ess=0.5)
+    assert tilt(torch.full((3,), math.nan)).isnan()
+    assert tilt.weights.tolist() == [0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("t", [-100.0, 100.0])
+@pytest.mark.parametrize("min_ess", [0.1, 0.5, 0.9])
+def test_min_ess_bounds_the_effective_sample_size(t, min_ess):
+    losses = torch.rand(128, dtype=torch.float64) * 3
+    tilt = ExampleTilt(t, min_ess=min_ess)
+    tilt(losses)
+    torch.testing.assert_close(tilt.effective_sample_size.item(), 128 * min_ess, rtol=1e-3, atol=0)
+    assert math.copysign(1, tilt.t_used) == math.copysign(1, t)
+
+
+def test_min_ess_leaves_smaller_tilts_alone():
+    losses = torch.rand(64)
+    tilt, free = ExampleTilt(-0.1, min_ess=0.5), ExampleTilt(-0.1)
+    assert torch.equal(tilt(losses), free(losses))
+    assert tilt.t_used == torch.tensor(-0.1)
+
+
+def test_min_ess_of_equal_losses_keeps_the_tilt():
+    tilt = ExampleTilt(-3.0, min_ess=0.9)
+    assert tilt(torch.full((8,), 2.0)) == 2
+    assert tilt.t_used == -3
+
+
+def test_groups_with_one_tilt_equal_no_groups():
+    losses, groups = torch.rand(40, dtype=torch.float64) * 3, torch.randint(5, (40,))
+    plain, grouped = ExampleTilt(-1.5), ExampleTilt(-1.5, num_groups=6)  # one group stays empty
+    torch.testing.assert_close(grouped(losses, groups), plain(losses))
+    torch.testing.assert_close(grouped.weights, plain.weights)
+    torch.testing.assert_close(grouped.effective_sample_size, plain.effective_sample_size)
+
+
+@pytest.mark.parametrize("between", [-2.0, 0.0, 3.0])
+@pytest.mark.parametrize("t", [-1.0, 0.0, 2.0])
+def test_groups_equal_the_hierarchical_formula(t, between):
+    losses = (3 * torch.rand(40, dtype=torch.float64)).requires_grad_()
+    groups = torch.arange(40) % 4 * torch.arange(40) // 30  # of different sizes
+
+    def tilted(x, weights, t):
+        if t == 0:
+            return (weights * x).sum()
+        return (weights * (t * x).exp()).sum().log() / t
+
+    parts = [losses[groups == k] for k in groups.unique()]
+    risks = torch.stack([tilted(x, torch.full_like(x, 1 / len(x)), t) for x in parts])
+    expected = tilted(risks, torch.tensor([len(x) / 40 for x in parts], dtype=torch.float64), between)
+    found = ExampleTilt(t, between=between, num_groups=5)(losses, groups)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(*(torch.autograd.grad(x, losses)[0] for x in (found, expected)), rtol=0, atol=1e-12)
+
+
+def test_half_precision_losses_are_tilted_in_float32():
+    losses = torch.rand(16).bfloat16().requires_grad_()
+    value = ExampleTilt(-1.0)(losses)
+    value.backward()
+    assert value.dtype == torch.float32
+    assert losses.grad.dtype == torch.bfloat16
+
+
+def test_wrong_arguments_are_refused():
+    for options in ({"t": math.inf}, {"t": math.nan}, {"t": -1.0, "min_ess": 1.0}, {"t": 1.0, "between": 2.0}):
+        with pytest.raises(ValueError):
+            ExampleTilt(**options)
+    with pytest.raises(ValueError, match="num_groups"):
+        ExampleTilt(1.0, num_groups=3, min_ess=0.5)
+    with pytest.raises(ValueError, match="reduction"):
+        ExampleTilt(1.0)(torch.tensor(2.0))
+    with pytest.raises(ValueError, match="together"):
+        ExampleTilt(1.0)(torch.rand(3), torch.zeros(3, dtype=torch.long))
+    with pytest.raises(ValueError, match="shape"):
+        ExampleTilt(1.0, num_groups=2)(torch.rand(3), torch.zeros(2, dtype=torch.long))
+
+
+def test_negative_tilt_silences_wrong_labels():
+    """Labels that are wrong on one side of a linear problem turn its solution; a negative tilt halves the error."""
+    generator = torch.Generator().manual_seed(0)
+    x, true = torch.randn(400, 5, generator=generator), torch.ones(5)
+    y = (x @ true > 0).float()
+    wrong = (x[:, 0] > 0.8) & (torch.rand(400, generator=generator) < 0.6)
+    y[wrong] = 1 - y[wrong]
+    errors = []
+    for t in (0.0, -1.0):
+        weights = torch.zeros(5, requires_grad=True)
+        optimizer, tilt = torch.optim.SGD([weights], lr=0.5), ExampleTilt(t, min_ess=0.3)
+        for _ in range(200):
+            optimizer.zero_grad()
+            tilt(nn.functional.binary_cross_entropy_with_logits(x @ weights, y, reduction="none")).backward()
+            optimizer.step()
+        errors.append(1 - nn.functional.cosine_similarity(weights, true, dim=0).item())
+    assert errors[1] < 0.5 * errors[0]
+    assert tilt.weights[wrong].mean() < 0.5 * tilt.weights.mean()
+
+
+# ---------------------------------------------------------------- several processes
+
+
+@pytest.mark.xdist_group("ranks")
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without torch.distributed")
+@pytest.mark.parametrize(
+    ("sharded", "options"),
+    [(False, {}), (True, {}), (False, {"min_ess": 0.6}), (False, {"num_groups": 3, "between": 2.0})],
+    ids=["ddp", "fsdp2", "ddp min_ess", "ddp groups"],
+)
+def test_ranks_equal_one_process_with_the_whole_batch(ranks, sharded, options):
+    found = ranks(jobs.example_tilt, 50, sharded, options)
+    assert all(torch.equal(found[0], other) for other in found[1:])
+    torch.testing.assert_close(found[0], jobs.example_tilt_alone(50, options), rtol=0, atol=1e-10)
+
+
+# ---------------------------------------------------------------- capture
+
+
+@cuda
+def test_captured_step_sees_later_tilts():
+    weights = []
+    for captured in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3)).cuda()
+        optimizer = tiltsam.SAM(torch.optim.SGD(model.parameters(), lr=0.1))
+        tilt = ExampleTilt(0.0, min_ess=0.5)
+
+        def loss_fn(x, y, model=model, tilt=tilt):
+            return tilt(nn.functional.cross_entropy(model(x), y, reduction="none"))
+
+        step = tiltsam.capture(optimizer, loss_fn) if captured else None
+        for k in range(10):
+            x, y = (v.float().cuda() if v.is_floating_point() else v.cuda() for v in jobs.batch(k))
+            tilt.t = -0.3 * k
+            if step is not None:
+                step(x, y)
+                continue
+
+            def closure(x=x, y=y, model=model, loss_fn=loss_fn):
+                loss = loss_fn(x, y)
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)
+        weights.append(jobs.flat(model))
+        torch.testing.assert_close(tilt.t_used.item(), -2.7, rtol=0.9, atol=0)
+    torch.testing.assert_close(weights[1], weights[0], rtol=0, atol=1e-5)

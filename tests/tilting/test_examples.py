@@ -183,6 +183,10 @@ def test_ranks_equal_one_process_with_the_whole_batch(ranks, sharded, options):
 
 @cuda
 def test_captured_step_sees_later_tilts():
+    def batch(k):
+        x, y = jobs.batch(k)
+        return x.float().cuda(), y.cuda()
+
     weights = []
     for captured in (False, True):
         torch.manual_seed(0)
@@ -193,9 +197,9 @@ def test_captured_step_sees_later_tilts():
         def loss_fn(x, y, model=model, tilt=tilt):
             return tilt(nn.functional.cross_entropy(model(x), y, reduction="none"))
 
-        step = tiltsam.capture(optimizer, loss_fn) if captured else None
+        step = tiltsam.capture(optimizer, loss_fn, batch(0)) if captured else None
         for k in range(10):
-            x, y = (v.float().cuda() if v.is_floating_point() else v.cuda() for v in jobs.batch(k))
+            x, y = batch(k)
             tilt.t = -0.3 * k
             if step is not None:
                 step(x, y)
@@ -208,5 +212,5 @@ def test_captured_step_sees_later_tilts():
 
             optimizer.step(closure)
         weights.append(jobs.flat(model))
-        torch.testing.assert_close(tilt.t_used.item(), -2.7, rtol=0.9, atol=0)
+        assert step is None or step.reason is None
     torch.testing.assert_close(weights[1], weights[0], rtol=0, atol=1e-5)

@@ -36,7 +36,7 @@ class Checkpoint:
     model: dict[str, Tensor]
     optimizer: dict[str, Any]
     state: dict[str, Any]
-    """Epoch, passes, seconds, best row so far; losses and effective sample sizes of an interrupted epoch."""
+    """Epoch, passes, seconds, best row so far; the numbers of each step of an interrupted epoch."""
     random: dict[str, Tensor]
     """States of torch's global generators."""
     average: dict[str, Tensor] = field(default_factory=dict)
@@ -105,11 +105,11 @@ def load(folder: Path) -> Checkpoint | None:
 def _check_state(state: dict[str, Any]) -> None:
     """Raise if a run cannot be resumed from a state; a KeyError names a missing entry."""
     best = [state["best"][name] for name in state["best"]]
-    losses, sizes = state.get("losses", []), state.get("sizes", [])
-    if len(losses) != len(sizes):
-        raise ValueError(f"state.json has {len(losses)} losses and {len(sizes)} sizes")
+    series = state.get("interrupted_epoch", {})
+    if len({len(values) for values in series.values() if values}) > 1:
+        raise ValueError(f"the series of state.json must have one length, got {list(map(len, series.values()))}")
     numbers = [state[name] for name in ("epoch", "passes", "seconds", "steps", "done")]
-    for value in [*numbers, *best, *losses, *sizes]:
+    for value in [*numbers, *best, *(value for values in series.values() for value in values)]:
         if not isinstance(value, int | float) or isinstance(value, bool) or abs(value) >= 2**63:
             raise ValueError(f"state.json has {value!r} instead of a number")
     if not (0 <= state["done"] < 1 and state["epoch"] >= 0 and state["steps"] >= 0):

@@ -64,6 +64,10 @@ _LATER_DEFAULTS: dict[str, Any] = {
     "split": False,
     "concurrent": False,
     "average": False,
+    "example_tilt": 0.0,
+    "example_ess": 0.0,
+    "example_tilt_warmup": 0.0,
+    "class_tilt": None,
 }
 
 
@@ -109,6 +113,15 @@ class TrainConfig:
     """Label smoothing of the cross-entropy; 0.1 in the paper's image experiments."""
     clip: float | None = None
     """Maximum norm of the aggregated gradient; 1 in the paper's text experiments."""
+
+    example_tilt: float = 0.0
+    """Tilt over the examples of a batch: a negative one silences wrong labels, a positive one favours hard examples."""
+    example_ess: float = 0.0
+    """Smallest effective sample size that the example tilt may leave, as a fraction of the batch; 0 sets no bound."""
+    example_tilt_warmup: float = 0.0
+    """Fraction of the budget over which the tilt over examples rises from 0."""
+    class_tilt: float | None = None
+    """Tilt between the classes of a batch; the example tilt is then inside each class. Positive: favour hard classes."""
 
     rho: float | None = None
     """Norm of the ascent step; by default the method's (sam 0.05, tsam 0.1, asam 0.5). TSAM: used by the sampler ascent
@@ -182,7 +195,9 @@ class TrainConfig:
         for name in ("passes", "seconds", "clip", "image_size"):
             if getattr(self, name) is not None and not getattr(self, name) > 0:
                 raise ConfigError(f"{name} must be > 0, got {getattr(self, name)}")
-        bounds = dict.fromkeys(("validation", "label_smoothing", "warmup", "noise"), (0, 1))
+        bounds = dict.fromkeys(
+            ("validation", "label_smoothing", "warmup", "noise", "example_ess", "example_tilt_warmup"), (0, 1)
+        )
         for name, (low, high) in {**bounds, "momentum": (0, math.inf), "weight_decay": (0, math.inf)}.items():
             value = getattr(self, name)
             if value is not None and not low <= value < high:
@@ -195,6 +210,16 @@ class TrainConfig:
             raise ConfigError(f"seed must be in [0, 2^63), got {self.seed}")
         if not 0 < self.ascent_fraction <= 1:
             raise ConfigError(f"ascent_fraction must be in (0, 1], got {self.ascent_fraction}")
+        for name in ("example_tilt", "class_tilt"):
+            value = getattr(self, name)
+            if value is not None and not math.isfinite(value):
+                raise ConfigError(f"{name} must be finite, got {value}")
+        if (self.example_ess or self.example_tilt_warmup) and not self.example_tilt:
+            raise ConfigError(
+                "example_ess and example_tilt_warmup need example_tilt, for instance -100 with example_ess"
+            )
+        if self.example_ess and self.class_tilt is not None:
+            raise ConfigError("example_ess cannot be combined with class_tilt")
         if self.split and (self.share_ascent or self.ascent_fraction < 1 or self.every > 1):
             raise ConfigError("split=True cannot be combined with share_ascent, ascent_fraction or every")
         if self.concurrent and self.share_ascent:

@@ -57,6 +57,11 @@ class DistributedContext:
         """Whether this is rank 0, which writes the record and prints."""
         return self.rank == 0
 
+    @property
+    def divides_batches(self) -> bool:
+        """Whether each rank sees its own part of a batch."""
+        return self.world_size > 1 and self.mode == "data"
+
     def check_config(self, batch_size: int, passes: float | None = None) -> None:
         """Raise if a batch cannot be divided evenly, or passes are limited while ranks divide samples.
 
@@ -87,9 +92,7 @@ class DistributedContext:
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Return the model to train: inside DistributedDataParallel if ranks divide batches."""
-        if self.world_size == 1 or self.mode == "samples":
-            return model
-        return DistributedDataParallel(model)
+        return DistributedDataParallel(model) if self.divides_batches else model
 
     def parallel(self) -> tiltsam.Parallel | None:
         """Return the optimizer's ``parallel`` argument."""
@@ -99,9 +102,7 @@ class DistributedContext:
 
     def local_batch(self, batch: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Return this rank's part of a batch."""
-        if self.world_size == 1 or self.mode == "samples":
-            return batch
-        return tuple(x[self.rank :: self.world_size] for x in batch)
+        return tuple(x[self.rank :: self.world_size] for x in batch) if self.divides_batches else batch
 
     def seed_dropout(self, seed: int, epoch: int) -> None:
         """Seed torch differently on each rank that has its own examples; a resumed epoch is seeded the same."""

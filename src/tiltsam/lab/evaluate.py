@@ -25,7 +25,9 @@ BATCHNORM_BATCHES = 40  # enough for BatchNorm's statistics to settle, far less 
 OutputsOf = Callable[[Split], Tensor]
 
 
-def task_loss(outputs: Tensor, targets: Tensor, num_classes: int, label_smoothing: float = 0.0) -> Tensor:
+def task_loss(
+    outputs: Tensor, targets: Tensor, num_classes: int, label_smoothing: float = 0.0, *, reduction: str = "mean"
+) -> Tensor:
     """Return the loss of a task: the mean squared error of a regression, else the cross-entropy.
 
     Args:
@@ -33,10 +35,11 @@ def task_loss(outputs: Tensor, targets: Tensor, num_classes: int, label_smoothin
         targets: The targets, (n,).
         num_classes: The classes of the task; 1 for a regression.
         label_smoothing: The fraction of the target spread over all classes.
+        reduction: ``"mean"`` over the examples, or ``"none"``.
     """
     if num_classes == 1:
-        return nn.functional.mse_loss(outputs.squeeze(1), targets)
-    return nn.functional.cross_entropy(outputs, targets, label_smoothing=label_smoothing)
+        return nn.functional.mse_loss(outputs.squeeze(1), targets, reduction=reduction)
+    return nn.functional.cross_entropy(outputs, targets, label_smoothing=label_smoothing, reduction=reduction)
 
 
 def evaluated_weights(model: nn.Module, average: WeightAverage | None) -> AbstractContextManager[object]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from tiltsam.lab.config import TrainConfig, settings_of
 
-__all__ = ["rate_factor", "set_rates"]
+__all__ = ["example_tilt", "rate_factor", "set_rates"]
 
 
 def rate_factor(config: TrainConfig, done: float) -> float:
@@ -52,3 +52,20 @@ def set_rates(groups: Sequence[dict[str, Any]], config: TrainConfig, done: float
             group["rho"] = rho * factors[config.rho_schedule]
         if "t_schedule" in settings and config.t_schedule in factors:
             group["t"] = config.t * factors[config.t_schedule]
+
+
+def example_tilt(config: TrainConfig, done: float) -> float:
+    """Return the tilt over examples: it rises linearly from 0 during its warm-up.
+
+    Args:
+        config: The run.
+        done: Fraction of the budget that is used up.
+
+    Example:
+        >>> config = TrainConfig(example_tilt=-2.0, example_tilt_warmup=0.5)
+        >>> [example_tilt(config, done) for done in (0.0, 0.25, 0.75)]
+        [-0.0, -1.0, -2.0]
+    """
+    if done >= config.example_tilt_warmup:
+        return config.example_tilt
+    return config.example_tilt * done / config.example_tilt_warmup

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 import signal
 import time
@@ -29,7 +30,7 @@ from tiltsam.lab.evaluate import evaluate, evaluated_weights, reestimate_batchno
 from tiltsam.lab.files import write_json
 from tiltsam.lab.models import build, resolve_name
 from tiltsam.lab.records import Checkpoint, Record
-from tiltsam.lab.schedules import set_rates
+from tiltsam.lab.schedules import example_tilt, set_rates
 from tiltsam.lab.shutdown import StopFlag, defer_signals
 from tiltsam.lab.tensorboard import TensorBoardWriter
 
@@ -127,6 +128,23 @@ def train(
         return numbers
 
 
+@dataclass
+class EpochSeries:
+    """Numbers of each step of an epoch, so that a resumed epoch logs the same means."""
+
+    losses: list[float] = field(default_factory=list)
+    sizes: list[float] = field(default_factory=list)
+    """Effective sample sizes of the step's samples."""
+    example_sizes: list[float] = field(default_factory=list)
+    """Effective sample sizes of the batch's examples, as fractions; empty without a tilt over examples."""
+
+    def extended(self, losses: list[Tensor], sizes: list[Tensor], example_sizes: list[Tensor]) -> EpochSeries:
+        """Return the series with further steps, copied from the device."""
+        return EpochSeries(
+            self.losses + _floats(losses), self.sizes + _floats(sizes), self.example_sizes + _floats(example_sizes)
+        )
+
+
 class Trainer:
     """The model, the optimizer and the progress of a run.
 
@@ -156,14 +174,12 @@ class Trainer:
         self._passing = torch.compile(self.trained) if config.compile else self.trained
         self.optimizer = self._optimizer()
         self.average = tiltsam.WeightAverage(self.model) if config.average else None
+        self.tilt = self._example_tilt()
         self._rho: float = self.optimizer.param_groups[0].get("rho", 0.0)
         self.progress = Progress()
         self.best: dict[str, Any] = {}
         self.saved = f"nothing of {record.folder} is saved: the same command starts again"
-        self._interrupted_epoch: tuple[list[float], list[float]] = (
-            [],
-            [],
-        )  # losses and sample sizes
+        self._interrupted_epoch = EpochSeries()
         self.estimated: dict[str, Tensor] = {}
         self.batches = Batches(self.data, config.batch_size)
         self.budget = Budget(config, self.batches.per_epoch, self.distributed)
@@ -193,6 +209,20 @@ class Trainer:
             max_norm = config.clip
             base.register_step_pre_hook(lambda *_: _clip(self.model, max_norm))
         return config.wrap(base, model=self.trained, seed=config.seed, parallel=self.distributed.parallel())
+
+    def _example_tilt(self) -> tiltsam.ExampleTilt | None:
+        config = self.config
+        if not config.example_tilt and config.class_tilt is None:
+            return None
+        if config.class_tilt is not None and self.data.num_classes == 1:
+            raise ConfigError(f"class_tilt must be None for a regression, got {config.class_tilt}")
+        return tiltsam.ExampleTilt(
+            config.example_tilt,
+            min_ess=config.example_ess,
+            between=config.class_tilt,
+            num_groups=None if config.class_tilt is None else self.data.num_classes,
+            sync=self.distributed.divides_batches,
+        )
 
     # ---------------------------------------------------------------- the loop
 
@@ -226,12 +256,12 @@ class Trainer:
             write_json(self.record.folder / "setup.json", self._setup())
         saved = time.perf_counter()
         while self.progress.done < until:
-            loss, spread = self._epoch(tick, stop)
+            means = self._epoch(tick, stop)
             pause = self.progress.done >= until
             due = self.progress.done >= 1 or int(self.progress.epoch) % self.config.evaluate_every == 0
             evaluated = pause or due
             if evaluated:
-                self.progress.row = self._evaluate(loss, spread)
+                self.progress.row = self._evaluate(means)
             if due:  # an evaluation because of a pause is not a candidate for the best epoch
                 self._choose(self.progress.row)
             if not self.distributed.is_main:
@@ -265,32 +295,34 @@ class Trainer:
             "num_parameters": sum(p.numel() for p in self.model.parameters()),
         }
 
-    def _epoch(self, tick: Callable[[Progress], None], stop: StopFlag) -> tuple[float, float]:
+    def _epoch(self, tick: Callable[[Progress], None], stop: StopFlag) -> dict[str, float]:
         """Train an epoch, or what is left of it or of the budget.
 
         Returns:
-            The mean loss and the mean effective sample size of the whole epoch.
+            The means over the whole epoch: of the loss, of the effective sample size and, with a tilt over examples,
+            of the fraction of the batch that its weights are worth.
         """
         config, progress = self.config, self.progress
         epoch, per_epoch = int(progress.epoch), self.batches.per_epoch
         losses: list[Tensor] = []
         sizes: list[Tensor] = []
-        (losses_before, sizes_before), run_ahead = self._interrupted_epoch, RunAheadLimit(self.device)
-        start, before = time.perf_counter(), progress.seconds
+        example_sizes: list[Tensor] = []
+        before, run_ahead = self._interrupted_epoch, RunAheadLimit(self.device)
+        start, seconds = time.perf_counter(), progress.seconds
         ticked = start
         self.trained.train()
         self.distributed.seed_dropout(config.seed, epoch)
         for k, batch in enumerate(self.batches.epoch(config.seed, epoch)):
-            if k < len(losses_before):
+            if k < len(before.losses):
                 continue
             now = time.perf_counter()
-            progress.seconds = before + now - start
+            progress.seconds = seconds + now - start
             if k:  # always take the first step: an epoch without one has no loss
                 progress.done = self.budget.used(epoch + k / per_epoch, progress.passes, progress.seconds)
             if progress.done >= 1:
                 break
             if losses and stop.number is not None:
-                self._interrupted_epoch = losses_before + _floats(losses), sizes_before + _floats(sizes)
+                self._interrupted_epoch = before.extended(losses, sizes, example_sizes)
                 progress.steps += len(losses)
                 self._save()
                 raise KeyboardInterrupt
@@ -298,22 +330,29 @@ class Trainer:
                 tick(progress)
                 ticked = now
             set_rates(self.optimizer.param_groups, config, progress.done, self._rho)
+            if self.tilt is not None:
+                self.tilt.t = example_tilt(config, progress.done)
             # A running sum would be one more kernel at every step.
             losses.append(self.take_step(self.distributed.local_batch(batch)))
             info = self.optimizer.info
             sizes.append(info.effective_sample_size)
+            if self.tilt is not None and self.tilt.effective_sample_size is not None:
+                example_sizes.append(self.tilt.effective_sample_size / len(batch[-1]))
             progress.passes += passes_of(info, config.ascent_fraction)
             run_ahead.step()
-        self._interrupted_epoch = [], []
-        mean = _mean(losses_before + _floats(losses))  # waits for the device, for the clock below
-        progress.seconds = before + time.perf_counter() - start
+        self._interrupted_epoch = EpochSeries()
+        whole = before.extended(losses, sizes, example_sizes)  # waits for the device, for the clock below
+        progress.seconds = seconds + time.perf_counter() - start
         progress.steps += len(losses)
-        taken = len(losses_before) + len(losses)
+        taken = len(whole.losses)
         progress.epoch = epoch + (1 if taken == per_epoch else taken / per_epoch)
         used = self.budget.used(progress.epoch, progress.passes, progress.seconds)
         progress.done = max(progress.done, used)
-        self._check_finite(mean, f"in epoch {epoch + 1}")
-        return mean, _mean(sizes_before + _floats(sizes))
+        means = {"train_loss": _mean(whole.losses), "effective_sample_size": _mean(whole.sizes)}
+        if self.tilt is not None:
+            means["example_ess"] = _mean(whole.example_sizes)
+        self._check_finite(means["train_loss"], f"in epoch {epoch + 1}")
+        return means
 
     def _check_finite(self, loss: float, where: str) -> None:
         if not math.isfinite(loss):
@@ -349,7 +388,11 @@ class Trainer:
 
     def _loss(self, *batch: Tensor) -> Tensor:
         outputs, targets = self._forward(self._passing, batch[:-1]), batch[-1]
-        return task_loss(outputs, targets, self.data.num_classes, self.config.label_smoothing)
+        classes, smoothing = self.data.num_classes, self.config.label_smoothing
+        if self.tilt is None:
+            return task_loss(outputs, targets, classes, smoothing)
+        losses = task_loss(outputs, targets, classes, smoothing, reduction="none")
+        return self.tilt(losses, None if self.tilt.num_groups is None else targets)
 
     def _part_loss(self, sample: int, *batch: Tensor) -> Tensor:
         """Return the loss on the part of the batch that belongs to a sample."""
@@ -364,7 +407,7 @@ class Trainer:
 
     # ---------------------------------------------------------------- evaluation
 
-    def _evaluate(self, loss: float, spread: float) -> dict[str, Any]:
+    def _evaluate(self, means: dict[str, float]) -> dict[str, Any]:
         """Return the line of the epoch: losses and metrics on validation and test."""
         row: dict[str, Any] = {
             "epoch": round(self.progress.epoch, 6),
@@ -372,8 +415,7 @@ class Trainer:
             "passes": round(self.progress.passes, 3),
             "seconds": round(self.progress.seconds, 4),
             "lr": self.optimizer.param_groups[0]["lr"],
-            "train_loss": loss,
-            "effective_sample_size": spread,
+            **means,
         }
         with evaluated_weights(self.model, self.average):
             if self.config.reestimate_batchnorm:
@@ -397,7 +439,7 @@ class Trainer:
 
     def _position(self) -> float:
         """Return the epochs trained, with the fraction of an interrupted one."""
-        part = len(self._interrupted_epoch[0]) / self.batches.per_epoch
+        part = len(self._interrupted_epoch.losses) / self.batches.per_epoch
         return int(self.progress.epoch) + part if part else int(self.progress.epoch)
 
     def _save(self) -> None:
@@ -414,8 +456,8 @@ class Trainer:
             random["cuda"] = torch.cuda.get_rng_state(self.device)
         progress = {k: getattr(self.progress, k) for k in ("epoch", "passes", "seconds", "steps", "done")}
         state = {**progress, "epoch": int(self.progress.epoch), "best": self.best}
-        if self._interrupted_epoch[0]:
-            state |= {"losses": self._interrupted_epoch[0], "sizes": self._interrupted_epoch[1]}
+        if self._interrupted_epoch.losses:
+            state["interrupted_epoch"] = dataclasses.asdict(self._interrupted_epoch)
         average = {} if self.average is None else {**self.average.state_dict()["average"], **self.estimated}
         return Checkpoint(copy.copy(self.model.state_dict()), self.optimizer.state_dict(), state, random, average)
 
@@ -437,7 +479,7 @@ class Trainer:
         metric = self.data.metrics[0]
         if self.best and not {f"validation_{metric}", f"test_{metric}"} <= self.best.keys():
             raise ValueError(f"the best epoch has no {metric}")
-        self._interrupted_epoch = checkpoint.state.pop("losses", []), checkpoint.state.pop("sizes", [])
+        self._interrupted_epoch = EpochSeries(**checkpoint.state.pop("interrupted_epoch", {}))
         self.progress = Progress(**checkpoint.state)
         self._note_saved()
         if self.average is not None:

@@ -201,7 +201,10 @@ class ExampleTilt:
             fade = tilts * (tops - tops.amax(0))
             sizes = (mass * fade.exp()).sum(0).square() / (squares * (2 * fade).exp()).sum(0).clamp_min(_TINY)
             kept = (sizes >= smallest).sum().clamp(1, _CANDIDATES) - 1
-            low, high = tilts[kept], tilts[(kept + 1).clamp_max(_CANDIDATES - 1)]
+            both = torch.stack(
+                [kept, (kept + 1).clamp_max(_CANDIDATES - 1)]
+            )  # a scalar index would be read by the host
+            low, high = tilts.index_select(0, both).unbind()
         return torch.where(t < 0, -low, low)
 
     def _t_on(self, device: torch.device, dtype: torch.dtype) -> Tensor:

@@ -22,9 +22,9 @@ from tiltsam.lab.errors import ConfigError
 from tiltsam.samplers import Center, Sampler
 
 __all__ = [
+    "DEFAULTS",
     "NEEDED_OPTION",
     "TrainConfig",
-    "check_type",
     "field_types",
     "has_setting",
     "kinds",
@@ -127,7 +127,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         for name, hint in field_types().items():
-            check_type(name, getattr(self, name), hint)
+            _check_type(name, getattr(self, name), hint)
         object.__setattr__(self, "options", self._check_options())
         positive = ("epochs", "passes", "seconds", "lr", "batch_size", "clip", "every", "evaluate_every", "image_size")
         for name in positive:
@@ -157,11 +157,11 @@ class TrainConfig:
         if not isinstance(self.options, Mapping):
             raise ConfigError(f"options must be a mapping, got {shorten(repr(self.options), 60)}")
         known = method_options(self.method)
-        unknown = [name for name in _changed_fields(self) if not has_setting(self.method, name)]
+        unknown = [n for n in NEEDED_OPTION if not has_setting(self.method, n) and getattr(self, n) != DEFAULTS[n]]
         if unknown := unknown + [name for name in self.options if name not in known]:
             raise ConfigError(f"{self.method} has no {', '.join(unknown)}; its options: {', '.join(known) or 'none'}")
         for name, value in self.options.items():
-            check_type(name, value, known[name].annotation)
+            _check_type(name, value, known[name].annotation)
         if missing := [name for name, p in known.items() if p.default is p.empty and name not in self.options]:
             raise ConfigError(f"{self.method} needs {', '.join(missing)}")
         floats = {name for name, p in known.items() if float in kinds(p.annotation)}
@@ -180,7 +180,8 @@ class TrainConfig:
 
     def settings(self) -> dict[str, Any]:
         """Return the fields and options that differ from their defaults, by name."""
-        return _changed_fields(self) | dict(self.options)
+        changed = {name: value for name in DEFAULTS if (value := getattr(self, name)) != DEFAULTS[name]}
+        return {**changed, **self.options}
 
     def with_settings(self, settings: Mapping[str, Any]) -> TrainConfig:
         """Return the config with some fields, or options of its method, replaced.
@@ -240,11 +241,8 @@ class TrainConfig:
         return f"{self.method}-{digest}"
 
 
-def _changed_fields(config: TrainConfig) -> dict[str, Any]:
-    """Return the fields that differ from their defaults, without the options."""
-    values = {name: getattr(config, name) for name in field_types()}
-    return {name: value for name, value in values.items() if value != getattr(TrainConfig, name)}
-
+DEFAULTS: dict[str, Any] = {f.name: f.default for f in dataclasses.fields(TrainConfig) if f.name != "options"}
+"""The defaults of the fields, without the options."""
 
 # ---------------------------------------------------------------- the options of a method
 
@@ -320,10 +318,6 @@ def kinds(hint: Any) -> list[Any]:
     """Return what a setting may be, from its annotation: plain types, and the values of a ``Literal``.
 
     Types that a file cannot hold, such as a schedule, are left out. Without an annotation all plain types are returned.
-
-    Example:
-        >>> kinds(float | Callable[[int], float] | None)
-        [<class 'float'>, <class 'NoneType'>]
     """
     if hint is Parameter.empty or hint is Any or isinstance(hint, str):
         return list(_PLAIN)
@@ -340,15 +334,10 @@ def field_types() -> dict[str, Any]:
     return {name: hint for name, hint in get_type_hints(TrainConfig).items() if name != "options"}
 
 
-def check_type(name: str, value: Any, hint: Any) -> None:
-    """Raise a ConfigError if the value of a setting is not of its type."""
+def _check_type(name: str, value: Any, hint: Any) -> None:
     allowed = kinds(hint)
-    types = tuple(kind for kind in allowed if isinstance(kind, type))
-    if float in types:
-        types = (*types, int)
-    if isinstance(value, types) and (bool in types or not isinstance(value, bool)):
-        return
-    if value in [kind for kind in allowed if not isinstance(kind, type)]:
-        return
-    wanted = " or ".join(kind.__name__ if isinstance(kind, type) else repr(kind) for kind in allowed)
-    raise ConfigError(f"{name} must be {wanted}, got {shorten(repr(value), 60)}")
+    types = {kind for kind in allowed if isinstance(kind, type)} | ({int} if float in allowed else set())
+    fits = isinstance(value, tuple(types)) and (bool in types or not isinstance(value, bool))
+    if not fits and value not in [kind for kind in allowed if not isinstance(kind, type)]:
+        wanted = " or ".join(kind.__name__ if isinstance(kind, type) else repr(kind) for kind in allowed)
+        raise ConfigError(f"{name} must be {wanted}, got {shorten(repr(value), 60)}")

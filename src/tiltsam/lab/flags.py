@@ -8,6 +8,7 @@ import re
 import textwrap
 from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError, BooleanOptionalAction, _ActionsContainer
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from types import NoneType
 from typing import Any
@@ -90,10 +91,9 @@ def _add_options(part: _ActionsContainer) -> None:
         parameters = [method_options(method)[name] for method in methods]
         first, defaults = parameters[0], {str(p.default) for p in parameters}
         text = _argument_docs(tiltsam.METHODS[methods[0]]).get(name, "")
-        default = (
-            f" (default: {first.default})" if len(defaults) == 1 and first.default not in (None, first.empty) else ""
-        )
-        _add_flag(part, name, first.annotation, f"{', '.join(methods)}: {text}{default}")
+        if len(defaults) == 1 and first.default not in (None, first.empty):
+            text += f" (default: {first.default})"
+        _add_flag(part, name, first.annotation, f"{', '.join(methods)}: {text}")
 
 
 def _add_flag(part: _ActionsContainer, name: str, hint: Any, text: str) -> None:
@@ -102,21 +102,12 @@ def _add_flag(part: _ActionsContainer, name: str, hint: Any, text: str) -> None:
     types = [kind for kind in allowed if isinstance(kind, type) and kind is not NoneType]
     if types == [bool]:
         part.add_argument(flag, action=BooleanOptionalAction, help=text, default=SUPPRESS)
-    elif choices:
-        part.add_argument(flag, choices=choices, help=text, default=SUPPRESS)
+        return
+    if choices:
+        metavar = f"{{{','.join(map(str, choices))}}}"
     else:
         metavar = "VALUE" if len(types) > 1 else "NAME" if types == [str] else types[0].__name__.upper()
-        part.add_argument(flag, type=_parser_of(hint), metavar=metavar, help=text, default=SUPPRESS)
-
-
-def _parser_of(hint: Any) -> Callable[[str], Any]:
-    def parse(text: str) -> Any:
-        try:
-            return _parse(hint, text)
-        except ConfigError as error:
-            raise ArgumentTypeError(str(error)) from None
-
-    return parse
+    part.add_argument(flag, type=partial(_parse, hint), metavar=metavar, help=text, default=SUPPRESS)
 
 
 def given(args: Any) -> dict[str, Any]:
@@ -186,28 +177,27 @@ def parse_setting(name: str, text: str, method: str) -> Any:
         ConfigError: If the text is not a valid value. The message does not name the setting.
     """
     option = method_options(method).get(name)
-    return _parse(field_types()[name] if option is None else option.annotation, text)
+    try:
+        return _parse(field_types()[name] if option is None else option.annotation, text)
+    except ArgumentTypeError as error:
+        raise ConfigError(str(error)) from None
 
 
 def _parse(hint: Any, text: str) -> Any:
     """Parse a value of an annotated type. Of several types, the first one that fits is taken, strings last."""
     allowed = kinds(hint)
-    if NoneType in allowed and text.lower() == "none":
+    choices = {str(kind): kind for kind in allowed if not isinstance(kind, type)}
+    choices |= {"true": True, "false": False} if bool in allowed else {}
+    if text.lower() == "none" and NoneType in allowed:
         return None
-    if bool in allowed and text.lower() in ("true", "false"):
-        return text.lower() == "true"
-    for kind in (int, float, str):
-        if kind in allowed:
-            try:
-                return kind(text)
-            except ValueError:
-                continue
-    choices = [kind for kind in allowed if not isinstance(kind, type)]
-    for choice in choices:
-        if text == str(choice):
-            return choice
-    if choices or bool in allowed:
-        expected = choices or ["true", "false"]
-        raise ConfigError(f"must be one of {', '.join(map(str, expected))}, got {text!r}")
-    kind = float if float in allowed else int
-    raise ConfigError(f"{text!r} is not {'an' if kind is int else 'a'} {kind.__name__}")
+    for spelling in (text, text.lower()):
+        if spelling in choices:
+            return choices[spelling]
+    kinds_left = [kind for kind in (int, float, str) if kind in allowed]
+    for kind in kinds_left:
+        with suppress(ValueError):
+            return kind(text)
+    if choices:
+        raise ArgumentTypeError(f"must be one of {', '.join(choices)}, got {text!r}")
+    name = kinds_left[-1].__name__
+    raise ArgumentTypeError(f"{text!r} is not {'an' if name == 'int' else 'a'} {name}")

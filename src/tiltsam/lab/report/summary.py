@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any
 
 import tiltsam
-from tiltsam.lab.config import NEEDED_OPTION, TrainConfig, field_types, method_options
+from tiltsam.lab.config import DEFAULTS, NEEDED_OPTION, method_options
 from tiltsam.lab.palette import method_color
 from tiltsam.lab.report.runs import MetricsRow, RunProblem, RunRecord
 from tiltsam.lab.stats import Mean, mean_of
@@ -20,7 +20,6 @@ __all__ = ["SettingSummary", "TaskSummary", "format_value", "summarize"]
 
 NOT_A_SETTING = ("task", "method", "options", "seed", "device")
 """Config fields that do not distinguish the settings of a method on a task."""
-DEFAULTS: dict[str, Any] = {name: getattr(TrainConfig, name) for name in field_types()}
 
 
 @dataclass(frozen=True)

@@ -192,7 +192,6 @@ def main() -> None:
         model=args.model,
         epochs=args.epochs,
         lr=1e-3,
-        num_samples=3,
         label_smoothing=0.1,
         precision=args.precision,
         device=args.device,

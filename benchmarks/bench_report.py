@@ -9,7 +9,6 @@ is unfinished, and one task in five has flatness. The bounds are 20 s to build a
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import math
 import random
@@ -67,7 +66,8 @@ def make_runs(folder: Path, count: int, epochs: int) -> int:
             for seed in range(SEEDS):
                 if made == count:
                     return made
-                config = TrainConfig(task=task, method=method, lr=lr, t=t, epochs=epochs, seed=seed)
+                options = {"t": t} if method == "tsam" else {}
+                config = TrainConfig(task=task, method=method, options=options, lr=lr, epochs=epochs, seed=seed)
                 write_run(folder, config, draw, finished=draw.random() > 0.1, measured=task == TASKS[0])
                 made += 1
     return made
@@ -76,7 +76,7 @@ def make_runs(folder: Path, count: int, epochs: int) -> int:
 def write_run(folder: Path, config: TrainConfig, draw: random.Random, *, finished: bool, measured: bool) -> None:
     place = Record.of(folder, config).folder
     place.mkdir(parents=True)
-    (place / "config.json").write_text(json.dumps(dataclasses.asdict(config)))
+    (place / "config.json").write_text(json.dumps(config.to_json()))
     (place / "environment.json").write_text(json.dumps({"device": "cpu", "torch": "made up"}))
     last = int(config.epochs) if finished else draw.randrange(1, int(config.epochs))
     cost, top = draw.choice((1, 2, 6)), 0.6 + 0.2 * draw.random()

@@ -268,10 +268,6 @@ def test_lab_resumes_the_average(tmp_path):
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 
-def test_lab_key_without_average():
-    assert replace(CONFIG, average=False).key() == "sam-9e023f3afe" != CONFIG.key()
-
-
 def with_batchnorm(folder):
     x = np.random.default_rng(0).integers(256, size=(64, 8, 8, 3), dtype=np.uint8)
     np.savez(folder / "a.npz", x=x, y=np.arange(64) % 2)

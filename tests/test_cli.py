@@ -169,8 +169,8 @@ def test_settings_of_other_methods_are_reported(tmp_path, capsys):
     small = ["train", "digits", "--epochs", "0.1", "--out", str(tmp_path)]
     assert main([*small, "--method", "erm", "--rho", "0.4", "--t", "1"]) == 0
     assert capsys.readouterr().err == "tiltsam train: erm has no rho, t: ignored\n"
-    assert main([*small, "--method", "esam1", "--rho", "0.4", "--num-samples", "2"]) == 0
-    assert not capsys.readouterr().err
+    assert main([*small, "--method", "sam", "--rho", "0.4", "--split"]) == 0
+    assert capsys.readouterr().err == "tiltsam train: sam has no split: ignored\n"
 
 
 def test_tilt_of_one_sample_is_reported(tmp_path, capsys):

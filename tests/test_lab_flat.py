@@ -190,7 +190,7 @@ def test_what_was_measured_is_told_not_what_was_asked_for(runs):
 
 
 def test_names_tell_runs_apart(tmp_path):
-    configs = [TrainConfig(method="sam", rho=rho, seed=seed) for rho in (0.05, 0.2) for seed in (0, 1)]
+    configs = [TrainConfig(method="sam", options={"rho": rho}, seed=seed) for rho in (0.05, 0.2) for seed in (0, 1)]
     for config in (*configs, TrainConfig(method="erm")):
         Record.of(tmp_path / "a", config).begin(config, torch.device("cpu"))
     names = ["erm seed 0", *(f"sam rho={rho} seed {seed}" for rho in (0.05, 0.2) for seed in (0, 1))]

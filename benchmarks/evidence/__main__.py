@@ -273,13 +273,11 @@ def cross(study: Study, out: Path, rates: Rates, root: Path | None, path: Path) 
         runs = _finished(study, out, rates, labels, seed)
         if len(runs) < len(labels) or str(seed) in known:
             continue
-        sam, tsam = (runs[label].config() for label in labels[1:])
-        assert sam.rho is not None
-        assert tsam.rho is not None
+        sam, tsam = (runs[label].config().all_options() for label in labels[1:])
         objectives: dict[str, Objective] = {
             "ERM": ErmLoss(),
-            "SAM": SamLoss(sam.rho),
-            "TSAM": TsamLoss(tsam.t, tsam.rho, tsam.radius, tsam.num_samples),
+            "SAM": SamLoss(sam["rho"]),
+            "TSAM": TsamLoss(tsam["t"], tsam["rho"], tsam["radius"], tsam["num_samples"]),
         }
         found = cross_runs(runs, objectives, batch_size=study.base.batch_size, device=study.base.device, root=root)
         known[str(seed)] = [entry._asdict() for entry in found.entries]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from evidence.study import Study, Variants
-from evidence.trials import around, in_parts, seven, tsam, with_pairs
+from evidence.trials import around, change, in_parts, seven, tsam, with_pairs
 from tiltsam.lab.config import TrainConfig
 
 __all__ = ["DIGITS_STUDIES"]
@@ -45,14 +45,14 @@ DIGITS = Study(
 )
 
 # Around the settings that the trials of "digits" chose for a single sample.
-_CENTER = replace(DIGITS.base, method="tsam", lr=0.03, rho=0.5, radius=4.0, num_samples=1, t=20.0, evaluate_every=3)
+_CENTER = change(DIGITS.base, method="tsam", lr=0.03, rho=0.5, radius=4.0, num_samples=1, t=20.0, evaluate_every=3)
 DIGITS_ACTS = Variants("digits-acts", around(_CENTER), tuple(range(5)), DIGITS.title)
 
 # Is a random start more than a longer ascent? Without one, TSAM with a single sample is SAM.
 DIGITS_MAP = Variants(
     "digits-map",
     {
-        f"rho at radius {radius:g}: {rho:g}": replace(_CENTER, radius=radius, rho=rho)
+        f"rho at radius {radius:g}: {rho:g}": change(_CENTER, radius=radius, rho=rho)
         for radius in (0.0, 2.0, 4.0, 6.0)
         for rho in (0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
     },
@@ -97,16 +97,16 @@ _LENGTHS = {
     4: (0.25, 0.3, 0.35, 0.4, 0.45),
     8: (0.15, 0.2, 0.25, 0.3),
 }
-_QUARTERS = replace(_CENTER, **in_parts(4), rho=0.35)
+_QUARTERS = change(_CENTER, **in_parts(4), rho=0.35)
 DIGITS_SPLIT = Variants(
     "digits-split",
     {
-        f"rho at {number} parts: {rho:g}": replace(_CENTER, **in_parts(number), rho=rho)
+        f"rho at {number} parts: {rho:g}": change(_CENTER, **in_parts(number), rho=rho)
         for number, lengths in _LENGTHS.items()
         for rho in lengths
     }
-    | {f"t at 4 parts: {t:g}": replace(_QUARTERS, t=t) for t in (0.0, 1.0, 5.0, 20.0)}
-    | {f"radius at 4 parts: {radius:g}": replace(_QUARTERS, radius=radius) for radius in (0.0, 2.0, 4.0)},
+    | {f"t at 4 parts: {t:g}": change(_QUARTERS, t=t) for t in (0.0, 1.0, 5.0, 20.0)}
+    | {f"radius at 4 parts: {radius:g}": change(_QUARTERS, radius=radius) for radius in (0.0, 2.0, 4.0)},
     tuple(range(5)),
     DIGITS.title,
 )
@@ -117,7 +117,7 @@ DIGITS_SPLIT = Variants(
 DIGITS_RISING = Variants(
     "digits-rising",
     {
-        f"last rho at radius {radius:g}: {rho:g}": replace(_CENTER, radius=radius, rho=rho, rho_schedule="up")
+        f"last rho at radius {radius:g}: {rho:g}": change(_CENTER, radius=radius, rho=rho, rho_schedule="up")
         for radius in (0.0, 4.0)
         for rho in (0.7, 0.9, 1.1, 1.3, 1.6, 2.0, 2.5)
     },
@@ -131,9 +131,9 @@ DIGITS_RISING = Variants(
 _ADAPTIVE = (1.0, 2.0, 4.0, 6.0, 8.0, 10.0, 12.0, 16.0)
 DIGITS_ADAPTIVE = Variants(
     "digits-adaptive",
-    {f"rho of asam: {rho:g}": replace(_CENTER, method="asam", rho=rho) for rho in _ADAPTIVE}
+    {f"rho of asam: {rho:g}": change(_CENTER, method="asam", rho=rho) for rho in _ADAPTIVE}
     | {
-        f"rho of asam, averaged: {rho:g}": replace(_CENTER, method="asam", rho=rho, average=True)
+        f"rho of asam, averaged: {rho:g}": change(_CENTER, method="asam", rho=rho, average=True)
         for rho in _ADAPTIVE[2:-1]
     },
     tuple(range(5)),
@@ -142,30 +142,30 @@ DIGITS_ADAPTIVE = Variants(
 
 # ---------------------------------------------------------------- averaged weights
 
-_ERM = replace(DIGITS.base, method="erm", epochs=120.0, evaluate_every=6)  # as many passes as SAM has
+_ERM = change(DIGITS.base, method="erm", epochs=120.0, evaluate_every=6)  # as many passes as SAM has
 DIGITS_AVERAGED = Variants(
     "digits-averaged",
     {
-        f"rho at radius {radius:g}: {rho:g}": replace(_CENTER, radius=radius, rho=rho, average=True)
+        f"rho at radius {radius:g}: {rho:g}": change(_CENTER, radius=radius, rho=rho, average=True)
         for radius in (0.0, 4.0)
         for rho in (0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
     }
     | {
-        f"rho at {number} parts: {rho:g}": replace(_CENTER, **in_parts(number), rho=rho, average=True)
+        f"rho at {number} parts: {rho:g}": change(_CENTER, **in_parts(number), rho=rho, average=True)
         for number in (4, 8)
         for rho in _LENGTHS[number]
     }
-    | {f"lr of erm: {lr:g}": replace(_ERM, lr=lr, average=True) for lr in (0.003, 0.01, 0.03)},
+    | {f"lr of erm: {lr:g}": change(_ERM, lr=lr, average=True) for lr in (0.003, 0.01, 0.03)},
     tuple(range(5)),
     DIGITS.title,
 )
 
 # Does a learning rate that falls do the same? And does an average make a larger one usable?
-_SAM = replace(_CENTER, method="sam")
+_SAM = change(_CENTER, method="sam")
 DIGITS_RATES = Variants(
     "digits-rates",
     {
-        f"rho at lr {lr:g}, {name}: {rho:g}": replace(_SAM, lr=lr, rho=rho, **kind)
+        f"rho at lr {lr:g}, {name}: {rho:g}": change(_SAM, lr=lr, rho=rho, **kind)
         for name, kind in (("cosine", {"schedule": "cosine"}), ("averaged", {"average": True}), ("constant", {}))
         for lr in (0.03, 0.1)
         for rho in (0.3, 0.4, 0.5, 0.6, 0.7)
@@ -181,9 +181,9 @@ def _plain_and_averaged(
     """ERM by learning rate and SAM by learning rate and rho, each with its last weights and with their average."""
     both = (("", False), (", averaged", True))
     return {
-        f"lr of erm{name}: {lr:g}": replace(erm, lr=lr, average=average) for name, average in both for lr in erm_rates
+        f"lr of erm{name}: {lr:g}": change(erm, lr=lr, average=average) for name, average in both for lr in erm_rates
     } | {
-        f"rho at lr {lr:g}{name}: {rho:g}": replace(sam, lr=lr, rho=rho, average=average)
+        f"rho at lr {lr:g}{name}: {rho:g}": change(sam, lr=lr, rho=rho, average=average)
         for lr in rates
         for name, average in both
         for rho in rhos
@@ -204,9 +204,9 @@ DIGITS_BELOW = Variants(
 DIGITS_CNN = Variants(
     "digits-cnn",
     _plain_and_averaged(
-        replace(_ERM, model="cnn"),
+        change(_ERM, model="cnn"),
         (0.001, 0.003, 0.01, 0.03, 0.1, 0.3),
-        replace(_SAM, model="cnn"),
+        change(_SAM, model="cnn"),
         (0.03, 0.1, 0.3),
         (0.1, 0.2, 0.4, 0.8, 1.2),
     ),

@@ -8,7 +8,7 @@ from typing import Any
 
 from evidence.digits import DIGITS_STUDIES
 from evidence.study import Study, Variants
-from evidence.trials import Pairs, around, in_parts, seven, tsam, with_pairs
+from evidence.trials import Pairs, around, change, in_parts, seven, tsam, with_pairs
 from tiltsam.lab.config import TrainConfig
 
 __all__ = ["STUDIES"]
@@ -84,18 +84,18 @@ FINE_TUNING = [_fine_tuning(task) for task in _NAMES]
 
 # 64 tokens cut more than a third of RTE's examples, 128 an eighth.
 _RTE = FINE_TUNING[0]
-_WHOLE = replace(_RTE.base, max_length=128)
+_WHOLE = change(_RTE.base, max_length=128)
 RTE_WHOLE = replace(_RTE, name="minilm-rte-whole", title="MiniLM on RTE, 128 tokens", base=_WHOLE)
 
 # ---------------------------------------------------------------- what acts
 
 # Around what the trials of "noisy" chose, with the epochs that the seconds allow: radius and rho at one sample, the
 # number of samples and the tilt at three. With a radius of 0 one sample is SAM, whose trial is there already.
-_ONE = replace(
+_ONE = change(
     NOISY.base, method="tsam", epochs=58.8, evaluate_every=5, lr=0.03, rho=0.2, radius=20.0, num_samples=1, t=20.0
 )
-_THREE = replace(_ONE, epochs=20.0, evaluate_every=2, rho=0.1, num_samples=3)
-_NO_RADIUS = replace(NOISY.base, method="sam", evaluate_every=5, lr=0.03, rho=0.2)
+_THREE = change(_ONE, epochs=20.0, evaluate_every=2, rho=0.1, num_samples=3)
+_NO_RADIUS = change(NOISY.base, method="sam", evaluate_every=5, lr=0.03, rho=0.2)
 NOISY_ACTS = Variants(
     "noisy-acts",
     {label: config for label, config in around(_ONE).items() if label.startswith(("radius", "rho"))}
@@ -110,10 +110,10 @@ _STARTS = (0.0, 6.0, 12.0, 24.0, 48.0)
 
 
 def _radii(study: Study, epochs: float) -> Variants:
-    center = replace(study.base, method="tsam", epochs=epochs, lr=5e-5, rho=0.02, num_samples=1)
+    center = change(study.base, method="tsam", epochs=epochs, lr=5e-5, rho=0.02, num_samples=1)
     return Variants(
         f"{study.name}-radius",
-        {f"radius {radius:g}": replace(center, radius=radius) for radius in _STARTS},
+        {f"radius {radius:g}": change(center, radius=radius) for radius in _STARTS},
         seeds=tuple(range(5)),
         title=study.title,
     )
@@ -190,8 +190,8 @@ _CHOSEN = {"rte": (2e-5, 0.05), "mrpc": (5e-5, 0.02), "cola": (2e-5, 0.05), "sts
 
 
 def _beside(study: Study, lr: float, rho: float) -> Variants:
-    plain = replace(study.base, method="sam", lr=lr, rho=rho)
-    average = replace(plain, average=True, epochs=5.8 if plain.compile else 5.9)
+    plain = change(study.base, method="sam", lr=lr, rho=rho)
+    average = change(plain, average=True, epochs=5.8 if plain.compile else 5.9)
     return Variants(
         f"{study.name}-beside", {"average: none": plain, "average: kept": average}, study.seeds, title=study.title
     )
@@ -221,7 +221,7 @@ NOISY_FALLING = replace(
 # Around what SAM chose; of its trials the one with the smallest rate was on its way up when it was cut.
 NOISY_RATES = Variants(
     "noisy-rates",
-    {f"lr {lr:g}": replace(_NO_RADIUS, lr=lr) for lr in (0.01, 0.02, 0.03, 0.1)},
+    {f"lr {lr:g}": change(_NO_RADIUS, lr=lr) for lr in (0.01, 0.02, 0.03, 0.1)},
     seeds=(0,),
     title=NOISY.title,
 )
@@ -229,16 +229,16 @@ NOISY_RATES = Variants(
 # With averages ERM, SAM and TSAM all chose the largest rate of their trials, and ERM came out best: is there more
 # beyond it, and does a smaller ascent, at that rate, do better than none? Nothing is chosen here. The epochs are those
 # of the chosen ones, in SAM's seconds.
-_ERM_AVERAGED = replace(NOISY.base, method="erm", lr=0.1, epochs=116.3, evaluate_every=10, average=True)
-_SAM_AVERAGED = replace(NOISY.base, method="sam", lr=0.1, rho=0.2, epochs=59.5, evaluate_every=5, average=True)
+_ERM_AVERAGED = change(NOISY.base, method="erm", lr=0.1, epochs=116.3, evaluate_every=10, average=True)
+_SAM_AVERAGED = change(NOISY.base, method="sam", lr=0.1, rho=0.2, epochs=59.5, evaluate_every=5, average=True)
 NOISY_BEYOND = Variants(
     "noisy-beyond",
     {
         "lr of erm: 0.1": _ERM_AVERAGED,
-        "lr of erm: 0.2": replace(_ERM_AVERAGED, lr=0.2),
-        "rho at lr 0.1: 0.1": replace(_SAM_AVERAGED, rho=0.1),
+        "lr of erm: 0.2": change(_ERM_AVERAGED, lr=0.2),
+        "rho at lr 0.1: 0.1": change(_SAM_AVERAGED, rho=0.1),
         "rho at lr 0.1: 0.2": _SAM_AVERAGED,
-        "rho at lr 0.2: 0.1": replace(_SAM_AVERAGED, lr=0.2, rho=0.1),
+        "rho at lr 0.2: 0.1": change(_SAM_AVERAGED, lr=0.2, rho=0.1),
     },
     seeds=(0,),
     title=NOISY.title,
@@ -246,7 +246,7 @@ NOISY_BEYOND = Variants(
 # What an ascent is worth to averaged weights at the rate that all chose, in SAM's seconds; without one it is ERM.
 NOISY_ASCENT = Variants(
     "noisy-ascent",
-    {"rho 0": _ERM_AVERAGED, "rho 0.1": replace(_SAM_AVERAGED, rho=0.1), "rho 0.2": _SAM_AVERAGED},
+    {"rho 0": _ERM_AVERAGED, "rho 0.1": change(_SAM_AVERAGED, rho=0.1), "rho 0.2": _SAM_AVERAGED},
     seeds=NOISY.seeds,
     title=NOISY.title,
 )
@@ -254,7 +254,7 @@ NOISY_ASCENT = Variants(
 NOISY_LONGER = Variants(
     "noisy-longer",
     {
-        f"epochs of {config.method}: {times * config.epochs:g}": replace(config, epochs=times * config.epochs)
+        f"epochs of {config.method}: {times * config.epochs:g}": change(config, epochs=times * config.epochs)
         for config in (_ERM_AVERAGED, _SAM_AVERAGED)
         for times in (1, 2)
     },

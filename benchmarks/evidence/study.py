@@ -83,7 +83,7 @@ class Study:
         epochs = self.epochs(label, rates)
         looks = max(1, round(epochs / self.looks))
         usual = replace(self.base, epochs=epochs, evaluate_every=looks, seed=self.seeds[0])
-        return [replace(usual, **settings) for settings in self.trials[label]]
+        return [usual.with_settings(settings) for settings in self.trials[label]]
 
     def left(self, out: Path, rates: Rates, labels: Sequence[str] | None = None) -> list[Cell]:
         """What can be worked on now, most urgent first: trials, in the order of labels, then the winners' seeds."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from evidence.study import Rates, Study, Variants, diverged, rows_of, score_at
-from tiltsam.lab.config import METHOD_SETTINGS, TrainConfig
+from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.palette import OKABE_ITO, color_of
 from tiltsam.lab.records import Record
 
@@ -37,7 +37,8 @@ _SETTINGS = ("lr", "rho", "radius", "t", "num_samples", "alpha", "lam", "num_poi
 def settings_of(study: Study, label: str, config: TrainConfig) -> str:
     """What distinguishes a trial from the others of its label."""
     names = {name for trial in study.trials[label] for name in trial} - {"method"}
-    return ", ".join(f"{name} {getattr(config, name):g}" for name in _SETTINGS if name in names)
+    values = config.to_json() | config.all_options()
+    return ", ".join(f"{name} {values[name]:g}" for name in _SETTINGS if name in names)
 
 
 def trial_table(study: Study, out: Path, rates: Rates) -> list[list[str]]:
@@ -172,7 +173,8 @@ def variant_table(study: Variants, out: Path) -> list[list[str]]:
 
 
 def _samples(config: TrainConfig) -> int:
-    return config.num_samples if "num_samples" in METHOD_SETTINGS[config.method] else 1
+    samples: int = config.all_options().get("num_samples", 1)
+    return samples
 
 
 def draw_variants(study: Variants, out: Path, path: Path) -> None:

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from tiltsam.lab.config import TrainConfig
 
-__all__ = ["Pairs", "around", "in_parts", "seven", "tsam", "with_pairs"]
+__all__ = ["Pairs", "around", "change", "in_parts", "seven", "tsam", "with_pairs"]
 
 Pairs = Sequence[tuple[float, float]]
 """Learning rate and rho of each trial."""
 
 _TILTS = [20.0, 100.0, 20.0, 100.0, 20.0, 100.0]
 _SHARES = (0.0, 0.5, 1.0, 1.5, 2.0)
+
+
+def change(config: TrainConfig, **settings: Any) -> TrainConfig:
+    """The config with other fields, or options of its method."""
+    return config.with_settings(settings)
 
 
 def with_pairs(method: str, pairs: Pairs, **more: Any) -> list[dict[str, Any]]:
@@ -55,10 +59,10 @@ def in_parts(number: int) -> dict[str, Any]:
 
 def around(center: TrainConfig) -> dict[str, TrainConfig]:
     """TSAM with one setting changed at a time; the tilt is varied at three samples, for a single one has no weights."""
-    assert center.rho is not None
-    assert center.radius is not None
-    found = {f"radius {share * center.radius:g}": replace(center, radius=share * center.radius) for share in _SHARES}
-    found |= {f"rho {share * center.rho:g}": replace(center, rho=share * center.rho) for share in _SHARES}
-    found |= {f"s {s}": replace(center, num_samples=s) for s in (1, 3, 5)}
-    found |= {f"t {t:g}": replace(center, num_samples=3, t=t) for t in (0.0, 1.0, 5.0, 20.0, 100.0, 1000.0)}
+    found: dict[str, TrainConfig] = {}
+    for name in ("radius", "rho"):
+        values = [share * center.all_options()[name] for share in _SHARES]
+        found |= {f"{name} {value:g}": change(center, **{name: value}) for value in values}
+    found |= {f"s {s}": change(center, num_samples=s) for s in (1, 3, 5)}
+    found |= {f"t {t:g}": change(center, num_samples=3, t=t) for t in (0.0, 1.0, 5.0, 20.0, 100.0, 1000.0)}
     return found

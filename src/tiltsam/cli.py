@@ -274,7 +274,7 @@ def _train(args: argparse.Namespace) -> None:
             raise UserError(f"another process is training this run in {record.folder}")
         callbacks: dict[str, Any] = {}
         if distributed.is_main:
-            samples = config.num_samples if config.method == "tsam" else 1
+            samples = config.all_options().get("num_samples", 1)
             for remark in remarks(args, config) + distributed.warnings(samples):
                 print(f"tiltsam train: {remark}", file=sys.stderr, flush=True)
             display = held.enter_context(RunDisplay())
@@ -302,15 +302,15 @@ def _compare(args: argparse.Namespace) -> None:
     from tiltsam.lab.config import TILT_HAS_NO_EFFECT, tilt_has_no_effect
     from tiltsam.lab.console import RunDisplay, print_table
     from tiltsam.lab.data import find_task
-    from tiltsam.lab.flags import from_arguments, given, parse_method
+    from tiltsam.lab.flags import shared_settings
     from tiltsam.lab.records import Record
     from tiltsam.lab.report import write_report
 
-    config = from_arguments(args)
+    config, settings = shared_settings(args)
     find_task(config.task)  # before a folder is created for it
-    cells = comparison_cells(config, args.methods, args.seeds)
+    cells = comparison_cells(config, args.methods, args.seeds, settings)
     for name, runs in cells.items():
-        if tilt_has_no_effect(runs[0], given(args) | parse_method(name)):
+        if tilt_has_no_effect(runs[0]):
             print(f"tiltsam compare: {name} has {TILT_HAS_NO_EFFECT}", file=sys.stderr, flush=True)
     with RunDisplay({runs[0].key(): name for name, runs in cells.items()}) as display:
         rows = compare(
@@ -318,6 +318,7 @@ def _compare(args: argparse.Namespace) -> None:
             list(cells),
             args.out,
             seeds=args.seeds,
+            settings=settings,
             root=args.data_root,
             download=args.download,
             loading=display.loading,

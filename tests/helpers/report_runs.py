@@ -1,7 +1,6 @@
 """Records of made-up runs for the tests of the report, in the format that training writes."""
 
 import json
-from dataclasses import asdict
 
 from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.records import Record
@@ -28,12 +27,12 @@ def rows(epochs, score=0.8, loss=1.0, cost=1):
 
 
 def write_run(out, *, lines=None, finished=True, notes="", flatness=None, **settings):
-    """Write a run and return its folder; ``settings`` are fields of its config."""
-    config = TrainConfig(**{"epochs": 6, **settings})
+    """Write a run and return its folder; ``settings`` are fields of its config and options of its method."""
+    config = TrainConfig.from_settings({"epochs": 6, **settings})
     folder = Record.of(out, config).folder
     folder.mkdir(parents=True)
     lines = rows(6) if lines is None else lines
-    (folder / "config.json").write_text(json.dumps(asdict(config)))
+    (folder / "config.json").write_text(json.dumps(config.to_json()))
     (folder / "environment.json").write_text(json.dumps({"device": "cpu", "torch": "2.0"}))
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     if finished:
@@ -71,15 +70,15 @@ def flatness(scale=1.0, label="random direction"):
 def write_runs(out, **everywhere):
     """Write three methods with three seeds, tsam with two tilts; tsam leads clearly."""
     for seed in range(3):
-        for method, t, score, loss, cost in (
-            ("erm", 20.0, 0.7, 0.5, 1),
-            ("sam", 20.0, 0.75, 0.8, 2),
-            ("tsam", 1.0, 0.77, 0.9, 6),
-            ("tsam", 20.0, 0.83, 1.0, 6),
+        for method, options, score, loss, cost in (
+            ("erm", {}, 0.7, 0.5, 1),
+            ("sam", {}, 0.75, 0.8, 2),
+            ("tsam", {"t": 1.0}, 0.77, 0.9, 6),
+            ("tsam", {"t": 20.0}, 0.83, 1.0, 6),
         ):
             lines = rows(6, score + 0.003 * seed, loss + 0.01 * seed, cost)
             measured = flatness(1 / cost + 0.01 * seed)
-            write_run(out, lines=lines, flatness=measured, method=method, t=t, num_samples=3, seed=seed, **everywhere)
+            write_run(out, lines=lines, flatness=measured, method=method, seed=seed, **options, **everywhere)
     return out
 
 

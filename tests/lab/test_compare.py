@@ -2,7 +2,6 @@
 
 import json
 import re
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -17,8 +16,13 @@ from tiltsam.lab.errors import ConfigError, TrainError
 from tiltsam.lab.records import Record
 from tiltsam.lab.train import train
 
-SMALL = TrainConfig(epochs=2, batch_size=128, num_samples=2, num_points=2)
+SMALL = TrainConfig(epochs=2, batch_size=128, options={"num_samples": 2})
 QUICK = TrainConfig("digits", epochs=0.2, batch_size=128)
+
+
+def small(**settings):
+    """Return the small config with some settings replaced."""
+    return SMALL.with_settings(settings)
 
 
 def ends_well(process) -> bool:
@@ -62,11 +66,11 @@ def test_compare_continues_after_a_diverged_run(tmp_path, capsys):
     assert "1 seed," in told.out
     assert "all runs failed" in told.err
     with pytest.raises(TrainError, match="lower lr or rho"):
-        train(replace(SMALL, method="sam", lr=1e30), Record(tmp_path / "again"))
+        train(small(method="sam", lr=1e30), Record(tmp_path / "again"))
 
 
 def test_compare_configs_reuses_runs_and_averages_over_seeds(tmp_path):
-    configs = [replace(SMALL, method=m, seed=s) for m in ("erm", "sam") for s in (0, 1)]
+    configs = [small(method=m, seed=s) for m in ("erm", "sam") for s in (0, 1)]
     trained = []
     rows = compare_configs(configs, tmp_path, report=lambda c, p: trained.append((c.method, c.seed)))
     assert len(set(trained)) == 4
@@ -77,7 +81,7 @@ def test_compare_configs_reuses_runs_and_averages_over_seeds(tmp_path):
     again = compare_configs(configs, tmp_path, report=lambda c, p: pytest.fail("trained again"))
     assert again == rows
     assert format_rows(rows)[0][0] == "method"
-    assert summarise([replace(SMALL, method="tsam")], tmp_path)[0].runs == 0
+    assert summarise([small(method="tsam")], tmp_path)[0].runs == 0
 
 
 def test_compare_report_shows_only_the_compared_cells(tmp_path, capsys):
@@ -105,10 +109,10 @@ def test_compare_methods_with_own_settings(tmp_path, capsys):
     assert "digits sam:rho=0.4,average=true seed 1  100%" in shown.out
     configs = [Record(path.parent).config() for path in files_named("config.json", tmp_path)]
     assert len(configs) == 6
-    assert {(c.method, c.rho, c.average, c.num_samples, c.t) for c in configs} == {
-        ("sam", 0.2, False, 3, 20.0),
-        ("sam", 0.4, True, 3, 20.0),
-        ("tsam", 0.2, False, 2, 5.0),
+    assert {(c.method, c.average, *sorted(c.options.items())) for c in configs} == {
+        ("sam", False, ("rho", 0.2)),
+        ("sam", True, ("rho", 0.4)),
+        ("tsam", False, ("num_samples", 2), ("rho", 0.2), ("t", 5.0)),
     }
 
 
@@ -124,23 +128,23 @@ def test_two_processes_never_train_the_same_run(tmp_path):
 
 
 def test_compare_takes_a_users_method(tmp_path, monkeypatch, capsys):
-    """It has SAM's settings, if it takes a rho; those that it has beyond are fixed where it is named."""
+    """Its options are those of its constructor."""
     monkeypatch.setitem(tiltsam.METHODS, "friendly", FriendlySAM)
     monkeypatch.setitem(tiltsam.METHODS, "slow", partial(FriendlySAM, lam=0.99))
     monkeypatch.chdir(tmp_path)
-    own = ["friendly:rho=0.5", "slow", "friendly:rho_schedule=up"]
+    own = ["friendly:rho=0.5,lam=0.6", "slow", "friendly:rho_schedule=up"]
     assert not main(["compare", "digits", "--methods", "sam", *own, "--epochs", "1", "--seeds", "1"])
     table = capsys.readouterr().out
     assert all(f"| {name} " in table for name in own)
     assert not main(["methods"])
     assert "slow      Friendly-SAM" in capsys.readouterr().out
-    config = replace(SMALL, method="friendly", rho=0.1)
-    assert config.key() != replace(config, rho=0.2).key()
-    assert config.key() == replace(config, lam=0.1).key()  # RSAM's
-    for bad in (["--methods", "friendly:lam=0.5"], ["--methods", "stranger"]):
+    page = (tmp_path / "runs" / "digits" / "report" / "tables" / "methods.md").read_text()
+    assert "rho=0.5 sigma=1 lam=0.6" in page
+    assert "rho=0.05 sigma=1 lam=0.99" in page
+    for bad in (["--methods", "friendly:eta=0.5"], ["--methods", "stranger"]):
         assert main(["compare", "digits", *bad])
     errors = capsys.readouterr().err
-    assert "friendly has no lam" in errors
+    assert "friendly has no eta; its options: rho, sigma, lam" in errors
     assert "unknown method 'stranger': one of erm, sam, " in errors
     grid = ["--grid", "rho=0.1", "--trials", "1", "--epochs", "1", "--workers", "2"]
     for entry in ("friendly", "friendly:average=true"):

@@ -1,16 +1,16 @@
 import dataclasses
+import json
 from dataclasses import replace
 from functools import partial
+from typing import Literal
 
 import pytest
 import torch
 
 import tiltsam
 from helpers.friendly import FriendlySAM
-from tiltsam.lab.config import _LATER_DEFAULTS, TrainConfig
+from tiltsam.lab.config import TrainConfig, has_setting, kinds, method_options
 from tiltsam.lab.errors import ConfigError
-
-SMALL = TrainConfig(epochs=2, batch_size=128, num_samples=2, num_points=2)
 
 
 class BareSAM(tiltsam.SharpnessAware):
@@ -20,43 +20,140 @@ class BareSAM(tiltsam.SharpnessAware):
         super().__init__(base, tiltsam.samplers.Ascent(), {"rho": rho})
 
 
-def test_key_ignores_later_fields_at_their_defaults():
-    plain = TrainConfig("digits", "tsam")
-    assert plain.key() == dataclasses.replace(plain, t_schedule="constant", ascent_steps=1).key()
-    keys = {dataclasses.replace(plain, **change).key() for change in ({}, {"t_schedule": "up"}, {"ascent_steps": 2})}
-    assert len(keys) == 3
-    other = TrainConfig("digits", "sam")
-    assert other.key() == dataclasses.replace(other, rho_schedule="constant").key()
-    assert other.key() != dataclasses.replace(other, rho_schedule="up").key()
-    assert other.key() == dataclasses.replace(other, t_schedule="up", ascent_steps=2).key()
+class PickySAM(tiltsam.SAM):
+    """Has options of all types, one of them required."""
+
+    def __init__(
+        self,
+        base,
+        *,
+        size: int,
+        norm: Literal["l1", "l2"] = "l2",
+        bound: float | None = 0.5,
+        plain=None,
+        start=tiltsam.samplers.Uniform(),  # noqa: B008
+        hook: tiltsam.samplers.Sampler | None = None,
+        lr: float = 0.1,
+        **options,
+    ):
+        super().__init__(base, **options)
+
+
+@pytest.fixture
+def own_methods(monkeypatch):
+    made = {"bare": BareSAM, "friendly": FriendlySAM, "slow": partial(FriendlySAM, lam=0.99), "picky": PickySAM}
+    made["function"] = lambda base, rho: tiltsam.SAM(base, rho=rho)
+    for name, method in made.items():
+        monkeypatch.setitem(tiltsam.METHODS, name, method)
+
+
+def test_options_are_those_of_the_constructor(own_methods):
+    assert list(method_options("erm")) == []
+    assert list(method_options("rsam")) == ["rho", "gamma", "lam"]
+    assert list(method_options("friendly")) == ["rho", "sigma", "lam"]
+    assert method_options("slow")["lam"].default == 0.99
+    assert list(method_options("function")) == ["rho"]
+    assert list(method_options("picky")) == ["size", "norm", "bound", "plain", "start"]
+    assert TrainConfig(method="picky", options={"size": 2}).all_options() == {
+        "size": 2,
+        "norm": "l2",
+        "bound": 0.5,
+        "plain": None,
+    }
+
+
+def test_unknown_and_missing_options_are_refused(own_methods):
+    with pytest.raises(ConfigError, match="friendly has no eta; its options: rho, sigma, lam"):
+        TrainConfig(method="friendly", options={"eta": 1.0})
+    with pytest.raises(ConfigError, match="erm has no rho; its options: none"):
+        TrainConfig(method="erm", options={"rho": 1.0})
+    with pytest.raises(ConfigError, match="picky needs size"):
+        TrainConfig(method="picky")
+    with pytest.raises(ConfigError, match="unknown method 'lookahead'"):
+        TrainConfig(method="lookahead")
+    with pytest.raises(ConfigError, match="sam has no t_schedule"):
+        TrainConfig(method="sam", t_schedule="up")
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("sam", {"rho": "0.1"}),
+        ("sam", {"rho": True}),
+        ("sam", {"rho": abs}),
+        ("tsam", {"num_samples": 2.0}),
+        ("tsam", {"sampler": "best"}),
+        ("tsam", {"share_ascent": 1}),
+        ("sam", ["rho"]),
+        ("bare", {"rho": [0.1]}),
+    ],
+)
+def test_options_of_another_type_are_refused(method, options, own_methods):
+    with pytest.raises(ConfigError, match=r"must be .*, got"):
+        TrainConfig(method=method, options=options)
+
+
+def test_kinds_of_annotations():
+    assert kinds(float | tiltsam.optim.Schedule) == [float]
+    assert kinds(Literal["a", 1] | None) == ["a", 1, type(None)]
+    assert not kinds(tiltsam.samplers.Sampler)
+
+
+def test_options_at_their_default_are_left_out(own_methods):
+    assert TrainConfig(method="sam", options={"rho": 0.05}) == TrainConfig(method="sam")
+    assert TrainConfig(method="slow", options={"lam": 0.99, "rho": 1}).options == {"rho": 1.0}
+    assert hash(TrainConfig(method="sam", options={"rho": 0.3})) == hash(TrainConfig(method="sam"))
+
+
+def test_config_survives_json(own_methods):
+    for config in (TrainConfig(), TrainConfig("digits", "friendly", options={"lam": 0.6}, rho_schedule="up", seed=3)):
+        assert TrainConfig(**json.loads(json.dumps(config.to_json()))) == config
+
+
+def test_with_settings_sets_fields_and_options(own_methods):
+    config = TrainConfig(lr=0.3, options={"rho": 0.2, "t": 5.0}, t_schedule="up", rho_schedule="down")
+    assert config.with_settings({"t": 1.0, "lr": 0.1}).settings() == {
+        "lr": 0.1,
+        "rho_schedule": "down",
+        "t_schedule": "up",
+        "rho": 0.2,
+        "t": 1.0,
+    }
+    friendly = config.with_settings({"method": "friendly", "lam": 0.6})
+    assert friendly.options == {"rho": 0.2, "lam": 0.6}
+    assert (friendly.lr, friendly.rho_schedule, friendly.t_schedule) == (0.3, "down", "constant")
+    assert has_setting("friendly", "rho_schedule")
+    for wrong in ({"eta": 1.0}, {"method": "sam", "t": 1.0}, {"rhoo": 1.0}):
+        with pytest.raises(ConfigError, match=f"has no {list(wrong)[-1]}"):
+            config.with_settings(wrong)
+
+
+def test_key_is_of_what_differs_from_the_defaults(own_methods):
+    plain = TrainConfig(method="sam")
+    assert plain.key() == TrainConfig(method="sam", options={"rho": 0.05}, seed=3, device="cpu").key()
+    assert plain.key().startswith("sam-")
+    others = [{"rho": 0.1}, {"lr": 0.1}, {"rho_schedule": "up"}, {"average": True}, {"task": "dtd"}, {"epochs": 2}]
+    assert len({plain.with_settings(other).key() for other in ({}, *others)}) == 7
+    assert plain.with_settings({"epochs": 2}).key() == plain.with_settings({"epochs": 2.0}).key()
+    assert plain.with_settings({"rho": 1}).key() == plain.with_settings({"rho": 1.0}).key()
+
+
+def test_conflicting_settings_are_refused():
     with pytest.raises(ConfigError, match="delta"):
-        TrainConfig(t_schedule="up", delta=1.0)
+        TrainConfig(t_schedule="up", options={"delta": 1.0})
+    base = torch.optim.SGD(torch.nn.Linear(2, 1).parameters(), lr=0.1)
     with pytest.raises(ConfigError, match="ascent_steps"):
-        TrainConfig(ascent_steps=2, sampler="uniform")
+        TrainConfig(options={"ascent_steps": 2, "sampler": "uniform"}).wrap(base)
 
 
-def test_key_changes_with_the_default_radius():
-    config = TrainConfig("digits", "tsam", num_samples=3)
-    assert config.key() != "tsam-3cb7600238"  # the key when None meant 0.006 √d
-    assert dataclasses.replace(config, radius=2.0).key() == "tsam-707545efcd"
+def test_every_field_has_a_default_and_a_type():
+    assert dataclasses.replace(TrainConfig()) == TrainConfig()
+    with pytest.raises(ConfigError, match=r"epochs must be float, got '2'"):
+        TrainConfig(epochs="2")
 
 
-def test_later_fields_keep_their_defaults():
-    """A config.json of an earlier version lacks the fields added since, which are read as their defaults."""
-    defaults = {field.name: field.default for field in dataclasses.fields(TrainConfig)}
-    assert {name: defaults[name] for name in _LATER_DEFAULTS} == _LATER_DEFAULTS
-
-
-def test_defaults_are_those_of_the_library():
-    weight = torch.nn.Parameter(torch.ones(2))
-    (group,) = tiltsam.TSAM(torch.optim.SGD([weight], lr=0.1)).param_groups
-    own = ("t", "radius", "num_samples", "delta")
-    assert {name: getattr(TrainConfig(), name) for name in own} == {name: group[name] for name in own}
-
-
-def test_wrap_passes_only_options_of_the_constructor(monkeypatch):
-    monkeypatch.setitem(tiltsam.METHODS, "bare", BareSAM)
-    config = TrainConfig(method="bare", rho=0.3)
+def test_wrap_passes_only_arguments_of_the_constructor(own_methods):
+    config = TrainConfig(method="bare", options={"rho": 0.3})
     model = torch.nn.Linear(2, 1)
     base = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer = config.wrap(base, model=model, seed=7, parallel=None)
@@ -67,10 +164,9 @@ def test_wrap_passes_only_options_of_the_constructor(monkeypatch):
 
 
 @pytest.mark.parametrize("method", ["pgn", "tsam", "slow"])
-def test_every_takes_plain_steps_between(method, monkeypatch):
-    monkeypatch.setitem(tiltsam.METHODS, "slow", partial(FriendlySAM, lam=0.99))
+def test_every_takes_plain_steps_between(method, own_methods):
     model = torch.nn.Linear(2, 1)
-    config = replace(SMALL, method=method, every=3)
+    config = TrainConfig(method=method, every=3)
     optimizer = config.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
 
     def closure():
@@ -82,21 +178,14 @@ def test_every_takes_plain_steps_between(method, monkeypatch):
     for _ in range(7):
         optimizer.step(closure)
         passes.append(optimizer.info.num_backwards)
-    full = 4 if method == "tsam" else 2
+    full = 6 if method == "tsam" else 2
     assert passes == [full, 1, 1, full, 1, 1, full]
 
 
 def test_every_needs_a_class(monkeypatch):
     monkeypatch.setitem(tiltsam.METHODS, "made", lambda base, **options: tiltsam.SAM(base, **options))
     base = torch.optim.SGD(torch.nn.Linear(2, 1).parameters(), lr=0.1)
-    assert isinstance(TrainConfig(method="made").wrap(base, seed=1), tiltsam.SAM)
+    config = TrainConfig(method="made")
+    assert isinstance(config.wrap(base, seed=1), tiltsam.SAM)
     with pytest.raises(ConfigError, match="every"):
-        TrainConfig(method="made", every=2).wrap(base, seed=1)
-
-
-def test_keys_ignore_other_methods_settings():
-    assert replace(SMALL, method="sam", t=1.0).key() == replace(SMALL, method="sam", t=2.0).key()
-    assert replace(SMALL, method="tsam", t=1.0).key() != replace(SMALL, method="tsam", t=2.0).key()
-    assert replace(SMALL, seed=1).key() == replace(SMALL, seed=2).key()
-    with pytest.raises(ConfigError, match="unknown method"):
-        replace(SMALL, method="lookahead")
+        replace(config, every=2).wrap(base, seed=1)

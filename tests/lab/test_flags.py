@@ -1,5 +1,80 @@
-from tiltsam.lab.flags import parse_method
+import argparse
+from functools import partial
+
+import pytest
+
+import tiltsam
+from helpers.friendly import FriendlySAM
+from tiltsam.lab.config import TrainConfig
+from tiltsam.lab.errors import ConfigError
+from tiltsam.lab.flags import add_arguments, from_arguments, given, parse_method, remarks, shared_settings
+
+
+def parsed(*flags):
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return parser.parse_args(flags)
+
+
+def help_of(flag):
+    """Return the help of a flag on one line."""
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    (action,) = [action for action in parser._actions if flag in action.option_strings]
+    return action.help
 
 
 def test_parse_method_reads_none():
     assert parse_method("tsam:radius=none,t=5") == {"method": "tsam", "radius": None, "t": 5.0}
+
+
+def test_parse_method_reads_values_by_annotation(monkeypatch):
+    monkeypatch.setitem(tiltsam.METHODS, "slow", partial(FriendlySAM, lam=0.99))
+    assert parse_method("slow:lam=1") == {"method": "slow", "lam": 1.0}
+    text = "tsam:sampler=hmc,share-ascent=true,num_samples=5,average=false"
+    values = {"sampler": "hmc", "share_ascent": True, "num_samples": 5, "average": False}
+    assert parse_method(text) == {"method": "tsam", **values}
+    with pytest.raises(ConfigError, match="slow has no t; its options: rho, sigma, lam"):
+        parse_method("slow:t=1")
+    with pytest.raises(ConfigError, match=r"'2\.5' is not an int"):
+        parse_method("tsam:num_samples=2.5")
+
+
+def test_parse_method_guesses_without_annotation(monkeypatch):
+    def made(base, a=1, b=None, c="x", d=False):
+        return tiltsam.SAM(base)
+
+    monkeypatch.setitem(tiltsam.METHODS, "made", made)
+    assert parse_method("made:a=2,b=0.5,c=none,d=True") == {"method": "made", "a": 2, "b": 0.5, "c": None, "d": True}
+    assert parse_method("made:c=mean") == {"method": "made", "c": "mean"}
+
+
+def test_flags_have_the_help_of_the_constructors(monkeypatch):
+    monkeypatch.setitem(tiltsam.METHODS, "friendly", FriendlySAM)
+    assert help_of("--eta").startswith("asam: η >= 0 in T = |w| + η")
+    assert help_of("--eta").endswith("(default: 0.01)")
+    assert help_of("--rho").startswith("sam, asam, esam2, pgn, rsam, tsam, friendly: Length of the ascent")
+    assert "default" not in help_of("--rho")  # methods have their own
+    assert help_of("--lam").startswith("rsam, friendly: ")
+    assert "`" not in "".join(help_of(flag) for flag in ("--delta", "--ascent-steps", "--sampler"))
+
+
+def test_only_given_flags_are_settings():
+    args = parsed("--method", "sam", "--rho", "0.05", "--no-average", "--num-samples", "5", "--radius", "none")
+    assert given(args) == {"method": "sam", "rho": 0.05, "average": False, "num_samples": 5, "radius": None}
+    config = from_arguments(args)
+    assert config == TrainConfig(method="sam")
+    assert remarks(args, config) == ["sam has no num_samples, radius: ignored"]
+
+
+def test_shared_settings_separate_those_of_some_methods():
+    config, settings = shared_settings(parsed("--lr", "0.1", "--rho", "0.2", "--eta", "1", "--split"))
+    assert config == TrainConfig(lr=0.1)
+    assert settings == {"rho": 0.2, "eta": 1.0, "split": True}
+
+
+def test_flags_refuse_other_types(capsys):
+    for flags in (["--rho", "big"], ["--num-samples", "1.5"], ["--sampler", "best"]):
+        with pytest.raises(SystemExit):
+            parsed(*flags)
+        assert flags[1] in capsys.readouterr().err

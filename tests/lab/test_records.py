@@ -180,7 +180,7 @@ def test_result_without_digest_is_read(made, tmp_path):
 
 def test_config_types_are_checked(tmp_path):
     for field in fields(TrainConfig):
-        (tmp_path / "config.json").write_text(json.dumps({field.name: {}}))
+        (tmp_path / "config.json").write_text(json.dumps({field.name: [1]}))
         with pytest.raises(RecordError, match=rf"config\.json.*{field.name}"):
             Record(tmp_path).config()
 
@@ -213,7 +213,7 @@ def test_log_raises_after_a_partial_write(tmp_path):
 def test_task_folder_shortens_long_paths(tmp_path):
     deep = [
         replace(
-            TrainConfig(epochs=2, batch_size=128, num_samples=2, num_points=2),
+            TrainConfig(epochs=2, batch_size=128),
             task=f"npz:{'длинное имя/' * 20}{end}.npz",
         )
         for end in "ab"

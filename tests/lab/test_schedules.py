@@ -23,9 +23,8 @@ def watch(monkeypatch, method, name):
 @pytest.mark.parametrize("direction", ["constant", "up", "down"])
 def test_t_schedule(direction, tmp_path, monkeypatch):
     seen = watch(monkeypatch, tiltsam.TSAM, "t")
-    config = TrainConfig(
-        "digits", "tsam", epochs=2, t=8.0, num_samples=1, t_schedule=direction, batch_size=200, device="cpu"
-    )
+    options = {"t": 8.0, "num_samples": 1}
+    config = TrainConfig("digits", options=options, epochs=2, t_schedule=direction, batch_size=200, device="cpu")
     train(config, Record.of(tmp_path, config))
     steps = len(seen)
     assert steps == 10
@@ -35,13 +34,13 @@ def test_t_schedule(direction, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("direction", ["constant", "up", "down"])
-@pytest.mark.parametrize("given", [0.4, None])
-def test_rho_schedule(direction, given, tmp_path, monkeypatch):
+@pytest.mark.parametrize("options", [{"rho": 0.4}, {}])
+def test_rho_schedule(direction, options, tmp_path, monkeypatch):
     seen = watch(monkeypatch, tiltsam.SAM, "rho")
-    config = TrainConfig("digits", "sam", epochs=2, rho=given, rho_schedule=direction, batch_size=200, device="cpu")
+    config = TrainConfig("digits", "sam", options=options, epochs=2, rho_schedule=direction, batch_size=200)
     train(config, Record.of(tmp_path, config), until=0.5)
     train(config, Record.of(tmp_path, config))  # resumes from the initial rho, not from the scheduled one
-    rho, steps = given or 0.05, len(seen)
+    rho, steps = options.get("rho", 0.05), len(seen)
     assert steps == 10
     shares = {"constant": [1.0] * steps, "up": [k / steps for k in range(steps)]}
     shares["down"] = [1 - k / steps for k in range(steps)]

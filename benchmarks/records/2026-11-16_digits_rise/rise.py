@@ -2,7 +2,6 @@
 
 import statistics
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -41,5 +40,5 @@ print("rho, then the loss before and after the ascent, means over epochs", *SHOW
 laid_out = STUDIES["digits-map"]
 assert isinstance(laid_out, Variants)
 for rho in (0.05, 0.1, 0.3, 0.5, 0.7, 0.8, 1.0):
-    setting = replace(laid_out.configs["rho at radius 0: 0.7"], method="sam", rho=rho)
+    setting = laid_out.configs["rho at radius 0: 0.7"].with_settings({"method": "sam", "rho": rho})
     print(rho, *rises(setting), sep="  ", flush=True)

@@ -24,7 +24,8 @@ def name_of(config: dict[str, Any]) -> str:
     """The method, with what it was given."""
     if config["method"] != "tsam":
         return str(config["method"])
-    return f"tsam s={config['num_samples']}" + (f" t={config['t']:g}" if config["num_samples"] > 1 else "")
+    samples, t = config["options"]["num_samples"], config["options"]["t"]
+    return f"tsam s={samples}" + (f" t={t:g}" if samples > 1 else "")
 
 
 def spread(values: list[float], form: str = ".2f") -> str:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 
-from tiltsam.lab.config import METHOD_SETTINGS, TrainConfig
+import torch
+from torch import Tensor
+
+from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.distributed import DistributedContext
-from tiltsam.lab.errors import ConfigError
 from tiltsam.optim import StepInfo
 
 __all__ = ["Budget", "passes_of", "passes_per_step"]
@@ -27,34 +29,27 @@ def passes_of(info: StepInfo, ascent_fraction: float = 1.0) -> float:
 
 
 def passes_per_step(config: TrainConfig) -> float:
-    """Return the forward+backward passes of a step, as :func:`passes_of` counts them, averaged over the steps.
+    """Count the forward+backward passes of a step, as :func:`passes_of` does, by taking ``every`` steps on two weights.
 
     Example:
-        >>> passes_per_step(TrainConfig(method="tsam", num_samples=5))
+        >>> passes_per_step(TrainConfig(method="tsam", options={"num_samples": 5}))
         10.0
         >>> passes_per_step(TrainConfig(method="sam", ascent_fraction=0.25))
         1.25
-
-    Raises:
-        ConfigError: If the method is not one of the package's, so that its cost is not known.
     """
-    if config.method not in METHOD_SETTINGS:
-        raise ConfigError(f"the cost of a step must be known, got method {config.method!r}")
-    ascent, s = config.ascent_fraction, config.num_samples
-    if config.method == "erm":
-        passes = 1.0
-    elif config.method == "esam2":
-        passes = 1 + ascent + config.num_points / 3
-    elif config.method == "pgn":
-        passes = 2.0  # both gradients enter the step
-    elif config.method == "tsam":
-        ascents = {"ascent": ascent * config.ascent_steps, "hmc": 1.0}.get(config.sampler, 0.0)
-        passes = s + ascents if config.share_ascent else s * (1 + ascents)
-        if config.split:
-            passes /= s
-    else:
-        passes = 1 + ascent
-    return 1 + (passes - 1) / config.every  # the other steps are plain ones
+    weights = torch.nn.Parameter(torch.ones(2))
+    optimizer = config.wrap(torch.optim.SGD([weights], lr=0.1), parallel=None)
+
+    def closure() -> Tensor:
+        loss = weights.square().sum()
+        loss.backward()
+        return loss
+
+    passes = []
+    for _ in range(config.every):
+        optimizer.step([closure] * optimizer.num_samples if config.split else closure)
+        passes.append(passes_of(optimizer.info, config.ascent_fraction))
+    return math.fsum(passes) / len(passes)
 
 
 class Budget:
@@ -62,17 +57,12 @@ class Budget:
 
     Args:
         config: The run.
-        per_epoch: Steps per epoch.
         distributed: The ranks that train the run together, and must stop at the same step.
     """
 
-    def __init__(self, config: TrainConfig, per_epoch: int, distributed: DistributedContext) -> None:
+    def __init__(self, config: TrainConfig, distributed: DistributedContext) -> None:
         self._epochs, self._passes, self._seconds = config.epochs, config.passes, config.seconds
         self._distributed = distributed
-        if config.method == "esam1":  # SAM, until it has used the passes of TSAM
-            tsam = 1 + (config.num_samples * (1 + config.ascent_fraction) - 1) / config.every  # others cost one pass
-            self._passes = min(config.passes or math.inf, config.epochs * per_epoch * tsam)
-            self._epochs = math.inf
 
     def used(self, epoch: float, passes: float, seconds: float) -> float:
         """Return the fraction of the budget that is used up, by whichever limit is nearest.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 import tiltsam
-from tiltsam.lab.config import TrainConfig
+from tiltsam.lab.config import TrainConfig, has_setting
 from tiltsam.lab.data import Data, LoadingCallback, data_loader
 from tiltsam.lab.errors import ConfigError, TrainError
 from tiltsam.lab.flags import parse_method
@@ -45,7 +45,9 @@ class ComparisonRow:
     passes: float
 
 
-def comparison_cells(config: TrainConfig, methods: Sequence[str], seeds: int) -> dict[str, list[TrainConfig]]:
+def comparison_cells(
+    config: TrainConfig, methods: Sequence[str], seeds: int, settings: Mapping[str, Any] | None = None
+) -> dict[str, list[TrainConfig]]:
     """Return the configs to compare, one per seed, by method.
 
     Args:
@@ -53,22 +55,27 @@ def comparison_cells(config: TrainConfig, methods: Sequence[str], seeds: int) ->
         methods: Methods, maybe with their own settings, as in ``asam:rho=5`` or ``tsam:num_samples=3,t=100``. Of
             several that result in the same runs, the first is kept.
         seeds: Runs per method, with seeds 0, 1, ….
+        settings: Settings of all methods that have them, as in ``{"rho": 0.2}``; a method's own go first.
 
     Raises:
         ConfigError: If there is no such method or setting, or ``seeds`` is less than 1.
 
     Example:
-        >>> cells = comparison_cells(TrainConfig("digits"), ["erm", "tsam:t=5"], seeds=2)
-        >>> [(name, run.method, run.t, run.seed) for name, runs in cells.items() for run in runs]
-        [('erm', 'erm', 20.0, 0), ('erm', 'erm', 20.0, 1), ('tsam:t=5', 'tsam', 5.0, 0), ('tsam:t=5', 'tsam', 5.0, 1)]
+        >>> cells = comparison_cells(TrainConfig("digits"), ["erm", "tsam:t=5"], seeds=1, settings={"rho": 0.2})
+        >>> [(name, run.options) for name, runs in cells.items() for run in runs]
+        [('erm', {}), ('tsam:t=5', {'rho': 0.2, 't': 5.0})]
     """
     if seeds < 1:
         raise ConfigError(f"seeds must be at least 1, got {seeds}")
+    own = {name: parse_method(name) for name in methods}
+    for name in settings or ():
+        if not any(has_setting(entry["method"], name) for entry in own.values()):
+            raise ConfigError(f"none of {', '.join(methods)} has {name}")
     cells: dict[str, list[TrainConfig]] = {}
     keys = set()
-    for name in methods:
-        settings = parse_method(name)
-        runs = [replace(config, **settings, seed=seed) for seed in range(seeds)]
+    for name, entry in own.items():
+        shared = {k: v for k, v in (settings or {}).items() if has_setting(entry["method"], k)}
+        runs = [config.with_settings({**shared, **entry, "seed": seed}) for seed in range(seeds)]
         if runs[0].key() not in keys:
             cells[name] = runs
         keys.add(runs[0].key())
@@ -81,7 +88,8 @@ def compare(
     out: Path = Path("runs"),
     *,
     seeds: int = 2,
-    **options: Any,
+    settings: Mapping[str, Any] | None = None,
+    **training: Any,
 ) -> list[ComparisonRow]:
     """Train several methods on one task with several seeds, and average over the seeds. Finished runs are reused.
 
@@ -91,15 +99,16 @@ def compare(
             :data:`tiltsam.METHODS`.
         out: Folder of the records.
         seeds: Runs per method, with seeds 0, 1, ….
-        **options: Those of :func:`compare_configs`: ``root``, ``download``, ``report`` and so on.
+        settings: Settings of all methods that have them, as in ``{"rho": 0.2}``; a method's own go first.
+        **training: Arguments of :func:`compare_configs`: ``root``, ``download``, ``report`` and so on.
 
     Raises:
         ConfigError: If there is no such method or setting, before anything is trained.
     """
-    cells = comparison_cells(config, list(tiltsam.METHODS) if methods is None else methods, seeds)
+    cells = comparison_cells(config, list(tiltsam.METHODS) if methods is None else methods, seeds, settings)
     names = {runs[0].key(): name for name, runs in cells.items()}
     configs = [runs[seed] for seed in range(seeds) for runs in cells.values()]
-    return compare_configs(configs, out, names=names, **options)
+    return compare_configs(configs, out, names=names, **training)
 
 
 def compare_configs(

@@ -7,11 +7,13 @@ import hashlib
 import inspect
 import json
 import math
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from inspect import Parameter
 from textwrap import shorten
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from torch.optim import Optimizer
 
@@ -19,61 +21,32 @@ import tiltsam
 from tiltsam.lab.errors import ConfigError
 from tiltsam.samplers import Center, Sampler
 
-__all__ = ["TrainConfig", "check_types", "methods", "settings_of", "settings_of_others", "tilt_has_no_effect"]
+__all__ = [
+    "DEFAULTS",
+    "NEEDED_OPTION",
+    "TrainConfig",
+    "field_types",
+    "has_setting",
+    "kinds",
+    "method_options",
+    "tilt_has_no_effect",
+]
 
 TILT_HAS_NO_EFFECT = "one sample, so t has no effect: pass --num-samples 3"
 
-# The settings of each method; ``esam1`` is SAM with TSAM's budget.
-METHOD_SETTINGS: dict[str, tuple[str, ...]] = {
-    "erm": (),
-    "sam": ("rho", "rho_schedule", "ascent_fraction"),
-    "esam1": ("rho", "rho_schedule", "ascent_fraction"),
-    "asam": ("rho", "rho_schedule", "eta", "ascent_fraction"),
-    "esam2": ("rho", "rho_schedule", "num_points", "ascent_fraction"),
-    "pgn": ("rho", "rho_schedule", "alpha"),
-    "rsam": ("rho", "rho_schedule", "gamma", "lam", "ascent_fraction"),
-    "tsam": (
-        "rho",
-        "rho_schedule",
-        "t",
-        "radius",
-        "num_samples",
-        "delta",
-        "sampler",
-        "share_ascent",
-        "ascent_steps",
-        "t_schedule",
-        "ascent_fraction",
-        "split",
-        "concurrent",
-    ),
+_PLAIN = (bool, int, float, str, NoneType)  # what a setting can be
+
+# Arguments of a constructor that the training loop sets, or that are not tuned.
+_NOT_OPTIONS = ("model", "seed", "parallel", "buffers_once", "same_dropout", "skip_nonfinite")
+
+# Fields that only methods with a certain option have.
+NEEDED_OPTION = {
+    "rho_schedule": "rho",
+    "t_schedule": "t",
+    "ascent_fraction": "rho",
+    "split": "num_samples",
+    "concurrent": "num_samples",
 }
-
-# The settings that the training loop uses, not the constructor.
-_LOOP_SETTINGS = ("rho_schedule", "t_schedule", "ascent_fraction", "split", "concurrent")
-
-# Fields added later. At these values they are left out of the key, so that earlier runs keep their names.
-_LATER_DEFAULTS: dict[str, Any] = {
-    "image_size": None,
-    "ascent_steps": 1,
-    "rho_schedule": "constant",
-    "t_schedule": "constant",
-    "compile": False,
-    "evaluate_every": 1,
-    "ascent_fraction": 1.0,
-    "split": False,
-    "concurrent": False,
-    "average": False,
-    "example_tilt": 0.0,
-    "example_ess": 0.0,
-    "example_tilt_warmup": 0.0,
-    "class_tilt": None,
-}
-
-
-# Networks whose initialisation changed: their runs have other keys than earlier ones.
-_REINITIALISED = ("resnet18", "resnet34", "wrn16-8")
-_IMAGES = ("cifar", "tiny-imagenet", "dtd", "images:", "npz:")  # tasks for which "auto" may choose one of them
 
 
 @dataclass(frozen=True)
@@ -83,7 +56,7 @@ class TrainConfig:
     task: str = "digits"
     """The task: a name printed by `tiltsam tasks`, or images:PATH, text:PATH, npz:PATH."""
     method: str = "tsam"
-    """erm, sam, esam1, asam, esam2, pgn, rsam or tsam."""
+    """A name in tiltsam.METHODS: erm, sam, asam, esam2, pgn, rsam, tsam, or your own."""
     model: str = "auto"
     """mlp, cnn, resnet18, resnet34, wrn16-8, vit-s; pretrained: minilm, hf:FOLDER-OR-NAME; auto depends on the task."""
 
@@ -121,45 +94,20 @@ class TrainConfig:
     example_tilt_warmup: float = 0.0
     """Fraction of the budget over which the tilt over examples rises from 0."""
     class_tilt: float | None = None
-    """Tilt between the classes of a batch; the example tilt is then inside each class. Positive: favour hard classes."""
+    """Tilt between the classes of a batch, with the example tilt inside each class; positive: favour hard classes."""
 
-    rho: float | None = None
-    """Norm of the ascent step; by default the method's (sam 0.05, tsam 0.1, asam 0.5). TSAM: used by the sampler ascent
-    only."""
+    options: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """Arguments of the method's constructor, such as {"rho": 0.5}. Those at their default are left out."""
     rho_schedule: Literal["constant", "up", "down"] = "constant"
     """Schedule of rho over the budget: constant, up from zero, or down to zero."""
-    t: float = 20.0
-    """TSAM: tilt t; has no effect with one sample."""
     t_schedule: Literal["constant", "up", "down"] = "constant"
-    """TSAM: schedule of the tilt over the budget: constant, up from zero to t, or down from t to zero."""
-    radius: float | None = None
-    """TSAM: radius of the random start; by default 0.003 √d."""
-    num_samples: int = 3
-    """TSAM: samples s per step; 1 is SAM from a random start. ESAM1: samples of the TSAM whose budget it gets."""
-    delta: float | None = None
-    """TSAM: the part δ of the tilt that the sampler applies; by default t/2."""
-    sampler: Literal["ascent", "uniform", "gaussian", "hmc"] = "ascent"
-    """TSAM: how the perturbed weights are sampled."""
-    share_ascent: bool = False
-    """TSAM: share one ascent gradient among all samples: s+1 passes per step instead of 2s."""
-    ascent_steps: int = 1
-    """TSAM: ascent steps N per sample, of norm rho/N each: s(N+1) passes per step."""
+    """Schedule of the tilt over the budget: constant, up from zero to t, or down from t to zero."""
     ascent_fraction: float = 1.0
     """Fraction of the batch used for the ascent gradient."""
     split: bool = False
-    """TSAM: give each sample its own part of the batch: s samples for two passes (with t=0 and radius=0: m-SAM)."""
+    """Give each of the s samples its own part of the batch: s samples for two passes (with t=0 and radius=0: m-SAM)."""
     every: int = 1
     """Take a step of the method at every k-th step, and plain steps of one pass otherwise."""
-    eta: float = 0.01
-    """ASAM: η in the normalisation |w| + η."""
-    alpha: float = 0.5
-    """PGN: weight α of the perturbed gradient, 1-α of the plain one."""
-    gamma: float = 5e-4
-    """RSAM: size γ of the noise relative to the norm of each filter."""
-    lam: float = 2.0
-    """RSAM: weight λ of the gradient in the ascent direction."""
-    num_points: int = 10
-    """ESAM2: points on the ascent line; the step uses the one with the largest loss."""
 
     seed: int = 0
     """Seed of the initial weights, the order of examples, label noise, augmentation and perturbations."""
@@ -172,7 +120,7 @@ class TrainConfig:
     compile: bool = False
     """Compile the model with torch.compile: a minute or so at the start, then shorter passes."""
     concurrent: bool = False
-    """TSAM: run the samples concurrently on the GPU; needs memory for s copies of weights, gradients, activations."""
+    """Run the samples concurrently on the GPU; needs memory for s copies of weights, gradients, activations."""
     evaluate_every: int = 1
     """Epochs between evaluations on validation and test; the last epoch is always evaluated."""
     device: str = "auto"
@@ -187,21 +135,19 @@ class TrainConfig:
     """Width and height in pixels that image files are resized to; by default the task's (see: tiltsam tasks)."""
 
     def __post_init__(self) -> None:
-        if self.method not in methods():
-            raise ConfigError(f"unknown method {self.method!r}: one of {', '.join(methods())}")
-        for name in ("epochs", "batch_size", "lr", "num_samples", "every", "ascent_steps", "evaluate_every"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name} must be > 0, got {getattr(self, name)}")
-        for name in ("passes", "seconds", "clip", "image_size"):
-            if getattr(self, name) is not None and not getattr(self, name) > 0:
-                raise ConfigError(f"{name} must be > 0, got {getattr(self, name)}")
+        for name, hint in field_types().items():
+            _check_type(name, getattr(self, name), hint)
+        object.__setattr__(self, "options", self._check_options())
+        positive = ("epochs", "passes", "seconds", "lr", "batch_size", "clip", "every", "evaluate_every", "image_size")
+        for name in positive:
+            if (value := getattr(self, name)) is not None and not value > 0:
+                raise ConfigError(f"{name} must be > 0, got {value}")
         bounds = dict.fromkeys(
-            ("validation", "label_smoothing", "warmup", "noise", "example_ess", "example_tilt_warmup"), (0, 1)
+            ("validation", "label_smoothing", "warmup", "noise", "example_ess", "example_tilt_warmup"), 1
         )
-        for name, (low, high) in {**bounds, "momentum": (0, math.inf), "weight_decay": (0, math.inf)}.items():
-            value = getattr(self, name)
-            if value is not None and not low <= value < high:
-                raise ConfigError(f"{name} must be in [{low}, {high}), got {value}")
+        for name, high in {**bounds, "momentum": math.inf, "weight_decay": math.inf}.items():
+            if (value := getattr(self, name)) is not None and not 0 <= value < high:
+                raise ConfigError(f"{name} must be in [0, {high}), got {value}")
         if math.isinf(self.lr):
             raise ConfigError(f"lr must be finite, got {self.lr}")
         if math.isinf(min(limit for limit in (self.epochs, self.passes, self.seconds) if limit is not None)):
@@ -210,102 +156,160 @@ class TrainConfig:
             raise ConfigError(f"seed must be in [0, 2^63), got {self.seed}")
         if not 0 < self.ascent_fraction <= 1:
             raise ConfigError(f"ascent_fraction must be in (0, 1], got {self.ascent_fraction}")
-        for name in ("example_tilt", "class_tilt"):
-            value = getattr(self, name)
-            if value is not None and not math.isfinite(value):
-                raise ConfigError(f"{name} must be finite, got {value}")
+        if not math.isfinite(self.example_tilt) or not math.isfinite(self.class_tilt or 0.0):
+            raise ConfigError(f"tilts must be finite, got {self.example_tilt} and {self.class_tilt}")
         if (self.example_ess or self.example_tilt_warmup) and not self.example_tilt:
-            raise ConfigError(
-                "example_ess and example_tilt_warmup need example_tilt, for instance -100 with example_ess"
-            )
+            raise ConfigError("example_ess and example_tilt_warmup need an example_tilt, got 0")
         if self.example_ess and self.class_tilt is not None:
             raise ConfigError("example_ess cannot be combined with class_tilt")
-        if self.split and (self.share_ascent or self.ascent_fraction < 1 or self.every > 1):
+        if self.split and (self.options.get("share_ascent") or self.ascent_fraction < 1 or self.every > 1):
             raise ConfigError("split=True cannot be combined with share_ascent, ascent_fraction or every")
-        if self.concurrent and self.share_ascent:
+        if self.concurrent and self.options.get("share_ascent"):
             raise ConfigError("concurrent=True cannot be combined with share_ascent: samples wait for it")
-        if self.t_schedule != "constant" and self.delta is not None:
-            raise ConfigError(f"delta must be None with t_schedule={self.t_schedule!r}, got {self.delta:g}")
-        if self.ascent_steps > 1 and (self.sampler != "ascent" or self.share_ascent):
-            raise ConfigError(
-                f"ascent_steps must be 1 unless the sampler is ascent without share_ascent, got {self.ascent_steps}"
-            )
+        if self.t_schedule != "constant" and (delta := self.options.get("delta")) is not None:
+            raise ConfigError(f"delta must be None with t_schedule={self.t_schedule!r}, got {delta:g}")
 
-    def method_options(self) -> dict[str, Any]:
-        """Return the settings that the method's constructor receives."""
-        own = {name: getattr(self, name) for name in settings_of(self.method)}
-        if self.rho is None:
-            own.pop("rho", None)
-        for name in _LOOP_SETTINGS:
-            own.pop(name, None)
-        if own.pop("ascent_steps", 1) > 1:
-            own["sampler"] = tiltsam.samplers.Ascent(num_steps=self.ascent_steps)
-        return own
+    def _check_options(self) -> dict[str, Any]:
+        """Return the options that differ from their defaults."""
+        if not isinstance(self.options, Mapping):
+            raise ConfigError(f"options must be a mapping, got {shorten(repr(self.options), 60)}")
+        known = method_options(self.method)
+        unknown = [n for n in NEEDED_OPTION if not has_setting(self.method, n) and getattr(self, n) != DEFAULTS[n]]
+        if unknown := unknown + [name for name in self.options if name not in known]:
+            raise ConfigError(f"{self.method} has no {', '.join(unknown)}; its options: {', '.join(known) or 'none'}")
+        for name, value in self.options.items():
+            _check_type(name, value, known[name].annotation)
+        if missing := [name for name, p in known.items() if p.default is p.empty and name not in self.options]:
+            raise ConfigError(f"{self.method} needs {', '.join(missing)}")
+        floats = {name for name, p in known.items() if float in kinds(p.annotation)}
+        options = {name: float(v) if name in floats and type(v) is int else v for name, v in self.options.items()}
+        return {name: value for name, value in options.items() if value != known[name].default}
+
+    @classmethod
+    def from_settings(cls, settings: Mapping[str, Any]) -> TrainConfig:
+        """Return the config with the given fields, and options of its method, by name.
+
+        Raises:
+            ConfigError: If the method does not have one of them.
+        """
+        fields = {name: value for name, value in settings.items() if name in field_types()}
+        return cls(**fields, options={name: value for name, value in settings.items() if name not in fields})
+
+    def settings(self) -> dict[str, Any]:
+        """Return the fields and options that differ from their defaults, by name."""
+        changed = {name: value for name in DEFAULTS if (value := getattr(self, name)) != DEFAULTS[name]}
+        return {**changed, **self.options}
 
     def with_settings(self, settings: Mapping[str, Any]) -> TrainConfig:
         """Return the config with some fields, or options of its method, replaced.
 
         Args:
-            settings: Values by name; ``method`` may be among them.
+            settings: Values by name; ``method`` may be among them. A new method keeps the settings that it also has.
 
         Raises:
             ConfigError: If neither the config nor the method has a setting of that name.
+
+        Example:
+            >>> tsam = TrainConfig(method="tsam", options={"rho": 0.2, "t": 5.0})
+            >>> tsam.with_settings({"method": "sam", "lr": 0.1}).settings()
+            {'method': 'sam', 'lr': 0.1, 'rho': 0.2}
         """
-        method = str(settings.get("method", self.method))
-        known = {field.name for field in dataclasses.fields(self)}
-        if unknown := [name for name in settings if name not in known or name in settings_of_others(method)]:
-            raise ConfigError(f"{method} has no {', '.join(unknown)}")
-        return dataclasses.replace(self, **settings)
+        method = settings.get("method", self.method)
+        kept = {name: value for name, value in self.settings().items() if has_setting(method, name)}
+        return self.from_settings({**kept, "method": method, **settings})
 
-    def smallest_share(self) -> float:
-        """Return the smallest fraction of a batch that a pass sees."""
-        if self.splits():
-            return 1 / self.num_samples
-        return self.ascent_fraction if "ascent_fraction" in settings_of(self.method) else 1.0
+    def all_options(self) -> dict[str, Any]:
+        """Return the values of all options that can be written to a file, with the defaults of the constructor."""
+        values = {name: self.options.get(name, p.default) for name, p in method_options(self.method).items()}
+        return {name: value for name, value in values.items() if isinstance(value, _PLAIN)}
 
-    def splits(self) -> bool:
-        """Return whether each sample of a step has its own part of the batch."""
-        return self.split and "split" in settings_of(self.method)
+    def to_json(self) -> dict[str, Any]:
+        """Return all fields and all options, as ``config.json`` has them."""
+        return dataclasses.asdict(self) | {"options": self.all_options()}
 
-    def wrap(self, base: Optimizer, **options: Any) -> tiltsam.SharpnessAware:
-        """Return the method around a base optimizer; ``esam1`` is SAM with a longer budget.
+    def wrap(self, base: Optimizer, **common: Any) -> tiltsam.SharpnessAware:
+        """Return the method around a base optimizer.
 
         Args:
             base: The optimizer.
-            **options: ``model``, ``seed`` and ``parallel``; those that the constructor does not accept are dropped.
+            **common: ``model``, ``seed`` and ``parallel``; those that the constructor does not accept are dropped.
 
         Raises:
-            ConfigError: If a setting is out of bounds, or ranks train together and the method has no ``parallel``.
+            ConfigError: If an option is out of bounds, or ranks train together and the method has no ``parallel``.
         """
-        method = tiltsam.METHODS["sam" if self.method == "esam1" else self.method]
+        method = tiltsam.METHODS[self.method]
         parameters = inspect.signature(method).parameters
         if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-            if options.get("parallel") and "parallel" not in parameters:
+            if common.get("parallel") and "parallel" not in parameters:
                 raise ConfigError(f"{self.method} has no option parallel: train it in one process")
-            options = {name: value for name, value in options.items() if name in parameters}
+            common = {name: value for name, value in common.items() if name in parameters}
         if self.every > 1:
             method = _with_plain_steps(method, self.every)
         try:
-            return method(base, **self.method_options(), **options)
+            return method(base, **self.options, **common)
         except ValueError as error:
             raise ConfigError(str(error)) from None
 
     def key(self) -> str:
         """Return a short name of all settings but the seed: runs that differ only in the seed are averaged."""
-        body = {k: v for k, v in dataclasses.asdict(self).items() if k not in ("seed", "device")}
-        others = settings_of_others(self.method)
-        # Other methods' settings, 2 instead of 2.0, and later fields at their defaults do not change the key.
-        later = _LATER_DEFAULTS
-        body = {k: v for k, v in body.items() if k not in others and (k not in later or v != later[k])}
-        body = {k: float(v) if isinstance(v, int) else v for k, v in body.items()}
-        if self.model in _REINITIALISED or (self.model == "auto" and self.task.startswith(_IMAGES)):
-            body["begins"] = "he"
-        if self.method == "tsam" and self.radius is None:
-            body["radius"] = "0.003 sqrt(d)"  # the default was once another radius
-        if self.warmup and self.schedule in ("cosine", "linear"):  # these once decayed from the start
-            body["falls"] = "after warmup"
+        body = {name: value for name, value in self.settings().items() if name not in ("seed", "device")}
+        body = {name: float(value) if isinstance(value, int) else value for name, value in body.items()}
         digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()[:10]
         return f"{self.method}-{digest}"
+
+
+DEFAULTS: dict[str, Any] = {f.name: f.default for f in dataclasses.fields(TrainConfig) if f.name != "options"}
+"""The defaults of the fields, without the options."""
+
+# ---------------------------------------------------------------- the options of a method
+
+
+def method_options(method: str) -> Mapping[str, Parameter]:
+    """Return the options of a method: the arguments of its constructor that a config can set, by name.
+
+    The first argument is the base optimizer. Arguments that have the name of a field are left out.
+
+    Raises:
+        ConfigError: If there is no such method.
+
+    Example:
+        >>> list(method_options("asam"))
+        ['rho', 'eta']
+    """
+    if method not in tiltsam.METHODS:
+        raise ConfigError(f"unknown method {method!r}: one of {', '.join(tiltsam.METHODS)}")
+    return _options(tiltsam.METHODS[method])
+
+
+@lru_cache
+def _options(constructor: Callable[..., tiltsam.SharpnessAware]) -> Mapping[str, Parameter]:
+    try:
+        signature = inspect.signature(constructor, eval_str=True)
+    except NameError:  # an annotation that is imported for type checkers only
+        signature = inspect.signature(constructor)
+    _, *arguments = signature.parameters.values()
+    left_out = {*_NOT_OPTIONS, *field_types()}
+    named = [p for p in arguments if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL) and p.name not in left_out]
+    return {p.name: p for p in named if set(kinds(p.annotation)) - {NoneType}}
+
+
+def has_setting(method: str, name: str) -> bool:
+    """Return whether a config of the method can set a field or an option of that name.
+
+    Raises:
+        ConfigError: If there is no such method.
+    """
+    options = method_options(method)
+    if name in NEEDED_OPTION:
+        return NEEDED_OPTION[name] in options
+    return name in options or name in field_types()
+
+
+def tilt_has_no_effect(config: TrainConfig) -> bool:
+    """Return whether a config sets a tilt that has no effect, because there is one sample."""
+    options = config.all_options()
+    single = options.get("num_samples") == 1 and options.get("sampler") != "hmc"  # HMC samples with it
+    return single and any(config.settings().get(name) for name in ("t", "delta", "t_schedule"))
 
 
 def _with_plain_steps(
@@ -324,48 +328,33 @@ def _with_plain_steps(
     return type(cls.__name__, (cls,), {"plan": plan})
 
 
-def check_types(settings: Mapping[str, Any]) -> None:
-    """Raise if a setting read from a file is not of its field's type.
+# ---------------------------------------------------------------- types of settings
 
-    Raises:
-        ConfigError: The setting, its type and its value.
+
+def kinds(hint: Any) -> list[Any]:
+    """Return what a setting may be, from its annotation: plain types, and the values of a ``Literal``.
+
+    Types that a file cannot hold, such as a schedule, are left out. Without an annotation all plain types are returned.
     """
-    for name, hint in get_type_hints(TrainConfig).items():
-        if name in settings and not _is_a(settings[name], hint):
-            wanted = hint.__name__ if isinstance(hint, type) else str(hint)
-            raise ConfigError(f"{name} must be {wanted}, got {shorten(repr(settings[name]), 60)}")
-
-
-def _is_a(value: object, hint: Any) -> bool:
+    if hint is Parameter.empty or hint is Any or isinstance(hint, str):
+        return list(_PLAIN)
+    if get_origin(hint) in (Union, UnionType):
+        return [kind for part in get_args(hint) for kind in kinds(part)]
     if get_origin(hint) is Literal:
-        return value in get_args(hint)
-    if options := get_args(hint):  # X | None
-        return any(_is_a(value, option) for option in options)
-    if hint is float:
-        hint = int | float
-    return isinstance(value, hint) and (hint is bool or not isinstance(value, bool))
+        return list(get_args(hint))
+    return [hint] if hint in _PLAIN else []
 
 
-def tilt_has_no_effect(config: TrainConfig, names: Collection[str]) -> bool:
-    """Return whether a tilt is among the given settings and has no effect."""
-    single = config.method == "tsam" and config.num_samples == 1 and config.sampler != "hmc"  # HMC samples with it
-    tilts = {"t": config.t, "delta": config.delta, "t_schedule": config.t_schedule != "constant"}
-    return single and any(tilts[name] for name in tilts.keys() & set(names))
+@lru_cache
+def field_types() -> dict[str, Any]:
+    """Return the annotations of the fields, without the options."""
+    return {name: hint for name, hint in get_type_hints(TrainConfig).items() if name != "options"}
 
 
-def methods() -> list[str]:
-    """Return the names of all methods, with those that users add to :data:`tiltsam.METHODS`."""
-    return list(METHOD_SETTINGS | tiltsam.METHODS)
-
-
-def settings_of(method: str) -> tuple[str, ...]:
-    """Return the settings of a method; a user's method has those of SAM if it has a rho, and none otherwise."""
-    if method in METHOD_SETTINGS:
-        return METHOD_SETTINGS[method]
-    return METHOD_SETTINGS["sam"] if "rho" in inspect.signature(tiltsam.METHODS[method]).parameters else ()
-
-
-def settings_of_others(method: str) -> set[str]:
-    """Return the settings that only other methods have."""
-    others = set().union(*METHOD_SETTINGS.values()) - set(settings_of(method))
-    return others - {"num_samples"} if method == "esam1" else others
+def _check_type(name: str, value: Any, hint: Any) -> None:
+    allowed = kinds(hint)
+    types = {kind for kind in allowed if isinstance(kind, type)} | ({int} if float in allowed else set())
+    fits = isinstance(value, tuple(types)) and (bool in types or not isinstance(value, bool))
+    if not fits and value not in [kind for kind in allowed if not isinstance(kind, type)]:
+        wanted = " or ".join(kind.__name__ if isinstance(kind, type) else repr(kind) for kind in allowed)
+        raise ConfigError(f"{name} must be {wanted}, got {shorten(repr(value), 60)}")

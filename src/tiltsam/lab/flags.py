@@ -1,24 +1,51 @@
-"""The flags of commands that train: one for every field of the config, and settings of single methods."""
+"""The flags of commands that train: one for every field of the config, and one for every option of a method."""
 
 from __future__ import annotations
 
 import ast
-import dataclasses
 import inspect
-import math
+import re
 import textwrap
-import types
-import typing
-from argparse import ArgumentParser, ArgumentTypeError, BooleanOptionalAction, _ActionsContainer
+from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError, BooleanOptionalAction, _ActionsContainer
 from collections.abc import Callable
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from contextlib import suppress
+from functools import partial
+from types import NoneType
+from typing import Any
 
-from tiltsam.lab.config import TILT_HAS_NO_EFFECT, TrainConfig, settings_of_others, tilt_has_no_effect
+import tiltsam
+from tiltsam.lab.config import (
+    TILT_HAS_NO_EFFECT,
+    TrainConfig,
+    field_types,
+    has_setting,
+    kinds,
+    method_options,
+    tilt_has_no_effect,
+)
 from tiltsam.lab.errors import ConfigError
 
-__all__ = ["add_arguments", "field_docs", "from_arguments", "given", "parse_method", "parse_setting", "remarks"]
+__all__ = [
+    "add_arguments",
+    "field_docs",
+    "from_arguments",
+    "given",
+    "parse_method",
+    "parse_setting",
+    "remarks",
+    "shared_settings",
+]
 
 _SHARED_SETTINGS = ("task", "seed", "device")  # cannot be set for one method
+
+# The first field of each section of the help, and its heading.
+_PARTS = {
+    "task": "task and model",
+    "epochs": "budget (whichever limit is reached first)",
+    "lr": "base optimizer and loss",
+    "options": "the method",
+    "seed": "the run",
+}
 
 
 def field_docs(cls: type) -> dict[str, str]:
@@ -32,59 +59,87 @@ def field_docs(cls: type) -> dict[str, str]:
     return docs
 
 
-# The first field of each section of the help, and its heading.
-_PARTS = {
-    "task": "task and model",
-    "epochs": "budget (whichever limit is reached first)",
-    "lr": "base optimizer and loss",
-    "rho": "settings of the methods",
-    "seed": "the run",
-}
+def _argument_docs(constructor: Callable[..., Any]) -> dict[str, str]:
+    """Return what the section ``Args:`` of a docstring says about each argument, without markup."""
+    text = inspect.getdoc(constructor.func if isinstance(constructor, partial) else constructor) or ""
+    section = re.search(r"^Args:\n((?: .*\n?|\n)*)", text, re.MULTILINE)
+    entries = re.findall(r"^    (\w+): (.*(?:\n     +.*)*)", section[1], re.MULTILINE) if section else []
+    plain = ((name, re.sub(r"(:\w+:)?`+~?([^`]*)`+", r"\2", words)) for name, words in entries)
+    return {name: " ".join(words.split()) for name, words in plain}
 
 
 def add_arguments(parser: ArgumentParser, *, leave_out: tuple[str, ...] = ()) -> None:
-    """Add a flag for every field of the config, except those to leave out."""
-    docs, hints = field_docs(TrainConfig), get_type_hints(TrainConfig)
+    """Add a flag for every field of the config, except those to leave out, and for every option of a method."""
+    docs, hints = field_docs(TrainConfig), field_types()
     part: _ActionsContainer = parser
-    for field in dataclasses.fields(TrainConfig):
-        if field.name in _PARTS:
-            part = parser.add_argument_group(_PARTS[field.name])
-        if field.name in leave_out:
-            continue
-        flag = f"--{field.name.replace('_', '-')}"
-        default = "" if field.default is None else f" (default: {field.default})"
-        text = docs[field.name].replace("%", "%%") + default
-        hint = hints[field.name]
-        if hint is bool:
-            part.add_argument(flag, action=BooleanOptionalAction, help=text, default=None)
-        elif get_origin(hint) is Literal:
-            part.add_argument(flag, choices=get_args(hint), help=text, default=None)
-        else:
-            name = "NAME" if hint is str else _plain(hint).__name__.upper()
-            part.add_argument(flag, type=_parser_of(hint), metavar=name, help=text)
+    for name, field in TrainConfig.__dataclass_fields__.items():
+        if name in _PARTS:
+            part = parser.add_argument_group(_PARTS[name])
+        if name == "options":
+            _add_options(part)
+        elif name not in leave_out:
+            default = "" if field.default is None else f" (default: {field.default})"
+            _add_flag(part, name, hints[name], docs[name] + default)
 
 
-def from_arguments(args: Any, **fixed: Any) -> TrainConfig:
-    """Return the config given by the flags of :func:`add_arguments`."""
-    return TrainConfig(**given(args) | fixed)
+def _add_options(part: _ActionsContainer) -> None:
+    owners: dict[str, list[str]] = {}
+    for method in tiltsam.METHODS:
+        for name in method_options(method):
+            owners.setdefault(name, []).append(method)
+    for name, methods in owners.items():
+        parameters = [method_options(method)[name] for method in methods]
+        first, defaults = parameters[0], {str(p.default) for p in parameters}
+        text = _argument_docs(tiltsam.METHODS[methods[0]]).get(name, "")
+        if len(defaults) == 1 and first.default not in (None, first.empty):
+            text += f" (default: {first.default})"
+        _add_flag(part, name, first.annotation, f"{', '.join(methods)}: {text}")
+
+
+def _add_flag(part: _ActionsContainer, name: str, hint: Any, text: str) -> None:
+    flag, text, allowed = f"--{name.replace('_', '-')}", text.replace("%", "%%"), kinds(hint)
+    choices = [kind for kind in allowed if not isinstance(kind, type)]
+    types = [kind for kind in allowed if isinstance(kind, type) and kind is not NoneType]
+    if types == [bool]:
+        part.add_argument(flag, action=BooleanOptionalAction, help=text, default=SUPPRESS)
+        return
+    if choices:
+        metavar = f"{{{','.join(map(str, choices))}}}"
+    else:
+        metavar = "VALUE" if len(types) > 1 else "NAME" if types == [str] else types[0].__name__.upper()
+    part.add_argument(flag, type=partial(_parse, hint), metavar=metavar, help=text, default=SUPPRESS)
 
 
 def given(args: Any) -> dict[str, Any]:
-    """Return the settings given by flags."""
-    everything = {f.name: getattr(args, f.name, None) for f in dataclasses.fields(TrainConfig)}
-    return {name: value for name, value in everything.items() if value is not None}
+    """Return the settings given by flags: fields, and options of any method."""
+    known = {*field_types(), *(name for m in tiltsam.METHODS for name in method_options(m))}
+    return {name: value for name, value in vars(args).items() if name in known}
+
+
+def from_arguments(args: Any) -> TrainConfig:
+    """Return the config given by flags; those that its method does not have are ignored."""
+    settings = given(args)
+    method = settings.get("method", TrainConfig.method)
+    return TrainConfig.from_settings({name: v for name, v in settings.items() if has_setting(method, name)})
+
+
+def shared_settings(args: Any) -> tuple[TrainConfig, dict[str, Any]]:
+    """Return the config that flags give to all methods, and the settings that only some methods have."""
+    settings = given(args)
+    fields = {name: value for name, value in settings.items() if name in field_types()}
+    shared = {name: v for name, v in fields.items() if all(has_setting(method, name) for method in tiltsam.METHODS)}
+    return TrainConfig(**shared), {name: v for name, v in settings.items() if name not in shared}
 
 
 def remarks(args: Any, config: TrainConfig) -> list[str]:
     """Return a remark for each kind of given flag that has no effect: another method's, or the tilt of one sample."""
-    names = given(args)
-    others = [name for name in names if name in settings_of_others(config.method)]
+    others = [name for name in given(args) if not has_setting(config.method, name)]
     found = [f"{config.method} has no {', '.join(others)}: ignored"] if others else []
-    return found + ([f"{config.method} has {TILT_HAS_NO_EFFECT}"] if tilt_has_no_effect(config, names) else [])
+    return found + ([f"{config.method} has {TILT_HAS_NO_EFFECT}"] if tilt_has_no_effect(config) else [])
 
 
 def parse_method(text: str) -> dict[str, Any]:
-    """Parse a method and its own settings.
+    """Parse a method and its own settings: what :meth:`TrainConfig.with_settings` takes.
 
     Args:
         text: The name, and settings after a colon, as in ``asam:rho=5`` or ``tsam:num_samples=3,t=100``.
@@ -97,9 +152,8 @@ def parse_method(text: str) -> dict[str, Any]:
         {'method': 'tsam', 'num_samples': 3, 't': 100.0}
     """
     method, colon, rest = text.partition(":")
-    TrainConfig(method=method)  # raises if the method is unknown
     found: dict[str, Any] = {"method": method}
-    fields = [field.name for field in dataclasses.fields(TrainConfig)]
+    known = method_options(method)
     for pair in rest.split(",") if colon else ():
         name, equals, value = (part.strip() for part in pair.partition("="))
         name = name.replace("-", "_")
@@ -107,58 +161,43 @@ def parse_method(text: str) -> dict[str, Any]:
             raise ConfigError(f"methods must be written as asam:rho=5 or tsam:num_samples=3,t=100, got {text!r}")
         if name in _SHARED_SETTINGS:
             raise ConfigError(f"{text!r}: {name} cannot be set for a single method")
-        if name not in fields:
-            known = (f for f in fields if f not in ("method", *_SHARED_SETTINGS, *settings_of_others(method)))
-            raise ConfigError(f"{text!r}: unknown setting {name!r}: one of {', '.join(known)}")
+        if not has_setting(method, name):
+            raise ConfigError(f"{text!r}: {method} has no {name}; its options: {', '.join(known) or 'none'}")
         try:
-            found[name] = parse_setting(name, value)
+            found[name] = parse_setting(name, value, method)
         except ConfigError as error:
             raise ConfigError(f"{text!r}: {name}: {error}") from None
-    if others := [name for name in found if name in settings_of_others(method)]:
-        raise ConfigError(f"{text!r}: {method} has no {', '.join(others)}")
     return found
 
 
-def parse_setting(name: str, text: str) -> Any:
-    """Parse the value of a setting; ``none`` is accepted for optional ones.
+def parse_setting(name: str, text: str, method: str) -> Any:
+    """Parse the value of a field, or of an option of a method; ``none`` is accepted for optional ones.
 
     Raises:
         ConfigError: If the text is not a valid value. The message does not name the setting.
     """
-    hint = get_type_hints(TrainConfig)[name]
-    if get_origin(hint) is Literal:
-        if text not in get_args(hint):
-            raise ConfigError(f"must be one of {', '.join(get_args(hint))}, got {text!r}")
-        return text
-    if hint is bool:
-        if text.lower() not in ("true", "false"):
-            raise ConfigError(f"must be true or false, got {text!r}")
-        return text.lower() == "true"
-    if type(None) in get_args(hint) and text.lower() == "none":
-        return None
+    option = method_options(method).get(name)
     try:
-        value = _parser_of(hint)(text)
+        return _parse(field_types()[name] if option is None else option.annotation, text)
     except ArgumentTypeError as error:
         raise ConfigError(str(error)) from None
-    if isinstance(value, float) and not math.isfinite(value):
-        raise ConfigError(f"must be finite, got {text}")
-    return value
 
 
-def _plain(hint: Any) -> type:
-    if get_origin(hint) in (typing.Union, types.UnionType):
-        (hint,) = (part for part in get_args(hint) if part is not type(None))
-    assert isinstance(hint, type)
-    return hint
-
-
-def _parser_of(hint: Any) -> Callable[[str], Any]:
-    plain = _plain(hint)
-
-    def parse(text: str) -> Any:
-        try:
-            return plain(text)
-        except ValueError:
-            raise ArgumentTypeError(f"{text!r} is not {'an' if plain is int else 'a'} {plain.__name__}") from None
-
-    return parse
+def _parse(hint: Any, text: str) -> Any:
+    """Parse a value of an annotated type. Of several types, the first one that fits is taken, strings last."""
+    allowed = kinds(hint)
+    choices = {str(kind): kind for kind in allowed if not isinstance(kind, type)}
+    choices |= {"true": True, "false": False} if bool in allowed else {}
+    if text.lower() == "none" and NoneType in allowed:
+        return None
+    for spelling in (text, text.lower()):
+        if spelling in choices:
+            return choices[spelling]
+    kinds_left = [kind for kind in (int, float, str) if kind in allowed]
+    for kind in kinds_left:
+        with suppress(ValueError):
+            return kind(text)
+    if choices:
+        raise ArgumentTypeError(f"must be one of {', '.join(choices)}, got {text!r}")
+    name = kinds_left[-1].__name__
+    raise ArgumentTypeError(f"{text!r} is not {'an' if name == 'int' else 'a'} {name}")

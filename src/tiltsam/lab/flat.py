@@ -11,7 +11,7 @@ import textwrap
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -60,7 +60,7 @@ def find_runs(paths: Sequence[Path], *, left_out: Callable[[str], Any] | None = 
                 raise
             left_out(_why(place, error))
         else:
-            runs.append(RunRecord(place, asdict(config)))
+            runs.append(RunRecord(place, config.to_json()))
     settings = [setting for task in summarize(runs) for setting in task.settings]
     named = [(f"{setting.name} seed {run.seed}", run.folder) for setting in settings for run in setting.runs]
     times = Counter(name for name, _ in named)  # of one config and seed there may be several records

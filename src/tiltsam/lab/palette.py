@@ -21,9 +21,6 @@ METHOD_COLORS = {
     "rsam": "#E69F00",
     "esam2": "#56B4E9",
     "asam": "#000000",
-    # Yellow, the last colour of the palette, is too faint on white. This violet is as far from the seven others as they
-    # are from each other, for normal and for colour-blind vision.
-    "esam1": "#8A3FFC",
 }
 """Colour of each method in every figure."""
 

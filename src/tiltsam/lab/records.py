@@ -16,7 +16,6 @@ Files that are written once are written atomically, see :mod:`tiltsam.lab.files`
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import hashlib
 import json
@@ -37,7 +36,7 @@ from torch import Tensor
 import tiltsam
 from tiltsam.lab import checkpoints
 from tiltsam.lab.checkpoints import Checkpoint
-from tiltsam.lab.config import TrainConfig, check_types
+from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.errors import ConfigError, RecordError
 from tiltsam.lab.files import drafted, drop_drafts, load_tensors, parse_json, save_tensors, write_json
 from tiltsam.lab.provenance import code_digest
@@ -126,7 +125,7 @@ class Record:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._drop_drafts()
         (self.folder / "diverged.txt").unlink(missing_ok=True)
-        write_json(self.folder / "config.json", dataclasses.asdict(config))
+        write_json(self.folder / "config.json", config.to_json())
         here = _environment(device) | ({"data": data} if data else {})
         last = self.environment()
         before = [one for one in (*last.pop("before", ()), last) if one.get("since", 0) < epoch]
@@ -233,7 +232,6 @@ class Record:
             raise RecordError(f"{self.folder} is not a run: config.json is missing")
         found = _read_json(path)
         try:
-            check_types(found)
             return TrainConfig(**found)
         except (ConfigError, TypeError) as error:
             raise RecordError(f"{path} is damaged: {error}") from None

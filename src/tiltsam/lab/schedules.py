@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tiltsam.lab.config import TrainConfig, settings_of
+from tiltsam.lab.config import TrainConfig
 
 __all__ = ["example_tilt", "rate_factor", "set_rates"]
 
@@ -34,24 +34,22 @@ def rate_factor(config: TrainConfig, done: float) -> float:
     return 1.0
 
 
-def set_rates(groups: Sequence[dict[str, Any]], config: TrainConfig, done: float, rho: float) -> None:
+def set_rates(groups: Sequence[dict[str, Any]], config: TrainConfig, done: float, initial: Mapping[str, float]) -> None:
     """Set the learning rate, and rho and the tilt if they have schedules.
 
     Args:
         groups: The optimizer's parameter groups.
         config: The run.
         done: Fraction of the budget that is used up.
-        rho: The method's rho, the maximum of its schedule.
+        initial: The method's rho and t, the maxima of their schedules.
     """
     lr = config.lr * rate_factor(config, done)
-    settings = settings_of(config.method)
     factors = {"up": done, "down": 1 - done}
     for group in groups:
         group["lr"] = lr
-        if "rho_schedule" in settings and config.rho_schedule in factors:
-            group["rho"] = rho * factors[config.rho_schedule]
-        if "t_schedule" in settings and config.t_schedule in factors:
-            group["t"] = config.t * factors[config.t_schedule]
+        for name, schedule in {"rho": config.rho_schedule, "t": config.t_schedule}.items():
+            if schedule in factors:
+                group[name] = initial[name] * factors[schedule]
 
 
 def example_tilt(config: TrainConfig, done: float) -> float:

@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tiltsam.lab.config import METHOD_SETTINGS, TrainConfig
+import tiltsam
+from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.data import LoadingCallback, find_task, fingerprint, load
 from tiltsam.lab.errors import SweepError
 from tiltsam.lab.files import write_json
@@ -60,6 +61,7 @@ def sweep(
     final_seconds: float | None = None,
     final_passes: float | None = None,
     draw_seed: int = 0,
+    settings: Mapping[str, Any] | None = None,
     storage: str | None = None,
     workers: int = 1,
     root: Path | None = None,
@@ -97,6 +99,7 @@ def sweep(
         final_seconds: Seconds of the tests, if not those of the trials.
         final_passes: Passes of the tests, if not those of the trials.
         draw_seed: Of the draw from grids with more points than trials.
+        settings: Settings of all methods that have them, as in ``{"rho": 0.2}``; entries and grids go first.
         storage: URL of a database for Optuna; by default ``sqlite:///OUT/sweeps.db``.
         workers: Processes to work with; 1 works in this one.
         root: Where data sets lie.
@@ -135,8 +138,9 @@ def sweep(
         if not value > 0:
             raise SweepError(f"--final-{name} must be > 0, got {value}")
     find_task(base.task)  # before a folder is made for it
-    found, notes = points(replace(base, device=base.device.split(",")[0]), methods, grid, trials, draw_seed=draw_seed)
-    _check_workers(workers, {row[0].config.method for row in found.values()} - METHOD_SETTINGS.keys())
+    first = replace(base, device=base.device.split(",")[0])
+    found, notes = points(first, methods, grid, trials, draw_seed=draw_seed, settings=settings)
+    _check_workers(workers, {row[0].config.method for row in found.values()})
     _check_final(final, methods, grid)
     plan = Plan(
         points=found,
@@ -174,10 +178,16 @@ def _shared_clock(
     return [f"{told}: use one worker a device"]
 
 
-def _check_workers(workers: int, strangers: Collection[str]) -> None:
+def _check_workers(workers: int, methods: Collection[str]) -> None:
+    strangers = {name for name in methods if not _is_shipped(tiltsam.METHODS[name])}
     if workers > 1 and strangers:
         told = f"--workers {workers} starts new processes, which do not know {', '.join(sorted(strangers))}"
         raise SweepError(f"{told}: start your script as often, side by side, each with one worker")
+
+
+def _is_shipped(method: Any) -> bool:
+    """Whether a new process knows the method."""
+    return any(method is known for known in vars(tiltsam).values())
 
 
 def _check_final(final: Collection[str], methods: Sequence[str], grid: Collection[str]) -> None:

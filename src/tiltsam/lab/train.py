@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import tiltsam
 from tiltsam.lab.budget import Budget, passes_of
 from tiltsam.lab.checkpoints import seconds_between
-from tiltsam.lab.config import TrainConfig, settings_of
+from tiltsam.lab.config import TrainConfig, has_setting
 from tiltsam.lab.data import Data, LoadingCallback, Split, find_task, fingerprint, load
 from tiltsam.lab.data.loader import Batches
 from tiltsam.lab.devices import RunAheadLimit, resolve_device, torch_settings
@@ -175,27 +175,30 @@ class Trainer:
         self.optimizer = self._optimizer()
         self.average = tiltsam.WeightAverage(self.model) if config.average else None
         self.tilt = self._example_tilt()
-        self._rho: float = self.optimizer.param_groups[0].get("rho", 0.0)
+        group = self.optimizer.param_groups[0]
+        self._initial: dict[str, float] = {name: group[name] for name in ("rho", "t") if name in group}
         self.progress = Progress()
         self.best: dict[str, Any] = {}
         self.saved = f"nothing of {record.folder} is saved: the same command starts again"
         self._interrupted_epoch = EpochSeries()
         self.estimated: dict[str, Tensor] = {}
         self.batches = Batches(self.data, config.batch_size)
-        self.budget = Budget(config, self.batches.per_epoch, self.distributed)
+        self.budget = Budget(config, self.distributed)
         self.distributed.check_config(self.batches.size, config.passes)
         part = len(self.distributed.local_batch((self.data.train.targets[: self.batches.size],))[0])
         if config.label_smoothing and self.data.num_classes == 1:
             raise ConfigError(f"label_smoothing must be 0 for a regression, got {config.label_smoothing}")
-        if config.splits() and part < config.num_samples:
-            raise ConfigError(f"num_samples must be at most the batch size {part} with split, got {config.num_samples}")
-        self.batches.check(self.model, math.ceil(config.smallest_share() * part))
+        samples = self.optimizer.num_samples
+        if config.split and part < samples:
+            raise ConfigError(f"num_samples must be at most the batch size {part} with split, got {samples}")
+        smallest = 1 / samples if config.split else config.ascent_fraction  # fraction of a batch that a pass sees
+        self.batches.check(self.model, math.ceil(smallest * part))
         self.step: Callable[..., Tensor] = tiltsam.capture(
             self.optimizer,
-            [partial(self._part_loss, i) for i in range(config.num_samples)] if config.splits() else self._loss,
+            [partial(self._part_loss, i) for i in range(samples)] if config.split else self._loss,
             (self.data.train.targets,),
             ascent_loss_fn=self._ascent_loss if config.ascent_fraction < 1 else None,
-            concurrent=config.concurrent and config.method == "tsam",
+            concurrent=config.concurrent,
         )
 
     def _optimizer(self) -> tiltsam.SharpnessAware:
@@ -329,7 +332,7 @@ class Trainer:
             if now - ticked >= TICK_SECONDS and self.distributed.is_main:
                 tick(progress)
                 ticked = now
-            set_rates(self.optimizer.param_groups, config, progress.done, self._rho)
+            set_rates(self.optimizer.param_groups, config, progress.done, self._initial)
             if self.tilt is not None:
                 self.tilt.t = example_tilt(config, progress.done)
             # A running sum would be one more kernel at every step.
@@ -357,7 +360,7 @@ class Trainer:
     def _check_finite(self, loss: float, where: str) -> None:
         if not math.isfinite(loss):
             run = f"{self.config.method}, seed {self.config.seed}"
-            remedy = "lr or rho" if "rho" in settings_of(self.config.method) else "lr"
+            remedy = "lr or rho" if has_setting(self.config.method, "rho") else "lr"
             raise Diverged(f"the loss is not finite {where} of {run}: lower {remedy}")
 
     def take_step(self, batch: Sequence[Tensor]) -> Tensor:
@@ -396,7 +399,7 @@ class Trainer:
 
     def _part_loss(self, sample: int, *batch: Tensor) -> Tensor:
         """Return the loss on the part of the batch that belongs to a sample."""
-        length, parts = len(batch[-1]), self.config.num_samples
+        length, parts = len(batch[-1]), self.optimizer.num_samples
         rows = slice(length * sample // parts, length * (sample + 1) // parts)
         return self._loss(*(x[rows] for x in batch))
 

@@ -84,6 +84,7 @@ class TSAM(SharpnessAware):
         sampler: ``"ascent"`` (Algorithm 2), ``"uniform"`` or ``"gaussian"`` (naive sampling), ``"hmc"``, or an instance
             of a sampler.
         share_ascent: Use one ascent gradient, at θ, for all samples: s+1 passes instead of 2s.
+        ascent_steps: The paper's N: N ascents of ρ/N per sample, N+1 passes. Short for ``sampler=Ascent(num_steps=N)``.
         model: See :class:`SharpnessAware`, like all following arguments.
         seed: Seed of the noise.
         buffers_once: Whether buffers keep the values of the first pass.
@@ -123,6 +124,7 @@ class TSAM(SharpnessAware):
         delta: float | Schedule | None = None,
         sampler: SamplerName | Sampler = "ascent",
         share_ascent: bool = False,
+        ascent_steps: int = 1,
         model: nn.Module | None = None,
         seed: int = 0,
         buffers_once: bool = True,
@@ -130,11 +132,15 @@ class TSAM(SharpnessAware):
         parallel: Parallel | None = _ALL,
         skip_nonfinite: bool = False,
     ) -> None:
+        check_count("ascent_steps", ascent_steps)
         chosen = _sampler(sampler)
-        if share_ascent:
+        if share_ascent or ascent_steps > 1:
+            name = "share_ascent" if share_ascent else "ascent_steps"
             if not isinstance(chosen, Ascent):
-                raise ValueError(f'share_ascent needs sampler="ascent", got {sampler!r}')
-            chosen = replace(chosen, shared=True)
+                raise ValueError(f'{name} needs sampler="ascent", got {sampler!r}')
+            if share_ascent and ascent_steps > 1:
+                raise ValueError(f"ascent_steps must be 1 with share_ascent, got {ascent_steps}")
+            chosen = replace(chosen, shared=True) if share_ascent else replace(chosen, num_steps=ascent_steps)
         super().__init__(
             base,
             chosen,

@@ -12,7 +12,8 @@ def test_recipes_cover_the_papers_tables_and_figures():
     ]
     assert len(find_recipe("images").cells) == 8 * 7
     assert len(find_recipe("glue").cells) == 9 * 5
-    assert [(c.row, c.config.num_samples, c.config.ascent_steps) for c in find_recipe("hmc-steps/dtd-vit").cells] == [
+    cells = [(c.row, c.config.all_options()) for c in find_recipe("hmc-steps/dtd-vit").cells]
+    assert [(row, options["num_samples"], options["ascent_steps"]) for row, options in cells] == [
         ("TSAM, N=1 (s=3)", 3, 1),
         ("TSAM, N=1 (s=5)", 5, 1),
         ("TSAM, N=2 (s=3)", 3, 2),
@@ -40,6 +41,12 @@ def test_select_restricts_columns_and_methods():
         recipe.select(columns=["nonsense"])
     with pytest.raises(RecipeError, match="tsam"):
         recipe.select(methods=["tsam"])
+
+
+def test_select_takes_the_papers_names():
+    (cell,) = find_recipe("images/dtd-vit").select(methods=["esam1"]).cells
+    assert (cell.row, cell.method, cell.config.method) == ("ESAM1", "esam1", "sam")
+    assert find_recipe("samples").methods == {"sam", "tsam"}
 
 
 def test_select_methods_drops_recipes_without_them():

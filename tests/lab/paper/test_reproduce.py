@@ -26,8 +26,8 @@ NEED_TRANSFORMERS = {"dtd-vit", *GLUE}
 
 
 def scale_of_two_steps(config):
-    """Return the scale at which a run takes two steps if an epoch is one batch; ESAM1 trains for s times its epochs."""
-    return 2 / (config.epochs * (config.num_samples if config.method == "esam1" else 1))
+    """Return the scale at which a run takes two steps if an epoch is one batch."""
+    return 2 / config.epochs
 
 
 @pytest.mark.parametrize(

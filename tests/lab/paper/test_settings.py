@@ -6,20 +6,28 @@ from tiltsam.lab.paper.settings import COLUMNS, PUBLISHED_EXAMPLES, column_confi
 
 
 def test_column_config_has_the_stated_settings():
+    def option(column, method, name):
+        return column_config(column, method).all_options()[name]
+
     cell = column_config("cifar100-resnet18", "sam")
-    assert (cell.rho, cell.weight_decay, cell.label_smoothing, cell.epochs) == (0.05, 5e-4, 0.1, 200)
-    assert column_config("dtd-vit", "sam").rho == column_config("noisy-wrn", "sam").rho == 0.1
-    assert [column_config(c, "tsam").t for c in ("cifar100-wrn", "dtd-vit", "noisy-resnet18")] == [20, 5, 1]
-    assert all(column_config(c, "tsam").delta is None for c in COLUMNS)  # t/2
+    assert (cell.all_options()["rho"], cell.weight_decay, cell.label_smoothing, cell.epochs) == (0.05, 5e-4, 0.1, 200)
+    assert option("dtd-vit", "sam", "rho") == option("noisy-wrn", "sam", "rho") == 0.1
+    assert [option(c, "tsam", "t") for c in ("cifar100-wrn", "dtd-vit", "noisy-resnet18")] == [20, 5, 1]
+    assert all(option(c, "tsam", "delta") is None for c in COLUMNS)  # t/2
     assert column_config("dtd-vit", "erm").epochs == 20
     assert column_config("rte", "erm").epochs == 10
     assert (column_config("rte", "erm").max_length, column_config("rte", "erm").clip) == (64, 1.0)
 
 
+def test_esam1_is_sam_for_the_budget_of_tsam():
+    sam, esam1 = (column_config("noisy-resnet18", method) for method in ("sam", "esam1"))
+    assert esam1 == sam.with_settings({"epochs": 5 * sam.epochs})
+
+
 def test_num_samples_is_the_better_one_of_the_papers_table():
     for column, printed in numbers.SAMPLES.items():
         better = max((3, 5), key=lambda s: printed[f"s={s}"][0].value)
-        assert column_config(column, "tsam").num_samples == better
+        assert column_config(column, "tsam").all_options()["num_samples"] == better
         assert printed[f"s={better}"][0].value == numbers.IMAGES[column]["tsam"][0].value
 
 

@@ -216,7 +216,7 @@ def test_long_names_wrap(browser, tmp_path):
         });
     })"""
     lines = dict(browser.run(words))
-    assert lines["rho=default"] == lines["model=auto"] == 1
+    assert lines["rho=0.1"] == lines["model=auto"] == 1
     widths = browser.run(
         "[...document.querySelectorAll('table[data-table=\"results\"] td.text')].map(c => c.clientWidth)"
     )

@@ -224,24 +224,26 @@ def test_headline_names_differing_settings(tmp_path):
         write_run(tmp_path, method="sam", rho=0.3, seed=seed, lines=rows(3, 0.8 + 0.001 * seed))
     text = headline(summarize(*read_runs([tmp_path]))[0])
     assert text.startswith("erm epochs=60 average=True has the highest test accuracy of 80.04 ± 0.04 %,")
-    assert "ahead of sam epochs=6 rho=0.3 average=False, more than" in text
+    assert "ahead of sam rho=0.3 epochs=6 average=False, more than" in text
 
 
 def test_headline_reports_uneven_tuning(tmp_path):
     def headline_of(*runs):
-        for method, rho, score in runs:
+        for method, options, score in runs:
             for seed in (0, 1):
-                write_run(tmp_path, method=method, rho=rho, seed=seed, lines=rows(3, score + 0.001 * seed))
+                write_run(tmp_path, method=method, **options, seed=seed, lines=rows(3, score + 0.001 * seed))
         return headline(summarize(*read_runs([tmp_path]))[0])
 
-    text = headline_of(("erm", None, 0.7), ("sam", 0.1, 0.8), ("sam", 0.2, 0.85), ("asam", 1.0, 0.9))
+    text = headline_of(
+        ("erm", {}, 0.7), ("sam", {"rho": 0.1}, 0.8), ("sam", {"rho": 0.2}, 0.85), ("asam", {"rho": 1.0}, 0.9)
+    )
     assert text.startswith(
         "Of each method's best setting on validation, asam rho=1 has the highest test accuracy of 80.04"
     )
     assert text.endswith(": erm 1, sam 2, asam 1.")
     for seed in (0, 1):
         write_run(tmp_path, method="erm", lr=0.3, seed=seed)
-    assert headline_of(("asam", 2.0, 0.8)).endswith("standard error of the difference.")
+    assert headline_of(("asam", {"rho": 2.0}, 0.8)).endswith("standard error of the difference.")
 
 
 def test_headline_without_validation(tmp_path):

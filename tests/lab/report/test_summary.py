@@ -76,9 +76,9 @@ def test_summarize_settings_and_means(tmp_path):
     assert [cell.text for cell in column(table, "passes")] == ["60", "120", "360", "360"]
 
 
-def test_summarize_ignores_options_of_other_methods(tmp_path):
-    write_run(tmp_path / "a", method="sam", seed=0, t=1.0)
-    folder = write_run(tmp_path / "b", method="sam", seed=1, t=5.0)
+def test_summarize_fills_missing_fields_with_defaults(tmp_path):
+    write_run(tmp_path / "a", method="sam", seed=0)
+    folder = write_run(tmp_path / "b", method="sam", seed=1)
     config = json.loads((folder / "config.json").read_text())
     del config["batch_size"]
     config["epochs"] = 6
@@ -96,7 +96,7 @@ def test_differs_includes_options_of_some_methods(tmp_path):
     (task,) = summarize(*read_runs([tmp_path]))
     assert [cell.text for cell in column(results_table(task), "settings")] == ["", "rho=0.3", "rho=0.3 num_samples=1"]
     assert [setting.name for setting in task.settings] == ["erm", "sam", "tsam"]
-    assert task.shared["t"] == TrainConfig().t  # used by tsam only, at its default
+    assert task.shared["t"] == 20  # used by tsam only, at its default
     assert "rho" not in task.shared
 
 

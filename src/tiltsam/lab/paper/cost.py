@@ -22,7 +22,7 @@ from tiltsam.lab.devices import resolve_device, torch_settings
 from tiltsam.lab.flatness import PAPER_STDS
 from tiltsam.lab.models import MODELS
 from tiltsam.lab.paper.reproduce import ReproductionPlan
-from tiltsam.lab.paper.settings import DISTILBERT, VIT, column_config, training_examples
+from tiltsam.lab.paper.settings import COLUMNS, DISTILBERT, VIT, training_examples
 
 __all__ = ["measuring_passes", "num_passes", "num_steps", "print_costs", "seconds_per_pass"]
 
@@ -37,9 +37,7 @@ _PRETRAINED = {
 def num_steps(config: TrainConfig, examples: int) -> int:
     """Return the steps of a run whose budget is in epochs, on so many training examples."""
     per_epoch = examples // min(config.batch_size, examples)
-    # ESAM1 spends the passes of TSAM, 2s per step, on SAM steps of two passes.
-    epochs = config.epochs * (config.num_samples if config.method == "esam1" else 1)
-    return math.ceil(epochs * per_epoch - 1e-9)
+    return math.ceil(config.epochs * per_epoch - 1e-9)
 
 
 def num_passes(config: TrainConfig, examples: int | None = None) -> float:
@@ -50,6 +48,7 @@ def num_passes(config: TrainConfig, examples: int | None = None) -> float:
         examples: Training examples; by default those of the published data set.
 
     Example:
+        >>> from tiltsam.lab.paper.settings import column_config
         >>> num_passes(column_config("cifar100-resnet18", "tsam"))  # 200 epochs of 703 steps of 2·5 passes
         1406000.0
     """
@@ -66,7 +65,7 @@ def measuring_passes(plan: ReproductionPlan, config: TrainConfig) -> float:
     if plan.recipe.kind == "losses":
         # ERM takes a forward pass (1/3), SAM and each of TSAM's samples an ascent and a forward pass (4/3). CIFAR's
         # test set is a fifth of its training set.
-        s = column_config("cifar100-resnet18", "tsam").num_samples
+        s = COLUMNS["cifar100-resnet18"].num_samples
         return (1 / 3 + (1 + s) * 4 / 3) * 1.2 * training_examples(config) / config.batch_size
     return 0.0
 

@@ -39,6 +39,11 @@ class RecipeCell:
     stopped_early: tuple[PaperNumber, ...] = ()
     """The paper's number for the same run with early stopping on the validation split."""
 
+    @property
+    def method(self) -> str:
+        """The paper's name of the method, in lower case. ``esam1`` is SAM for the budget of TSAM."""
+        return self.row.partition(",")[0].lower()
+
 
 @dataclass(frozen=True)
 class Recipe:
@@ -64,8 +69,8 @@ class Recipe:
 
     @property
     def methods(self) -> set[str]:
-        """The methods to train."""
-        return {cell.config.method for cell in self.cells}
+        """The paper's names of the methods to train."""
+        return {cell.method for cell in self.cells}
 
     @property
     def measured(self) -> bool:
@@ -84,7 +89,7 @@ class Recipe:
         selected = [
             cell
             for cell in self.cells
-            if (columns is None or cell.column in columns) and (methods is None or cell.config.method in methods)
+            if (columns is None or cell.column in columns) and (methods is None or cell.method in methods)
         ]
         name = self.name if columns is None else f"{self.name}/{'+'.join(columns)}"
         return replace(self, name=name, cells=tuple(selected))
@@ -97,7 +102,7 @@ def find_recipe(name: str) -> Recipe:
         RecipeError: If there is no such recipe or column.
 
     Example:
-        >>> [cell.config.method for cell in find_recipe("images/dtd-vit").cells]
+        >>> [cell.method for cell in find_recipe("images/dtd-vit").cells]
         ['erm', 'sam', 'esam1', 'esam2', 'pgn', 'rsam', 'tsam']
     """
     first, slash, column = name.partition("/")

@@ -216,7 +216,7 @@ def _measure_seeds(
     """Measure the trained models seed by seed: runs of a seed saw the same examples."""
     plan = found.plan
     for seed in range(plan.seeds):
-        records = {cell.config.method: Record.of(found.out, plan.configs(cell)[seed]) for cell in plan.recipe.cells}
+        records = {cell.method: Record.of(found.out, plan.configs(cell)[seed]) for cell in plan.recipe.cells}
         finished = {method: record for method, record in records.items() if record.result() is not None}
         measured: dict[str, dict[str, Any]] = {}
         try:
@@ -260,13 +260,11 @@ def _measure(
 
 def _objectives() -> dict[str, Objective]:
     """Return the objectives that the three methods minimise."""
-    sam, tsam = (column_config("cifar100-resnet18", method) for method in ("sam", "tsam"))
-    assert sam.rho is not None
-    assert tsam.rho is not None
+    sam, tsam = (column_config("cifar100-resnet18", method).all_options() for method in ("sam", "tsam"))
     return {
         "ERM": ErmLoss(),
-        "SAM": SamLoss(sam.rho),
-        "TSAM": TsamLoss(tsam.t, tsam.rho, tsam.radius, tsam.num_samples),
+        "SAM": SamLoss(sam["rho"]),
+        "TSAM": TsamLoss(tsam["t"], tsam["rho"], tsam["radius"], tsam["num_samples"]),
     }
 
 

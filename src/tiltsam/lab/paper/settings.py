@@ -15,7 +15,7 @@ Not stated, and chosen here:
 - *rho of ESAM2, PGN and RSAM*, tuned "in the same way": that of SAM. PGN's alpha, tuned over 0.3 … 0.9: 0.5. RSAM's
   gamma: constant 0.0005 (RSAM's own code increases it).
 - *Budgets*. "The same amount of time as TSAM" means the same number of passes: PGN and RSAM train for s times the
-  epochs, ESAM1 is SAM with TSAM's number of passes, and ESAM2 searches 6s−6 points (a forward pass counts a third).
+  epochs, ESAM1 is SAM for s times the epochs, and ESAM2 searches 6s−6 points (a forward pass counts a third).
 - *Sizes*. The ViT is ViT-B/16 with 224 pixels; the WideResNet on DTD sees 32 pixels.
 - *Initial weights*. He's for the residual networks, as published. PyTorch's defaults are 2.2 times shorter, which makes
   the same rho about twice as strong.
@@ -97,12 +97,12 @@ def column_config(name: str, method: str, **changes: Any) -> TrainConfig:
     Args:
         name: A name in :data:`COLUMNS`.
         method: The paper's name of a method, in lower case.
-        **changes: Settings that replace those of the paper.
+        **changes: Fields or options that replace those of the paper.
 
     Example:
         >>> config = column_config("noisy-resnet18", "tsam")
-        >>> config.t, config.num_samples, config.radius + config.rho
-        (1.0, 5, 20.0)
+        >>> config.options
+        {'radius': 19.9, 't': 1.0, 'num_samples': 5}
         >>> column_config("cifar100-wrn", "pgn").epochs  # 2 passes per step; TSAM takes 10 for 200 epochs
         1000.0
     """
@@ -111,13 +111,13 @@ def column_config(name: str, method: str, **changes: Any) -> TrainConfig:
     own: dict[str, dict[str, Any]] = {
         "erm": {},
         "sam": {"rho": column.rho},
-        "esam1": {"rho": column.rho, "num_samples": s},
+        "esam1": {"method": "sam", "rho": column.rho, "epochs": s * base.epochs},
         "esam2": {"rho": column.rho, "num_points": 6 * s - 6},  # 2 + (6s−6)/3 = 2s passes per step
         "pgn": {"rho": column.rho, "epochs": s * base.epochs},
         "rsam": {"rho": column.rho, "epochs": s * base.epochs},
         "tsam": {"rho": 0.1, "radius": 19.9, "t": column.t, "num_samples": s},
     }
-    return replace(base, method=method, **own[method] | changes)
+    return base.with_settings({"method": method} | own[method] | changes)
 
 
 PUBLISHED_EXAMPLES = {

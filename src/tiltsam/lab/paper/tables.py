@@ -77,8 +77,8 @@ def _score_tables(found: Reproduction) -> list[ComparisonTable]:
 def _glue_averages(found: Reproduction) -> dict[str, Mean]:
     """Return the mean of all numbers in a method's row, by method; NaN until all of them exist."""
     averages = {}
-    for method in dict.fromkeys(cell.config.method for cell in found.plan.recipe.cells):
-        cells = [cell for cell in found.plan.recipe.cells if cell.config.method == method]
+    for method in dict.fromkeys(cell.method for cell in found.plan.recipe.cells):
+        cells = [cell for cell in found.plan.recipe.cells if cell.method == method]
         means = [mean for cell in cells for mean in our_scores(found, cell)]
         error = math.sqrt(math.fsum(mean.error**2 for mean in means)) / len(means)
         value = math.fsum(mean.value for mean in means) / len(means)
@@ -148,7 +148,7 @@ def _loss_tables(found: Reproduction) -> list[ComparisonTable]:
     for split, by_objective in numbers.LOSSES.items():
         rows = [["trained by", *(f"{name}: {who}" for name in by_objective for who in ("ours", "paper")), "runs"]]
         for cell in found.plan.recipe.cells:
-            method, row = cell.config.method, [cell.row]
+            method, row = cell.method, [cell.row]
             for objective, printed in by_objective.items():
                 row += [_ours(_measured(found, method, split, objective), 4), _paper(printed[method])]
             rows.append([*row, _runs(found, cell)])
@@ -164,7 +164,7 @@ def _neighborhood_tables(found: Reproduction) -> list[ComparisonTable]:
     for statistic in ("mean", "variance"):
         rows = [["std of the noise", *(f"{cell.row}: ours" for cell in recipe.cells)]]
         for k, std in enumerate(stds):
-            means = [_measured(found, cell.config.method, statistic, k) for cell in recipe.cells]
+            means = [_measured(found, cell.method, statistic, k) for cell in recipe.cells]
             rows.append([f"{std:g}", *(_ours(mean, None) for mean in means)])
         rows.append(["runs", *(_runs(found, cell) for cell in recipe.cells)])
         title = f"{statistic} of the training loss around the minimum ({recipe.source}: a figure without numbers)"
@@ -178,7 +178,7 @@ def _eigenvalue_tables(found: Reproduction) -> list[ComparisonTable]:
     for k in range(5):
         row = [f"λ{k + 1}"]
         for cell in cells:
-            row += [_ours(_measured(found, cell.config.method, "values", k), 2), _paper(cell.paper[k : k + 1])]
+            row += [_ours(_measured(found, cell.method, "values", k), 2), _paper(cell.paper[k : k + 1])]
         rows.append(row)
     rows.append(["runs", *(text for cell in cells for text in (_runs(found, cell), ""))])
     return [
@@ -234,7 +234,7 @@ def _runs(found: Reproduction, cell: RecipeCell) -> str:
     """Return how many seeds have a number, and how many diverged."""
     configs = found.plan.configs(cell)
     if found.plan.recipe.measured:
-        done = sum(cell.config.method in seed for seed in found.measured)
+        done = sum(cell.method in seed for seed in found.measured)
     else:
         done = len(found.results(cell))
     diverged = sum(config in found.diverged for config in configs)
@@ -287,7 +287,7 @@ def write_numbers(found: Reproduction, path: Path) -> None:
             more["stopped_early"] = [asdict(number) for number in cell.stopped_early]
         if recipe.kind == "losses":
             more["paper_losses"] = {
-                split: {objective: by[cell.config.method][0].value for objective, by in table.items()}
+                split: {objective: by[cell.method][0].value for objective, by in table.items()}
                 for split, table in numbers.LOSSES.items()
             }
         scores = zip(_metrics(cell), our_scores(found, cell), strict=True)
@@ -295,7 +295,7 @@ def write_numbers(found: Reproduction, path: Path) -> None:
             {
                 "column": cell.column,
                 "row": cell.row,
-                "config": asdict(plan.configs(cell)[0]),
+                "config": plan.configs(cell)[0].to_json(),
                 "runs": [str(record.folder) for record in found.records(cell)],
                 "ours": {metric: mean._asdict() for metric, mean in scores},
                 "passes": _passes(found, cell)._asdict(),

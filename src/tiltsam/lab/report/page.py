@@ -22,7 +22,6 @@ from importlib.resources import files
 from typing import Any
 
 import tiltsam
-from tiltsam.lab.config import METHOD_SETTINGS
 from tiltsam.lab.palette import METHOD_COLORS, METHOD_COLORS_ON_DARK, OTHER_COLOR, method_class
 from tiltsam.lab.records import is_number
 from tiltsam.lab.report.plots import Plot, plot_data
@@ -178,8 +177,7 @@ def task_facts(task: TaskSummary) -> dict[str, str]:
 def _shared_settings(task: TaskSummary) -> dict[str, str]:
     """Return the shared settings that are set and that neither the facts nor the table of methods contain."""
     elsewhere = {"model", "noise", "epochs"}
-    if all(setting.method in METHOD_SETTINGS for setting in task.settings):
-        elsewhere |= set().union(*METHOD_SETTINGS.values())
+    elsewhere |= {name for setting in task.settings for name in setting.own}
     return {k: format_value(v) for k, v in task.shared.items() if v is not None and k not in elsewhere}
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tiltsam.lab.palette import method_class
+from tiltsam.lab.records import is_number
 from tiltsam.lab.report.runs import measured
 from tiltsam.lab.report.summary import SettingSummary, TaskSummary, format_value
 from tiltsam.lab.stats import Mean, mean_of
@@ -125,7 +126,7 @@ def _limit_visible(plot: Plot, task: TaskSummary) -> Plot:
 
 
 def _effective_samples(task: TaskSummary) -> Plot:
-    several = [s for s in task.settings if s.method == "tsam" and s.options.get("num_samples", 0) > 1]
+    several = [s for s in task.settings if is_number(s.options.get("num_samples")) and s.options["num_samples"] > 1]
     return _limit_visible(
         Plot(
             "effective-samples",

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import tiltsam
-from tiltsam.lab.config import METHOD_SETTINGS, TrainConfig
+from tiltsam.lab.config import DEFAULTS, NEEDED_OPTION, method_options
 from tiltsam.lab.palette import method_color
 from tiltsam.lab.report.runs import MetricsRow, RunProblem, RunRecord
 from tiltsam.lab.stats import Mean, mean_of
 
 __all__ = ["SettingSummary", "TaskSummary", "format_value", "summarize"]
 
-NOT_A_SETTING = ("task", "method", "seed", "device")
+NOT_A_SETTING = ("task", "method", "options", "seed", "device")
 """Config fields that do not distinguish the settings of a method on a task."""
-DEFAULTS: dict[str, Any] = {f.name: f.default for f in fields(TrainConfig) if f.default is not MISSING}
 
 
 @dataclass(frozen=True)
@@ -30,7 +28,7 @@ class SettingSummary:
 
     method: str
     options: dict[str, Any]
-    """All settings that the method uses."""
+    """All settings: the fields of the config and the options of the method."""
     runs: list[RunRecord]
     name: str
     """The method and what distinguishes this setting from the method's others on the task."""
@@ -45,16 +43,20 @@ class SettingSummary:
         return " ".join(f"{name}={format_value(value)}" for name, value in self.differs.items())
 
     @property
+    def own(self) -> set[str]:
+        """The names of the method's own settings: its options, and fields about it."""
+        return {*_method_options(self.runs[0]), *NEEDED_OPTION}
+
+    @property
     def method_options(self) -> str:
-        """The method's own settings as text, with the values that its defaults stand for."""
-        if self.method not in METHOD_SETTINGS:
-            return self.differences
-        names = [name for name in METHOD_SETTINGS[self.method] if name in self.options]
-        values = {name: _resolved(self.method, name, self.options) for name in names}
-        # Switches at their default, such as split=False, say nothing about the method.
-        always = ("rho", "t", "radius", "num_samples", "delta", "eta", "alpha", "gamma", "lam", "num_points")
-        shown = {name: v for name, v in values.items() if name in always or self.options[name] != DEFAULTS[name]}
-        return " ".join(f"{name}={format_value(value)}" for name, value in shown.items())
+        """The method's own settings as text: its options, and fields about it that are not at their default."""
+        fields = [name for name in NEEDED_OPTION if self.options.get(name, DEFAULTS[name]) != DEFAULTS[name]]
+        shown = {name: _resolved(self.method, name, self.options) for name in (*_method_options(self.runs[0]), *fields)}
+        # Switches and names at their default, such as share_ascent=False, say nothing about the method.
+        usual = {
+            name for name, v in _defaults(self.method).items() if isinstance(v, bool | str) and v == shown.get(name)
+        }
+        return " ".join(f"{name}={format_value(value)}" for name, value in shown.items() if name not in usual)
 
     @cached_property
     def finished(self) -> list[RunRecord]:
@@ -174,7 +176,7 @@ def _summarize_task(name: str, runs: list[RunRecord], problems: list[RunProblem]
     for run in runs:
         key = json.dumps([run.method, _options(run)], sort_keys=True, default=str)
         groups.setdefault(key, []).append(run)
-    order = {method: i for i, method in enumerate(METHOD_SETTINGS)}
+    order = {method: i for i, method in enumerate(tiltsam.METHODS)}
     ordered = sorted(
         groups.values(), key=lambda g: (order.get(g[0].method, 99), g[0].method, _sort_key(_options(g[0])))
     )
@@ -190,7 +192,8 @@ def _summarize_task(name: str, runs: list[RunRecord], problems: list[RunProblem]
     for i, group in enumerate(ordered):
         method, body = methods[i], options[i]
         label = " ".join([method, *(f"{k}={format_value(v)}" for k, v in body.items() if k in by_method[method])])
-        differs = {k: v for k, v in body.items() if k in varying or (k not in common and v != DEFAULTS.get(k))}
+        usual = _defaults(method)
+        differs = {k: v for k, v in body.items() if k in varying or (k not in common and v != usual.get(k))}
         number = sum(color == colors[i] for color in colors[:i])
         by_seed = sorted(group, key=lambda r: str(r.seed))
         settings.append(SettingSummary(method, body, by_seed, label, differs, number))
@@ -202,24 +205,31 @@ def _summarize_task(name: str, runs: list[RunRecord], problems: list[RunProblem]
 
 
 def _options(run: RunRecord) -> dict[str, Any]:
-    """Return what defines the run's setting, without other methods' options; missing fields are at their defaults."""
-    own = set(METHOD_SETTINGS.get(run.method, ())) | ({"num_samples"} if run.method == "esam1" else set())
-    others = set().union(*METHOD_SETTINGS.values()) - own if run.method in METHOD_SETTINGS else set()
-    body = {k: v for k, v in (DEFAULTS | run.config).items() if k not in NOT_A_SETTING and k not in others}
+    """Return what defines the run's setting; missing fields are at their defaults."""
+    options = _method_options(run)
+    left_out = {*NOT_A_SETTING, *(name for name, needed in NEEDED_OPTION.items() if needed not in options)}
+    body = {k: v for k, v in (options | DEFAULTS | run.config).items() if k not in left_out}
     return {k: float(v) if isinstance(v, int) and not isinstance(v, bool) else v for k, v in body.items()}
 
 
+def _defaults(method: str) -> dict[str, Any]:
+    """Return the defaults of all settings; of a method that is not registered here, those of the fields."""
+    options = method_options(method) if method in tiltsam.METHODS else {}
+    return DEFAULTS | {name: parameter.default for name, parameter in options.items()}
+
+
+def _method_options(run: RunRecord) -> dict[str, Any]:
+    """Return the options of the run's method; empty if the config is damaged."""
+    options = run.config.get("options")
+    return options if isinstance(options, dict) else {}
+
+
 def _resolved(method: str, name: str, options: dict[str, Any]) -> Any:
-    """Return the value of an option; for None, what the method uses instead."""
+    """Return the value of an option; for TSAM's None, what it stands for."""
     value = options[name]
-    if value is not None:
-        return value
-    if name == "radius":
-        return "0.003√d"
-    if name == "delta":
+    if value is None and method == "tsam" and name == "delta" and options.get("sampler") in ("ascent", "hmc"):
         return options["t"] / 2 if isinstance(options.get("t"), float) else "t/2"
-    parameter = inspect.signature(tiltsam.METHODS["sam" if method == "esam1" else method]).parameters.get(name)
-    return value if parameter is None or parameter.default is parameter.empty else parameter.default
+    return "0.003√d" if value is None and method == "tsam" and name == "radius" else value
 
 
 def _varying(options: Sequence[dict[str, Any]]) -> set[str]:

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 import tiltsam
-from tiltsam.lab.flags import add_arguments, from_arguments
+from tiltsam.lab.flags import add_arguments, shared_settings
 
 __all__ = ["add_sweep"]
 
@@ -86,6 +86,7 @@ def _sweep(args: argparse.Namespace) -> None:
     from tiltsam.lab.sweeping.screen import SweepDisplay
     from tiltsam.lab.sweeping.standing import format_edges, format_standings
 
+    base, settings = shared_settings(args)
     with SweepDisplay() as screen:
 
         def begin(plan: Plan) -> None:
@@ -95,7 +96,7 @@ def _sweep(args: argparse.Namespace) -> None:
                 screen.print(note)
 
         outcome = sweep(
-            from_arguments(args),
+            base,
             args.methods,
             parse_grid(args.grid),
             args.out,
@@ -105,6 +106,7 @@ def _sweep(args: argparse.Namespace) -> None:
             final_passes=args.final_passes,
             final_seconds=args.final_seconds,
             draw_seed=args.draw_seed,
+            settings=settings,
             storage=args.storage,
             workers=args.workers,
             root=args.data_root,

@@ -12,8 +12,15 @@ from typing import Any
 
 import torch
 
-from tiltsam.lab.config import METHOD_SETTINGS, TILT_HAS_NO_EFFECT, TrainConfig, settings_of, tilt_has_no_effect
-from tiltsam.lab.config import methods as all_methods
+import tiltsam
+from tiltsam.lab.config import (
+    TILT_HAS_NO_EFFECT,
+    TrainConfig,
+    field_types,
+    has_setting,
+    method_options,
+    tilt_has_no_effect,
+)
 from tiltsam.lab.errors import ConfigError, SweepError
 from tiltsam.lab.flags import parse_method, parse_setting
 
@@ -59,7 +66,8 @@ def parse_grid(texts: Sequence[str]) -> dict[str, tuple[Any, ...]]:
         if not equals or not values.strip():
             raise SweepError(f"--grid {text}: write NAME=VALUE,VALUE,… or METHOD:NAME=VALUE,… or paper")
         setting = _setting(name)
-        grid[name] = tuple(dict.fromkeys(_value(setting, v.strip()) for v in values.split(",")))
+        owner = name.rpartition(":")[0] or next(m for m in tiltsam.METHODS if has_setting(m, setting))
+        grid[name] = tuple(dict.fromkeys(_value(owner, setting, v.strip()) for v in values.split(",")))
     return grid
 
 
@@ -70,6 +78,7 @@ def points(
     trials: int | None = None,
     *,
     draw_seed: int = 0,
+    settings: Mapping[str, Any] | None = None,
 ) -> tuple[dict[str, list[GridPoint]], list[str]]:
     """The points to try: distinct ones, and as many for every entry.
 
@@ -85,6 +94,7 @@ def points(
             method takes the settings that are its own; one that no method has is a mistake.
         trials: Points an entry; by default all, for which the grids must be of one size.
         draw_seed: Of the draw, which is the same for entries of one method whose grids are.
+        settings: Settings of all methods that have them, as in ``{"rho": 0.2}``; entries and grids go first.
 
     Returns:
         The points by entry, and a line for each entry a part of whose grid was left out, whose grid was drawn from or
@@ -101,7 +111,8 @@ def points(
         rows[name] = _Row(name, own, {setting: values for setting, values in axes.items() if setting not in own})
         if taken := [setting for setting in axes if setting in own]:
             notes.append(f"{name}: the grid's {', '.join(taken)} left out, which it sets itself")
-    everything = {name: _product(base, row) for name, row in rows.items()}
+    bases = {name: _base(base, row, settings or {}) for name, row in rows.items()}
+    everything = {name: _product(bases[name], row) for name, row in rows.items()}
     _check_rows(everything)
     sizes = {name: len(found) for name, found in everything.items()}
     if trials is None:
@@ -119,7 +130,7 @@ def points(
             notes.append(f"{name}: {trials} of the {len(found)} points of its grid, drawn with seed {draw_seed}")
             chosen[name] = _draw(found, trials, draw_seed)
         elif len(found) < trials:
-            finer = _finer(base, rows[name], trials)
+            finer = _finer(bases[name], rows[name], trials)
             between = [p for p in finer if p.config not in {q.config for q in found}]
             chosen[name] = found + _draw(between, trials - len(found), draw_seed)
             notes.append(
@@ -128,9 +139,9 @@ def points(
         else:
             chosen[name] = found
     for name, found in chosen.items():
-        if any(tilt_has_no_effect(point.config, fixed[name] | point.settings) for point in found):
+        if any(tilt_has_no_effect(point.config) for point in found):
             notes.append(f"{name} has {TILT_HAS_NO_EFFECT}")
-        for config in {repr(point.config.method_options()): point.config for point in found}.values():
+        for config in {repr(point.config.options): point.config for point in found}.values():
             _try_out(name, config)
     return chosen, notes
 
@@ -186,16 +197,17 @@ def _check_grid(entries: Mapping[str, Mapping[str, Any]], grid: Mapping[str, Seq
             raise SweepError(f"--grid {name}: {owner} is not among the methods: {', '.join(entries)}")
         takers = [owner] if owner else methods
         # The paper's grid holds the settings of all methods; what none of these has is not asked of them.
-        if not any(_takes(m, setting) for m in takers) and tuple(values) != PAPER.get(name):
+        if not any(has_setting(m, setting) for m in takers) and tuple(values) != PAPER.get(name):
             raise SweepError(f"--grid {name}: {', '.join(takers)} ha{'s' if len(takers) == 1 else 've'} no {setting}")
 
 
 def _setting(name: str) -> str:
     """The field that a name of the grid means."""
     owner, colon, setting = name.rpartition(":")
-    if colon and owner not in all_methods():
-        raise SweepError(f"--grid {name}: unknown method {owner!r}: one of {', '.join(all_methods())}")
-    fields = [f.name for f in dataclasses.fields(TrainConfig) if f.name not in FIXED]
+    if colon and owner not in tiltsam.METHODS:
+        raise SweepError(f"--grid {name}: unknown method {owner!r}: one of {', '.join(tiltsam.METHODS)}")
+    options = (option for method in tiltsam.METHODS for option in method_options(method))
+    fields = [field for field in dict.fromkeys((*field_types(), *options)) if field not in FIXED]
     if setting in FIXED:
         raise SweepError(f"--grid {name}: {setting} is the same for all trials")
     if setting not in fields:
@@ -203,22 +215,24 @@ def _setting(name: str) -> str:
     return setting
 
 
-def _value(setting: str, text: str) -> Any:
+def _value(method: str, setting: str, text: str) -> Any:
     try:
-        return parse_setting(setting, text)
+        return parse_setting(setting, text, method)
     except ConfigError as error:
         raise SweepError(f"--grid {setting}: {error}") from None
 
 
-def _takes(method: str, setting: str) -> bool:
-    """Whether a setting is this method's: its own, or one of training itself."""
-    return setting in settings_of(method) or all(setting not in own for own in METHOD_SETTINGS.values())
-
-
 def _axes(method: str, grid: Mapping[str, Sequence[Any]]) -> dict[str, tuple[Any, ...]]:
-    shared = {name: tuple(values) for name, values in grid.items() if ":" not in name and _takes(method, name)}
+    shared = {name: tuple(values) for name, values in grid.items() if ":" not in name and has_setting(method, name)}
     own = {name.partition(":")[2]: tuple(v) for name, v in grid.items() if name.startswith(f"{method}:")}
     return shared | own
+
+
+def _base(base: TrainConfig, row: _Row, settings: Mapping[str, Any]) -> TrainConfig:
+    """The settings of an entry that neither it nor its grid sets."""
+    method = row.fixed["method"]
+    mine = {name: value for name, value in settings.items() if has_setting(method, name)}
+    return base.with_settings({**mine, "method": method})
 
 
 def _product(base: TrainConfig, row: _Row) -> list[GridPoint]:
@@ -227,7 +241,7 @@ def _product(base: TrainConfig, row: _Row) -> list[GridPoint]:
     for values in itertools.product(*row.axes.values()):
         settings = dict(zip(row.axes, values, strict=True))
         try:
-            config = dataclasses.replace(base, **row.fixed, **settings)
+            config = base.with_settings({**row.fixed, **settings})
         except ConfigError as error:
             raise SweepError(f"{row.name}: {error}") from None
         found.setdefault(config.key(), GridPoint(config, settings))

@@ -84,7 +84,7 @@ class Standing:
             tried = {trial.point.settings[name] for trial in self.trials}
             if name not in ENDLESS or None in tried or len(tried) < 2:
                 continue
-            if name == "t" and tilt_has_no_effect(self.best.point.config, ["t"]):
+            if name == "t" and tilt_has_no_effect(self.best.point.config.with_settings({"t": 1.0})):
                 continue
             if value == max(tried):
                 found[name] = "largest"
@@ -176,7 +176,7 @@ def _method_json(s: Standing, out: Path) -> dict[str, Any]:
     best = s.best
     return {
         "settings": best.point.settings if best else None,
-        "config": dataclasses.asdict(s.config) if s.config else None,
+        "config": s.config.to_json() if s.config else None,
         "edges": s.edges,
         "validation": best.score if best else None,
         "test": {

@@ -91,6 +91,16 @@ def test_samplers_import_only_the_protocol_of_the_space():
     assert outside == {"tiltsam.space.protocol"}
 
 
+def test_class_names_are_unique():
+    """One name, one meaning: a class name occurs once in the package."""
+    places: dict[str, list[str]] = {}
+    for module, path in FILES.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(module)
+    assert {name: modules for name, modules in places.items() if len(modules) > 1} == {}
+
+
 def test_top_level_stays_small():
     entries = [path for path in ROOT.iterdir() if path.name not in ("py.typed", "__pycache__")]
     assert len(entries) <= 18, sorted(path.name for path in entries)

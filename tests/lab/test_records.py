@@ -14,13 +14,12 @@ import numpy as np
 import pytest
 
 from tiltsam.cli import main
-from tiltsam.lab import flat as lab_flat
+from tiltsam.lab import flatness as lab_flatness
 from tiltsam.lab.compare import compare_configs, format_rows
 from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.data import load
 from tiltsam.lab.errors import DataError, RecordError
-from tiltsam.lab.flat import find_runs, measure_runs, save_flatness
-from tiltsam.lab.flatness import FlatnessPlan
+from tiltsam.lab.flatness import FlatnessPlan, find_runs, measure_runs, save_flatness
 from tiltsam.lab.records import Record
 from tiltsam.lab.report import write_report
 from tiltsam.lab.train import train
@@ -81,7 +80,7 @@ def commands(made, out):
         "train": lambda: train(config, Record.of(out, config), data=lambda _: data),
         "compare": lambda: format_rows(compare_configs([config], out)),
         "report": lambda: write_report([out], out / "report", figures=False),
-        "sharpness": lambda: list(measure_runs(find_runs([out], left_out=str), left_out=str)),
+        "sharpness": lambda: list(measure_runs(find_runs([out], skipped=str), skipped=str, reused=str)),
     }
 
 
@@ -90,7 +89,7 @@ READ_BY = {
     ("finished", "environment.json"): ["train", "report"],
     ("finished", "result.json"): ["train", "compare", "report"],
     ("finished", "metrics.jsonl"): ["report"],
-    ("finished", "flatness.json"): ["report"],
+    ("finished", "flatness.json"): ["report", "sharpness"],
     ("paused", "environment.json"): ["train"],
     ("paused", "metrics.jsonl"): ["train", "report"],
     ("paused", "checkpoints/000002/manifest.json"): ["train", "sharpness"],
@@ -101,7 +100,7 @@ READ_BY = {
 @pytest.mark.parametrize(("run", "name", "command"), [(*file, c) for file, users in READ_BY.items() for c in users])
 def test_damaged_json_is_named_or_skipped(made, run, name, command, tmp_path, monkeypatch):
     config, _, folder = made
-    monkeypatch.setattr(lab_flat, "measure", lambda *args, **options: None)
+    monkeypatch.setattr(lab_flatness, "measure", lambda *args, **options: None)
     source = Record.of(folder / run, config).folder
     lines = (source / name).read_text()
     body = json.loads(lines.splitlines()[-1] if name == "metrics.jsonl" else lines)

@@ -7,11 +7,11 @@ DEMO   := $(VENV)/.demo
 READY  := $(VENV)/.ready
 CODE   := src tests examples benchmarks docs/hooks.py
 
-.PHONY: help venv demo test lint format docs bench clean
+.PHONY: help venv demo test test-fast lint format docs bench clean
 
 help:
 	@echo "make demo    train all seven methods on digits with 20% wrong labels and compare them"
-	@echo "make test    run all tests"
+	@echo "make test    run all tests; make test-fast leaves out the slow ones"
 	@echo "make lint    formatting, lint and types"
 	@echo "make format  rewrite files as make lint wants them"
 	@echo "make docs    build the documentation into site/; every warning is an error"
@@ -44,7 +44,10 @@ demo: $(DEMO)
 		--methods erm sam asam:rho=5 esam2 pgn rsam tsam:num_samples=1 tsam:num_samples=3 --out runs/demo
 
 test: $(READY)
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+test-fast: $(READY)
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
 
 lint: $(READY)
 	$(BIN)/ruff format --check $(CODE)

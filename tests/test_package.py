@@ -120,6 +120,10 @@ def test_import_needs_only_torch():
 def test_import_refuses_old_torch(version):
     with pytest.raises(ImportError, match=rf"2\.11.*{re.escape(version)}"):
         tiltsam._check_torch(version)
+
+
+def test_import_checks_the_version_of_torch():
+    version = "2.10.1+cu130"
     code = f"import torch; torch.__version__ = {version!r}; import tiltsam.optim"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert run.returncode == 1

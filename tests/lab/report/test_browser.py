@@ -10,10 +10,7 @@ from helpers.report_runs import flatness, rows, write_run, write_runs
 from tiltsam.lab.palette import METHOD_COLORS, METHOD_COLORS_ON_DARK
 from tiltsam.lab.report import write_report
 
-pytestmark = [
-    pytest.mark.skipif(MISSING != "", reason=f"not installed: {MISSING}"),
-    pytest.mark.xdist_group("browser"),  # one browser for all
-]
+pytestmark = pytest.mark.skipif(MISSING != "", reason=f"not installed: {MISSING}")
 
 CONVERGENCE = 'figure[data-name="convergence"]'
 EVIL = "</script><script>window.hurt = 1</script><img src=x onerror='window.hurt = 2'>"

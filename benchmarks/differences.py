@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,9 @@ def read_runs(record: Path) -> list[dict[str, Any]]:
     return [entry for line in lines if "result" in (entry := json.loads(line))]
 
 
-def select_runs(entries: Iterable[dict[str, Any]], query: str, seeds: int | None = None) -> dict[int, dict[str, Any]]:
+def select_runs(
+    entries: Iterable[dict[str, Any]], query: str, seeds: int | None = None
+) -> dict[Hashable, dict[str, Any]]:
     """Return the runs of a method with the given settings by seed.
 
     Raises:
@@ -57,7 +59,7 @@ def select_runs(entries: Iterable[dict[str, Any]], query: str, seeds: int | None
     wanted = {
         key: json.loads(value) if _is_json(value) else value for key, _, value in (s.partition("=") for s in settings)
     }
-    found: dict[int, dict[str, Any]] = {}
+    found: dict[Hashable, dict[str, Any]] = {}
     for entry in entries:
         config = entry["config"]
         if config["method"] != method or any(config.get(key, False) != value for key, value in wanted.items()):
@@ -72,7 +74,7 @@ def select_runs(entries: Iterable[dict[str, Any]], query: str, seeds: int | None
         found[seed] = entry
     if not found:
         raise SystemExit(f"no finished run matches {query!r}")
-    return dict(sorted(found.items()))
+    return found
 
 
 def format_mean(mean: Mean, sign: str = "") -> str:

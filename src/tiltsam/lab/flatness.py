@@ -62,7 +62,6 @@ PAPER_STDS = (0.005, 0.0075, 0.01, 0.015, 0.02, 0.035, 0.05, 0.075, 0.1)
 """The noise levels of the paper's Figure 2."""
 
 _LABELS, _COLUMN = 12, 24  # characters of the first column of a table, and the fewest of the others
-_ESTIMATES = ("worst_case", "adaptive", "trace")  # saved as value and error
 
 
 @dataclass(frozen=True)
@@ -438,30 +437,32 @@ def load_flatness(record: Record, name: str, about: dict[str, Any]) -> Flatness 
 
 
 def _flatness(name: str, content: dict[str, Any]) -> Flatness:
-    around = content["neighborhood"]
-    loss = _number(content["loss"])
-    estimates = {key: (_number(e["value"]), _number(e["error"])) for key in _ESTIMATES if (e := content.get(key))}
-    none = torch.empty(0, dtype=torch.float64)
-    worst = {
-        key: WorstCase(*estimates[key], loss, none, none) for key in ("worst_case", "adaptive") if key in estimates
-    }
-    pairs, density, plane = None, content.get("density"), content.get("plane")
-    if found := content.get("eigenvalues"):
-        values, residuals = _tensor(found["values"]), _tensor(found["residuals"])
-        pairs = Eigenpairs(values, residuals, converged=none, vectors=none, shapes={}, num_products=0)
-    return Flatness(
+    """Return the measurements in the content of a ``flatness.json``."""
+    unsaved, loss, around = torch.empty(0, dtype=torch.float64), _number(content["loss"]), content["neighborhood"]
+    flat = Flatness(
         name,
         loss,
         Neighborhood.from_losses(_tensor(around["std"]), _tensor(around["losses"]), loss, around["t"]),
-        **worst,
-        eigenpairs=pairs,
-        trace=Trace(*estimates["trace"], layers={}, samples=none) if "trace" in estimates else None,
-        density=Density(**{k: _number(v) if k == "width" else _tensor(v) for k, v in density.items()})
-        if density
-        else None,
         slices=tuple(Slice1D(_tensor(s["positions"]), _tensor(s["losses"]), s["label"]) for s in content["slices"]),
-        plane=Slice2D(**{key: _tensor(values) for key, values in plane.items()}) if plane else None,
     )
+    if found := content.get("worst_case"):
+        flat = replace(flat, worst_case=WorstCase(*_estimate(found), loss, rises=unsaved, sizes=unsaved))
+    if found := content.get("adaptive"):
+        flat = replace(flat, adaptive=WorstCase(*_estimate(found), loss, rises=unsaved, sizes=unsaved))
+    if found := content.get("trace"):
+        flat = replace(flat, trace=Trace(*_estimate(found), layers={}, samples=unsaved))
+    if found := content.get("eigenvalues"):
+        values, residuals = _tensor(found["values"]), _tensor(found["residuals"])
+        pairs = Eigenpairs(values, residuals, converged=unsaved, vectors=unsaved, shapes={}, num_products=0)
+        flat = replace(flat, eigenpairs=pairs)
+    if found := content.get("density"):
+        grid, values, error, nodes, weights = (
+            _tensor(found[key]) for key in ("grid", "values", "error", "nodes", "weights")
+        )
+        flat = replace(flat, density=Density(grid, values, error, nodes, weights, _number(found["width"])))
+    if found := content.get("plane"):
+        flat = replace(flat, plane=Slice2D(_tensor(found["x"]), _tensor(found["y"]), _tensor(found["losses"])))
+    return flat
 
 
 def _plain(x: Any) -> Any:
@@ -471,6 +472,10 @@ def _plain(x: Any) -> Any:
     if isinstance(x, list):
         return [_plain(entry) for entry in x]
     return x if math.isfinite(x) else None
+
+
+def _estimate(saved: dict[str, Any]) -> tuple[float, float]:
+    return _number(saved["value"]), _number(saved["error"])
 
 
 def _number(x: float | None) -> float:

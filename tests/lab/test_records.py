@@ -104,10 +104,12 @@ def test_damaged_json_is_named_or_skipped(made, run, name, command, tmp_path, mo
     source = Record.of(folder / run, config).folder
     lines = (source / name).read_text()
     body = json.loads(lines.splitlines()[-1] if name == "metrics.jsonl" else lines)
+    changes_run = command in ("train", "compare")  # then each needs a copy of the run, which takes most of the time
     for number, text in enumerate(mutations(body)):
-        out = tmp_path / str(number)
+        out = tmp_path / str(number if changes_run else 0)
         record = Record.of(out, config)
-        shutil.copytree(source, record.folder)
+        if changes_run or number == 0:
+            shutil.copytree(source, record.folder)
         (record.folder / name).write_text(text)
         if name.endswith("state.json"):  # as somebody would who edits it with care
             manifest = record.folder / name.replace("state", "manifest")
@@ -125,7 +127,6 @@ def test_damaged_json_is_named_or_skipped(made, run, name, command, tmp_path, mo
             raise AssertionError(f"{command} with {name} = {text[:200]}") from error
         named = str(record.folder / name.split("/")[0]) in told or f"{record.folder} changed" in told
         assert not told or (named and "\n" not in told), f"{text[:200]}: {told}"
-        shutil.rmtree(out)
 
 
 def test_huge_numbers_in_metrics_are_damage(made, tmp_path):

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import tiltsam
-from browser import CHROMIUM, Browser
+from browser import MISSING, Browser
 from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.records import Record
 from tiltsam.lab.report import write_report
@@ -42,8 +42,8 @@ def main() -> None:
         size = report.page.stat().st_size / 2**20
         print(f"{made} runs of {args.epochs} epochs: built in {built:.1f} s ({work:.1f} s of CPU time), ", end="")
         print(f"{len(report.figures)} figure files, {len(report.tables)} table files, a page of {size:.1f} MiB")
-        if CHROMIUM is None:
-            print("opening not timed: chromium is not installed")
+        if MISSING:
+            print(f"opening not timed; not installed: {MISSING}")
             return
         browser = Browser(Path(scratch) / "profile")
         try:

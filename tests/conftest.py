@@ -21,17 +21,26 @@ def odd_defaults(request):
     torch.set_default_dtype(torch.float32)
 
 
+@pytest.fixture(scope="session")
+def start_ranks():
+    """Return a function that connects a number of processes; each number is started once."""
+    started: dict[int, Ranks] = {}
+
+    def start(size: int) -> Ranks:
+        return started.get(size) or started.setdefault(size, Ranks(size))
+
+    yield start
+    for processes in started.values():
+        processes.close()
+
+
 @pytest.fixture(scope="session", params=[2, 3], ids=["2ranks", "3ranks"])
-def ranks(request):
+def ranks(request, start_ranks):
     """Processes that take steps together."""
-    processes = Ranks(request.param)
-    yield processes
-    processes.close()
+    return start_ranks(request.param)
 
 
 @pytest.fixture(scope="session")
-def four_ranks():
+def four_ranks(start_ranks):
     """Four processes, for meshes of two dimensions."""
-    processes = Ranks(4)
-    yield processes
-    processes.close()
+    return start_ranks(4)

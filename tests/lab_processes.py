@@ -12,7 +12,9 @@ from tiltsam.cli import main
 
 CONTEXT = multiprocessing.get_context("forkserver")
 # torch imports its compiler at an optimizer's first step.
-CONTEXT.set_forkserver_preload(["tiltsam.lab.compare", "safetensors.torch", "sklearn.datasets", "torch._dynamo"])
+CONTEXT.set_forkserver_preload(
+    ["tiltsam.lab.compare", "safetensors.torch", "sklearn.datasets", "torch._dynamo", "torch.distributed.fsdp"]
+)
 
 
 def start(*arguments):

@@ -1,12 +1,14 @@
 """The benchmarks measure what their labels say."""
 
 import re
+from pathlib import Path
 
 import pytest
 import torch
 
 import bench_overhead
 import bench_step
+import differences
 import tiltsam
 from helpers.cases import Problem, sgd
 
@@ -28,3 +30,27 @@ def test_bench_overhead_times_a_network_of_22_tensors():
     assert len(list(bench_overhead.Problem().model.parameters())) == 22
     for step in bench_overhead.candidates().values():
         step()
+
+
+RECORDS = Path(differences.__file__).parent / "records"
+
+
+def test_differences_are_paired_by_seed(capsys):
+    """The numbers of docs/evidence.md: SAM's lead over ERM on digits, each at its best learning rate."""
+    sam, erm = "sam lr=0.01 rho=0.5 average=false", "erm lr=0.001 average=false"
+    differences.main([str(RECORDS / "2026-11-16_digits_below"), sam, "--minus", erm])
+    assert capsys.readouterr().out.splitlines() == [
+        "at the end: +1.49 ± 0.19 (10 seeds)",
+        "at the best epoch: +1.59 ± 0.28 (10 seeds)",
+    ]
+    differences.main([str(RECORDS / "2026-11-16_digits_below"), erm])
+    assert capsys.readouterr().out.startswith("at the end: 95.21 ± ")
+    for query in ("sam lr=7", "sam lr=0.01"):
+        with pytest.raises(SystemExit, match=query):
+            differences.main([str(RECORDS / "2026-11-16_digits_below"), query])
+
+
+@pytest.mark.parametrize("record", sorted(path.name for path in RECORDS.iterdir()))
+def test_records_are_listed_and_short(record):
+    assert len((RECORDS / record / "README.md").read_text().splitlines()) <= 40
+    assert f"records/{record}/README.md" in (RECORDS.parent / "README.md").read_text()

@@ -20,7 +20,6 @@ def run(*arguments, **options):
 
 def test_version_help_and_methods(capsys):
     assert run("--version").stdout.strip() == f"tiltsam {tiltsam.__version__} (code {code_digest()})"
-    assert "toys" in run("--help").stdout
     assert main(["methods"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == list(tiltsam.METHODS)
@@ -30,11 +29,11 @@ def test_version_help_and_methods(capsys):
 @pytest.mark.parametrize(
     ("arguments", "says"), [((), "COMMAND"), (("train-faster",), "invalid choice"), (("toys", "--in"), "--in")]
 )
-def test_usage_errors_exit_2_without_traceback(arguments, says):
-    done = run(*arguments)
-    assert done.returncode == 2
-    assert says in done.stderr
-    assert "Traceback" not in done.stderr
+def test_usage_errors_exit_2(arguments, says, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main(arguments)
+    assert exit_.value.code == 2
+    assert says in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

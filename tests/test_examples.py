@@ -52,6 +52,7 @@ def test_tsam_minimal_fits_on_a_page():
     assert len((EXAMPLES / "tsam_minimal.py").read_text().splitlines()) <= 60
 
 
+@pytest.mark.slow
 def test_tsam_minimal_runs():
     run = subprocess.run(
         [sys.executable, EXAMPLES / "tsam_minimal.py"], capture_output=True, text=True, check=True, timeout=300

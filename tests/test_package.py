@@ -91,6 +91,16 @@ def test_samplers_import_only_the_protocol_of_the_space():
     assert outside == {"tiltsam.space.protocol"}
 
 
+def test_class_names_are_unique():
+    """One name, one meaning: a class name occurs once in the package."""
+    places: dict[str, list[str]] = {}
+    for module, path in FILES.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(module)
+    assert {name: modules for name, modules in places.items() if len(modules) > 1} == {}
+
+
 def test_top_level_stays_small():
     entries = [path for path in ROOT.iterdir() if path.name not in ("py.typed", "__pycache__")]
     assert len(entries) <= 18, sorted(path.name for path in entries)
@@ -110,6 +120,10 @@ def test_import_needs_only_torch():
 def test_import_refuses_old_torch(version):
     with pytest.raises(ImportError, match=rf"2\.11.*{re.escape(version)}"):
         tiltsam._check_torch(version)
+
+
+def test_import_checks_the_version_of_torch():
+    version = "2.10.1+cu130"
     code = f"import torch; torch.__version__ = {version!r}; import tiltsam.optim"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert run.returncode == 1

@@ -39,8 +39,7 @@ from tiltsam.lab.data import Data, data_key, load
 from tiltsam.lab.devices import torch_settings
 from tiltsam.lab.errors import Diverged
 from tiltsam.lab.files import drafted, write_json
-from tiltsam.lab.flat import cross_runs, measure_runs, save_flatness
-from tiltsam.lab.flatness import FlatnessPlan
+from tiltsam.lab.flatness import FlatnessPlan, cross_runs, measure_runs, save_flatness
 from tiltsam.lab.records import Record
 from tiltsam.lab.train import Trainer, train
 from timing import best_of, environment, print_table

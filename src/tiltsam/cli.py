@@ -386,8 +386,7 @@ def _report(args: argparse.Namespace) -> None:
 
 def _sharpness(args: argparse.Namespace) -> None:
     from tiltsam.lab.console import MeasurementBars
-    from tiltsam.lab.flat import find_runs, measure_runs, save_flatness
-    from tiltsam.lab.flatness import FlatnessPlan, format_table, table_rows
+    from tiltsam.lab.flatness import FlatnessPlan, find_runs, format_table, measure_runs, save_flatness, table_rows
     from tiltsam.lab.flatness_plots import write_figures
 
     if args.examples < 1 or args.samples < 2:
@@ -397,10 +396,13 @@ def _sharpness(args: argparse.Namespace) -> None:
     if not (math.isfinite(args.t) and args.t >= 0):
         raise UserError(f"--t must be a finite number of at least 0, got {args.t:g}")
 
-    def left_out(why: str) -> None:
-        print(f"left out: {why}", flush=True)
+    def skipped(message: str) -> None:
+        print(f"skipped: {message}", flush=True)
 
-    runs = find_runs(args.runs, left_out=left_out)
+    def reused(name: str) -> None:
+        print(f"already measured: {name}", flush=True)
+
+    runs = find_runs(args.runs, skipped=skipped)
     figures = _figures(args)
     plan = FlatnessPlan(num_samples=args.samples, t=args.t)
     measured = {}
@@ -414,9 +416,10 @@ def _sharpness(args: argparse.Namespace) -> None:
             root=args.data_root,
             plan=plan,
             progress=bars,
-            left_out=left_out,
+            skipped=skipped,
+            reused=reused,
         ):
-            save_flatness(runs[flat.name], flat, about)  # at once: the next run may take long
+            save_flatness(runs[flat.name], flat, about)  # now: the next run may take long
             measured[flat.name] = flat
     if not measured:
         raise UserError("none of the runs can be measured")

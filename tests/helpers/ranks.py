@@ -7,7 +7,9 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+import torch.multiprocessing  # so that pipes can send tensors
+
+from lab_processes import CONTEXT
 
 TIMEOUT = 300  # seconds that ranks wait for each other
 
@@ -21,12 +23,11 @@ class Ranks:
     def __init__(self, size):
         self.size = size
         self._folder = tempfile.TemporaryDirectory()
-        context = mp.get_context("spawn")
         self.pipes, self.processes = [], []
         for rank in range(size):
-            mine, theirs = context.Pipe()
+            mine, theirs = CONTEXT.Pipe()
             store = os.path.join(self._folder.name, "store")
-            process = context.Process(target=_serve, args=(rank, size, store, theirs), daemon=True)
+            process = CONTEXT.Process(target=_serve, args=(rank, size, store, theirs), daemon=True)
             process.start()
             theirs.close()
             self.pipes.append(mine)

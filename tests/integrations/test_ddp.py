@@ -10,7 +10,7 @@ from helpers.trainers import CLIP, STEPS, assert_close, net, optimizer_for, plai
 pytest.importorskip("lightning")
 pytest.importorskip("accelerate")
 pytest.importorskip("transformers")
-pytestmark = pytest.mark.xdist_group("ranks")
+pytestmark = pytest.mark.slow
 
 
 def test_trainers_on_two_ranks_equal_one_process(tmp_path):

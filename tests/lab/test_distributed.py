@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import load_file
 
 from helpers.lab_files import bert
-from helpers.ranks import Ranks
 from lab_processes import files_named, wait_for
 from tiltsam.cli import main
 from tiltsam.lab.config import TrainConfig
@@ -22,28 +21,18 @@ from tiltsam.lab.errors import ConfigError
 from tiltsam.lab.records import Record
 from tiltsam.lab.train import Trainer
 
-pytestmark = pytest.mark.xdist_group("ranks")
 METHOD = ("--method", "tsam", "--rho", "0.5", "--num-samples", "3")
 
 
-def start(out, *flags, task="digits", processes=1, restarts=0, checkpoint_seconds="1000"):
-    """A command line, as a user would type it."""
-    command = [sys.executable, "-m", "tiltsam", "train"]
+def start(out, *flags, task="digits", processes=1, restarts=0, checkpoint_seconds="1000", script=("-m", "tiltsam")):
+    """Start a command line, as a user would type it."""
+    command = [sys.executable]
     if processes > 1:
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
-        command += [
-            "--max-restarts",
-            str(restarts),
-            "--monitor-interval",
-            "0.2",
-            "--standalone",
-            "-m",
-            "tiltsam",
-            "train",
-        ]
+        command += ["-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--standalone"]
+        command += ["--max-restarts", str(restarts), "--monitor-interval", "0.2"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TILTSAM_CHECKPOINT_SECONDS": checkpoint_seconds}
     return subprocess.Popen(
-        [*command, task, *METHOD, *flags, "--out", str(out)],
+        [*command, *script, "train", task, *METHOD, *flags, "--out", str(out)],
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -68,7 +57,7 @@ def children(pid):
 
 @pytest.fixture
 def texts(tmp_path):
-    """Two kinds of text, for a model without BatchNorm: with it, each process of a team sees other statistics."""
+    """Two kinds of text, for a model without BatchNorm, whose statistics would differ between ranks."""
     kinds = ["he said more", "no reply"]
     rows = [f'"{kinds[i % 2]} {i % 7}",{i % 2}' for i in range(120)]
     path = tmp_path / "texts.csv"
@@ -76,7 +65,7 @@ def texts(tmp_path):
     return f"text:{path}"
 
 
-LEFT_BEHIND = """
+TRAIN_AND_FAIL_WITH_GLOO_THREADS = """
 import os, sys
 from tiltsam.cli import main
 code = main(sys.argv[1:])
@@ -85,25 +74,18 @@ sys.exit(code or [name for name in names if "gloo" in name] or 0)
 """
 
 
-@pytest.mark.parametrize("split", ["samples", "data"])
-def test_connect_ranks_leaves_no_gloo_threads(tmp_path, split):
-    """A process that ends beside one of gloo's is aborted now and again, after all the work is done."""
-    script = tmp_path / "script.py"
-    script.write_text(LEFT_BEHIND)
-    team = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", str(script)]
-    command = [*team, "train", "digits", *METHOD, "--epochs", "0.2", "--parallel", split, "--out", str(tmp_path)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    ended(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize("split", ["samples", "data"])
 def test_two_ranks_train_what_one_process_trains(tmp_path, texts, split):
+    """They also leave no thread of gloo, with which the exit of a process sometimes aborts."""
+    script = tmp_path / "script.py"
+    script.write_text(TRAIN_AND_FAIL_WITH_GLOO_THREADS)
     flags = ["--epochs", "1", "--batch-size", "32"]  # the longer, the likelier that rounding switches some ReLU
     task = "digits" if split == "samples" else texts
     if split == "data":
         flags += ["--model", bert(tmp_path / "bert", hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)]
     one = start(tmp_path / "one", *flags, task=task)
-    two = start(tmp_path / "two", *flags, "--parallel", split, processes=2, task=task)
+    two = start(tmp_path / "two", *flags, "--parallel", split, processes=2, task=task, script=[str(script)])
     ended(one)
     assert ended(two).count("test accuracy") >= 1
     (numbers, model), (expected_numbers, expected) = result(tmp_path / "two"), result(tmp_path / "one")
@@ -113,6 +95,7 @@ def test_two_ranks_train_what_one_process_trains(tmp_path, texts, split):
         torch.testing.assert_close(model[name], value, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_killed_rank_is_restarted_from_the_checkpoint(tmp_path):
     flags = ("--epochs", "8")
     unbroken = start(tmp_path / "unbroken", *flags, processes=2)
@@ -130,6 +113,7 @@ def test_killed_rank_is_restarted_from_the_checkpoint(tmp_path):
     }
 
 
+@pytest.mark.slow
 def test_error_is_printed_once(tmp_path):
     process = start(tmp_path, "--batch-size", "63", processes=2)
     output, _ = process.communicate(timeout=600)
@@ -193,22 +177,19 @@ def masks(rank, folder, split, epochs):
     return drawn
 
 
-def test_dropout_masks_differ_between_data_parallel_ranks(tmp_path):
-    """Or dropout would repeat itself in every part of a batch; where they share the examples, they share the masks."""
-    ranks = Ranks(2)
-    try:
-        first, second = ranks(masks, str(tmp_path / "data"), "data", 2)
-        assert len(first) == len(second)
-        assert set(first).isdisjoint(second)
-        one, other = ranks(masks, str(tmp_path / "samples"), "samples", 1)
-        assert set(one) == set(other)
-    finally:
-        ranks.close()
+def test_dropout_masks_differ_between_data_parallel_ranks(tmp_path, start_ranks):
+    """Or dropout would repeat itself in every part of a batch; ranks that share the examples share the masks."""
+    ranks = start_ranks(2)
+    first, second = ranks(masks, str(tmp_path / "data"), "data", 2)
+    assert len(first) == len(second)
+    assert set(first).isdisjoint(second)
+    one, other = ranks(masks, str(tmp_path / "samples"), "samples", 1)
+    assert set(one) == set(other)
 
 
+@pytest.mark.slow
 def test_ranks_without_a_sample_are_reported(tmp_path):
-    """One sample is the default."""
-    process = start(tmp_path, "--epochs", "1", "--num-samples", "1", "--parallel", "samples", processes=2)
+    process = start(tmp_path, "--epochs", "0.1", "--num-samples", "1", "--parallel", "samples", processes=2)
     assert ended(process).count("2 processes share 1 sample: ") == 1
     assert (
         DistributedContext(0, 2, "samples").warnings(2)

@@ -1,23 +1,47 @@
-"""All measurements of several models, and their table."""
+"""Measurements of models and of runs, their table, and the command ``tiltsam sharpness``."""
 
-from __future__ import annotations
+import json
+import shutil
+from dataclasses import asdict, replace
 
+import numpy as np
 import pytest
+import torch
 
 from helpers.measuring import convnet, cross_entropy, unequal_batches
-from tiltsam.lab.flatness import FlatnessPlan, compare, format_table, table_rows
+from tiltsam.cli import main
+from tiltsam.lab import flatness as lab_flatness
+from tiltsam.lab.config import TrainConfig
+from tiltsam.lab.data import load as load_task
+from tiltsam.lab.errors import ConfigError, RecordError
+from tiltsam.lab.flatness import (
+    FlatnessPlan,
+    compare,
+    find_runs,
+    format_table,
+    load_flatness,
+    measure_runs,
+    save_flatness,
+    table_rows,
+)
+from tiltsam.lab.records import Record
+from tiltsam.lab.report import write_report
+from tiltsam.lab.train import train
 
 QUICK = FlatnessPlan(
     std=(0.01, 0.1), num_samples=4, num_trace_samples=3, num_density_probes=2, num_points=5, plane=True
 )
+FAST = FlatnessPlan(
+    std=(0.01,), num_samples=4, num_ascent_steps=1, num_eigenvalues=1, num_trace_samples=2, num_density_probes=0
+)
 
 
-def test_compare_and_table_rows() -> None:
+def test_compare_and_table_rows():
     flats = compare({"a": convnet(), "b": convnet()}, cross_entropy, unequal_batches(), QUICK)
     first, second = table_rows(flats, std=0.1)
     assert first["std"] == 0.1
     assert {k: v for k, v in first.items() if k != "model"} == {k: v for k, v in second.items() if k != "model"}
-    assert first["λ1"] == float(flats[0].eigenpairs.values[0])  # type: ignore[union-attr]
+    assert first["λ1"] == float(flats[0].eigenpairs.values[0])
     assert {"loss", "mean", "variance", "t-variance", "worst case", "adaptive", "trace", "trace error"} <= first.keys()
     text = format_table([first, second])
     assert text.splitlines()[0].split() == ["model", "a", "b"]
@@ -41,7 +65,7 @@ def test_format_table_wraps_to_width():
     names = [f"tsam lr=0.05 num_samples=5 rho=0.05 seed {seed}" for seed in range(7)]
     text = format_table([{"model": name, "loss": 1.0, "mean": 2.0, "mean error": 0.1} for name in names], width=90)
     assert max(len(line) for line in text.splitlines()) <= 90
-    first, second, third = text.split("\n\n")  # three models fit beside each other
+    first, second, third = text.split("\n\n")  # three models fit in a line
     lines = [line.split() for line in first.splitlines()]
     assert lines[0] == ["model", *["tsam", "lr=0.05"] * 3]
     assert " ".join(lines[2]) == "seed 0 seed 1 seed 2"
@@ -49,3 +73,268 @@ def test_format_table_wraps_to_width():
     assert second.count("±") == 3
     assert third.count("±") == 1
     assert len(format_table([{"model": "a", "loss": 1.0}], width=1).splitlines()) == 2
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    out = tmp_path_factory.mktemp("runs")
+    for method in ("erm", "sam"):
+        config = TrainConfig(method=method, epochs=6, batch_size=128)
+        train(config, Record.of(out, config))
+    return out
+
+
+@pytest.fixture
+def copied(runs, tmp_path):
+    """The same runs, not measured yet."""
+    return shutil.copytree(runs, tmp_path / "runs", ignore=shutil.ignore_patterns("flatness.json"))
+
+
+def flats_of(runs, **options):
+    """What is measured, in the order of the runs."""
+    found = {flat.name: flat for flat, _ in measure_runs(runs, plan=FAST, **options)}
+    return [found[name] for name in runs]
+
+
+def sharpness_of(folder, *more):
+    return main(["sharpness", str(folder), "--examples", "40", "--samples", "2", "--no-figures", *more])
+
+
+def test_measure_runs_uses_the_same_examples(runs):
+    found = find_runs([runs])
+    assert list(found) == ["erm seed 0", "sam seed 0"]
+    flats = flats_of(found, examples=200)
+    again = flats_of(find_runs([record.folder for record in found.values()]), examples=200)
+    assert [flat.loss for flat in flats] == [flat.loss for flat in again]
+    other = flats_of(found, split="test", examples=200)
+    assert other[0].loss != flats[0].loss
+
+
+def test_measure_runs_uses_one_thread_for_small_models(runs, monkeypatch):
+    """Two threads for tiny kernels are many times slower on a busy machine."""
+    seen = []
+    original = lab_flatness.measure
+
+    def measure(*args, **options):
+        seen.append(torch.get_num_threads())
+        return original(*args, **options)
+
+    monkeypatch.setattr(lab_flatness, "measure", measure)
+    torch.set_num_threads(2)
+    try:
+        for _ in measure_runs(find_runs([runs]), plan=FAST, examples=40):
+            assert torch.get_num_threads() == 2  # the caller's code keeps its own number
+    finally:
+        torch.set_num_threads(1)
+    assert seen == [1, 1]
+
+
+def test_measure_runs_uses_the_labels_of_the_seed(tmp_path):
+    """A fifth of the labels is wrong, and the seed decides which: the loss shows whose labels were used."""
+    for seed in (0, 1):
+        config = TrainConfig(method="erm", epochs=40, batch_size=128, seed=seed)
+        train(config, Record.of(tmp_path, config))
+    found = find_runs([tmp_path])
+    together = flats_of(found)
+    for name, flat in zip(found, together, strict=True):
+        (apart,) = flats_of({name: found[name]})
+        assert flat.loss == apart.loss
+    assert abs(together[0].loss - together[1].loss) < 0.2
+
+
+def test_sharpness_prints_table_and_writes_figures(runs, tmp_path, capsys):
+    folder = next(runs.rglob("config.json")).parent
+    arguments = ["sharpness", str(folder), "--examples", "60", "--samples", "3", "--out", str(tmp_path / "figures")]
+    assert main(arguments) == 0
+    out = capsys.readouterr().out
+    assert "variance" in out
+    assert "λ5" in out
+    assert sorted(p.name for p in (tmp_path / "figures").glob("*.png")) == [
+        "neighborhood.png",
+        "slices.png",
+        "spectrum.png",
+    ]
+    saved = json.loads((folder / "flatness.json").read_text())
+    on = {"task": "digits", "split": "train", "examples": 60, "num_samples": 3, "t": 1.0, "rho": 0.05}
+    assert saved["about"].items() >= on.items()
+    assert len(saved["neighborhood"]["std"]) == len(saved["neighborhood"]["variance_error"]) == 9
+    assert f"{saved['eigenvalues']['values'][0]:.4g}"[:3] in out
+    assert [line["label"] for line in saved["slices"]] == ["random direction", "top eigenvector"]
+    report = write_report([folder], tmp_path / "report", figures=False)
+    assert "on 60 train examples of digits" in report.page.read_text()
+    assert "largest rise within a radius of 0.05 (adaptive: 0.5)" in report.page.read_text()
+
+
+def test_sharpness_reuses_measurements_of_the_same_model(copied, tmp_path, monkeypatch, capsys):
+    arguments = ["sharpness", str(copied), "--examples", "40", "--samples", "3", "--out", str(tmp_path / "figures")]
+    assert main(arguments) == 0
+    table = capsys.readouterr().out
+    saved = {path: path.read_bytes() for path in copied.rglob("flatness.json")}
+    figures = {path: path.read_bytes() for path in (tmp_path / "figures").iterdir()}
+    with monkeypatch.context() as patch:
+        patch.setattr(lab_flatness, "measure", None)
+        assert main(arguments) == 0
+    out = capsys.readouterr().out
+    assert out == f"already measured: erm seed 0\nalready measured: sam seed 0\n{table}"
+    assert {path: path.read_bytes() for path in saved} == saved
+    assert {path: path.read_bytes() for path in figures} == figures
+
+
+def test_measure_runs_measures_again_what_has_changed(copied):
+    runs = find_runs([copied])
+
+    def reused(plan=FAST, **options):
+        names = []
+        for flat, about in measure_runs(runs, plan=plan, examples=40, reused=names.append, **options):
+            save_flatness(runs[flat.name], flat, about)
+        return names
+
+    assert reused() == []
+    assert reused() == list(runs) == ["erm seed 0", "sam seed 0"]
+    erm, sam = (record.folder for record in runs.values())
+    (erm / "flatness.json").write_text("{}")
+    assert reused() == ["sam seed 0"]
+    shutil.copy(sam / "model.safetensors", erm / "model.safetensors")
+    assert reused() == ["sam seed 0"]
+    assert reused(split="test") == []
+    assert reused(replace(FAST, t=2.0), split="test") == []
+    assert reused(replace(FAST, t=2.0), split="test") == list(runs)
+
+
+def test_load_flatness_returns_what_save_flatness_wrote(tmp_path):
+    plan = replace(QUICK, num_density_probes=1)  # without an error, which is NaN
+    (flat,) = compare({"a": convnet()}, cross_entropy, unequal_batches(), plan)
+    record, about = Record(tmp_path), {"task": "made up"}
+    save_flatness(record, flat, about)
+    found = load_flatness(record, "b", about)
+    assert found is not None
+    (row,), (read,) = table_rows([flat]), table_rows([found])
+    assert str(row | {"model": "b"}) == str(read)
+    torch.testing.assert_close(asdict(found.neighborhood), asdict(flat.neighborhood), rtol=0, atol=0, equal_nan=True)
+    names = ("grid", "values", "error", "nodes", "weights", "width")
+    for name in names:
+        expected = getattr(flat.density, name)
+        torch.testing.assert_close(getattr(found.density, name), expected, rtol=0, atol=0, equal_nan=True)
+    assert all(torch.equal(getattr(found.plane, name), getattr(flat.plane, name)) for name in ("x", "y", "losses"))
+    for ours, theirs in zip(found.slices, flat.slices, strict=True):
+        assert ours.label == theirs.label
+        assert torch.equal(ours.losses, theirs.losses)
+        assert torch.equal(ours.positions, theirs.positions)
+    assert load_flatness(record, "b", about | {"t": 1.0}) is None
+
+
+def test_sharpness_saves_each_run_before_the_next(copied, monkeypatch, capsys):
+    loaded = []
+
+    def load(record, data):
+        if loaded:
+            raise KeyboardInterrupt
+        loaded.append(record.folder)
+        return train_model(record, data)
+
+    train_model = lab_flatness.load_model
+    monkeypatch.setattr(lab_flatness, "load_model", load)
+    assert sharpness_of(copied) == 130
+    assert [path.parent for path in copied.rglob("flatness.json")] == loaded
+
+
+def test_sharpness_skips_runs_it_cannot_measure(copied, tmp_path, capsys):
+    good = next(copied.rglob("erm-*/seed-0"))
+    for name in ("unfinished", "damaged", "torn"):
+        (copied / name).mkdir()
+    for name in ("unfinished", "torn"):
+        config = json.loads((good / "config.json").read_text()) | {"seed": len(name)}
+        (copied / name / "config.json").write_text(json.dumps(config))
+    (copied / "damaged" / "config.json").write_text("[]")
+    (copied / "torn" / "model.safetensors").write_bytes((good / "model.safetensors").read_bytes()[:1000])
+    shutil.rmtree(next(copied.rglob("sam-*")))
+    assert sharpness_of(copied) == 0
+    out = capsys.readouterr().out
+    lines = [line for line in out.splitlines() if line.startswith("skipped: ")]
+    assert sorted(line.split()[1].removesuffix(":") for line in lines) == [
+        str(copied / "damaged" / "config.json"),
+        str(copied / "torn"),
+        str(copied / "unfinished"),
+    ]
+    assert "has no model" in out
+    assert [path.parent for path in copied.rglob("flatness.json")] == [good]
+    shutil.rmtree(good)
+    assert sharpness_of(copied) == 2
+    assert "none of the runs" in capsys.readouterr().err
+    with pytest.raises(RecordError, match="is damaged"):
+        find_runs([copied])
+    with pytest.raises(RecordError, match="unfinished"):
+        list(measure_runs({"it": Record(copied / "unfinished")}, plan=FAST))
+
+
+@pytest.mark.filterwarnings("default:erm seed 0")  # the command prints it
+def test_unfinished_run_is_measured_again_once_finished(tmp_path, capsys):
+    config = TrainConfig(method="erm", epochs=4, batch_size=128)
+    record = Record.of(tmp_path, config)
+    train(config, record, until=0.5)
+    assert sharpness_of(tmp_path) == 0
+    assert "warning: erm seed 0: training has not finished" in capsys.readouterr().err
+    assert main(["report", str(tmp_path), "--no-figures"]) == 0
+    assert "flatness" not in capsys.readouterr().out
+    train(config, record)
+    assert main(["report", str(tmp_path), "--no-figures"]) == 0
+    out = capsys.readouterr().out
+    assert f"{record.folder}/flatness.json: " in out
+    assert "Not measured yet" in (tmp_path / "report" / "report.html").read_text()
+    assert sharpness_of(tmp_path) == 0
+    assert "warning" not in capsys.readouterr().err
+    assert main(["report", str(tmp_path), "--no-figures"]) == 0
+    assert "Not measured yet" not in (tmp_path / "report" / "report.html").read_text()
+
+
+def test_measure_runs_describes_what_was_measured(runs):
+    found = dict(list(find_runs([runs]).items())[:1])
+    ((_, about),) = measure_runs(found, examples=5000, plan=FAST)
+    assert about["examples"] == 1078
+    ((_, about),) = measure_runs(found, examples=5000, split="test", plan=replace(FAST, t=2.0))
+    assert about.items() >= {"task": "digits", "split": "test", "examples": 599, "num_samples": 4, "t": 2.0}.items()
+
+
+def test_find_runs_gives_unique_names(tmp_path):
+    configs = [TrainConfig(method="sam", options={"rho": rho}, seed=seed) for rho in (0.05, 0.2) for seed in (0, 1)]
+    for config in (*configs, TrainConfig(method="erm")):
+        Record.of(tmp_path / "a", config).begin(config, torch.device("cpu"))
+    names = ["erm seed 0", *(f"sam rho={rho} seed {seed}" for rho in (0.05, 0.2) for seed in (0, 1))]
+    found = find_runs([tmp_path])
+    assert list(found) == names
+    assert all(found[name].config() == config for name, config in zip(names[1:], configs, strict=True))
+    Record.of(tmp_path / "b", configs[0]).begin(configs[0], torch.device("cpu"))  # the same once more
+    again = find_runs([tmp_path])
+    assert len(again) == 6
+    assert {name.partition(" in ")[0] for name in again} == set(names)
+
+
+def test_sharpness_refuses_wrong_arguments(runs, tmp_path, capsys):
+    with pytest.raises(RecordError, match="no run in"):
+        find_runs([tmp_path])
+    assert main(["sharpness", str(tmp_path / "nowhere"), "--out", str(tmp_path / "figures")]) == 2
+    assert "no run in" in capsys.readouterr().err
+    assert not (tmp_path / "figures").exists()  # nothing is left of a mistyped name
+    assert main(["sharpness", str(runs), "--samples", "1", "--no-figures"]) == 2
+    assert "--samples at least 2" in capsys.readouterr().err
+    for t in ("-1", "nan", "inf"):
+        assert main(["sharpness", str(runs), f"--t={t}", "--no-figures"]) == 2
+        told = capsys.readouterr()
+        assert "--t must be a finite number of at least 0" in told.err
+        assert not told.out  # no run is to blame
+    other = replace(TrainConfig(method="erm", epochs=1), task="npz:elsewhere.npz")
+    Record.of(tmp_path, other).begin(other, torch.device("cpu"))
+    with pytest.raises(ConfigError, match="several tasks"):
+        list(measure_runs(find_runs([runs, tmp_path])))
+
+
+def test_batches_of_sorted_data_have_many_classes(tmp_path):
+    targets = np.repeat(np.arange(5), 80)
+    np.savez(tmp_path / "sorted.npz", x=np.random.default_rng(0).normal(size=(400, 3)), y=targets)
+    data = load_task(TrainConfig(task=f"npz:{tmp_path / 'sorted.npz'}"))
+    for split, whole in (("train", data.train), ("test", data.test)):
+        some = [y for _, y in lab_flatness._batches(data, split, 40, 20, torch.device("cpu"))]
+        assert [len(y) for y in some] == [20, 20]
+        assert all(len(y.unique()) >= 4 for y in some)
+        every = torch.cat([y for _, y in lab_flatness._batches(data, split, 1000, 20, torch.device("cpu"))])
+        assert torch.equal(every.sort().values, whole.targets)

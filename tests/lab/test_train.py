@@ -384,6 +384,7 @@ def lines(out: Path) -> int:
     return sum(len(path.read_text().splitlines()) for path in files_named("metrics.jsonl", out))
 
 
+@pytest.mark.slow
 def test_run_killed_ten_times_equals_unbroken_run(tmp_path):
     command = ["train", "digits", "--epochs", "60", "--num-samples", "2", "--batch-size", "128", "--out"]
     assert ends_well(start(*command, str(tmp_path / "unbroken")))

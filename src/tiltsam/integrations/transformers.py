@@ -17,11 +17,11 @@ from transformers import Trainer
 from tiltsam.integrations.accelerate import check_distribution, without_sync
 from tiltsam.optim import SharpnessAware
 
-__all__ = ["SharpnessAwareMixin", "SharpnessAwareTrainer"]
+__all__ = ["SharpnessAwareTrainer", "SharpnessAwareTrainerMixin"]
 
 
-class SharpnessAwareMixin:
-    """Mixin for any Trainer: ``class Mine(SharpnessAwareMixin, Seq2SeqTrainer)``.
+class SharpnessAwareTrainerMixin:
+    """Mixin for any Trainer: ``class Mine(SharpnessAwareTrainerMixin, Seq2SeqTrainer)``.
 
     The logged loss is that of a step's first pass, for SAM the one at the weights, so that curves compare with plain
     training; everything else is in ``trainer.sharpness_aware.info``. ``grad_norm`` is that of the aggregate.
@@ -103,5 +103,5 @@ class SharpnessAwareMixin:
             self._window = []
 
 
-class SharpnessAwareTrainer(SharpnessAwareMixin, Trainer):
-    """A :class:`transformers.Trainer` with ``method=``; see :class:`SharpnessAwareMixin`."""
+class SharpnessAwareTrainer(SharpnessAwareTrainerMixin, Trainer):
+    """A :class:`transformers.Trainer` with ``method=``; see :class:`SharpnessAwareTrainerMixin`."""

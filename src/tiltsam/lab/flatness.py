@@ -1,29 +1,62 @@
-"""All measurements of flatness for several models, and a table of them.
+"""Measure the flatness of models and of trained runs, save the measurements, and print them as a table.
 
     flats = compare({"ERM": erm, "TSAM": tsam}, loss_fn, batches)
     print(format_table(table_rows(flats)))
     write_figures(flats, "figures")  # from tiltsam.lab.flatness_plots
 
 All models see the same data, the same noise and the same probes, so their differences have smaller errors than their
-values.
+values. :func:`measure_runs` does this for runs of the lab; ``RUN/flatness.json`` keeps the result for
+``tiltsam report`` and for the next ``tiltsam sharpness``.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from tiltsam.curvature import Density, Eigenpairs, Trace, spectral_density, top_eigenvalues, trace
 from tiltsam.flatness.loss_surface import Batches, LossFn, ProgressCallback
+from tiltsam.flatness.objectives import CrossEntry, CrossTable, Objective, cross_objectives
+from tiltsam.lab.config import TrainConfig
+from tiltsam.lab.data import Data, data_key, data_loader
+from tiltsam.lab.data.loader import normalise
+from tiltsam.lab.devices import resolve_device, torch_settings
+from tiltsam.lab.errors import ConfigError, RecordError
+from tiltsam.lab.evaluate import task_loss
+from tiltsam.lab.files import drafted, parse_json
+from tiltsam.lab.models import load_model
+from tiltsam.lab.records import Record
+from tiltsam.lab.report.runs import RunRecord
+from tiltsam.lab.report.summary import summarize
+from tiltsam.lab.sweeping.results import find_run_folders
 from tiltsam.landscape import Slice1D, Slice2D, random_direction, slice_1d, slice_2d
 from tiltsam.sharpness import Neighborhood, WorstCase, m_sharpness, neighborhood
 
-__all__ = ["PAPER_STDS", "Flatness", "FlatnessPlan", "compare", "format_table", "measure", "table_rows"]
+__all__ = [
+    "PAPER_STDS",
+    "Flatness",
+    "FlatnessPlan",
+    "compare",
+    "cross_runs",
+    "find_runs",
+    "format_table",
+    "load_flatness",
+    "measure",
+    "measure_runs",
+    "save_flatness",
+    "table_rows",
+]
 
 PAPER_STDS = (0.005, 0.0075, 0.01, 0.015, 0.02, 0.035, 0.05, 0.075, 0.1)
 """The noise levels of the paper's Figure 2."""
@@ -169,6 +202,293 @@ def compare(
         measure(name, model, loss_fn, batches, plan, size_of=size_of, progress=progress)
         for name, model in models.items()
     ]
+
+
+# ------------------------------------------------------------------------------------------------- runs
+
+# Errors that concern one run: it is unfinished, damaged, of another task's shape, or too sharp for its dtype.
+_RUN_ERRORS = (RecordError, ConfigError, ValueError, RuntimeError, OSError)
+
+
+def find_runs(paths: Sequence[Path], *, skipped: Callable[[str], Any] | None = None) -> dict[str, Record]:
+    """Return the runs in and below the folders, by unique names such as ``sam rho=0.2 seed 0``.
+
+    Args:
+        paths: The folders.
+        skipped: Called with a message for each damaged run; by default such a run raises.
+
+    Raises:
+        RecordError: If a folder contains no run.
+    """
+    runs = []
+    for folder in find_run_folders(paths):
+        try:
+            config = Record(folder).config()
+        except _RUN_ERRORS as error:
+            if skipped is None:
+                raise
+            skipped(_error_line(folder, error))
+        else:
+            runs.append(RunRecord(folder, config.to_json()))
+    settings = [setting for task in summarize(runs) for setting in task.settings]
+    named = [(f"{setting.name} seed {run.seed}", run.folder) for setting in settings for run in setting.runs]
+    times = Counter(name for name, _ in named)  # one config and seed may have several records
+    return {name if times[name] == 1 else f"{name} in {folder}": Record(folder) for name, folder in named}
+
+
+def measure_runs(
+    runs: dict[str, Record],
+    *,
+    task: str | None = None,
+    split: Literal["train", "test"] = "train",
+    examples: int = 1000,
+    batch_size: int = 250,
+    device: str = "auto",
+    root: Path | None = None,
+    data: Callable[[TrainConfig], Data] | None = None,
+    plan: FlatnessPlan | None = None,
+    progress: Callable[[str], Any] | None = None,
+    skipped: Callable[[str], Any] | None = None,
+    reused: Callable[[str], Any] | None = None,
+) -> Iterator[tuple[Flatness, dict[str, Any]]]:
+    """Measure the model of every run on examples of one task, with the labels that it was trained on.
+
+    Runs of one seed are measured on the same examples. Another seed has another validation split and, on a noisy task,
+    other wrong labels, so its runs are measured on its own examples.
+
+    Args:
+        runs: The result of :func:`find_runs`.
+        task: The task; by default that of the runs, which must be the same for all.
+        split: The examples to measure on.
+        examples: The number of examples, a fixed random choice from the split.
+        batch_size: Examples per batch.
+        device: The device.
+        root: Folder of the data sets.
+        data: Returns the data of a config; by default it is loaded from ``root``.
+        plan: What to measure.
+        progress: ``progress("NAME: trace")`` returns the callback for that measurement.
+        skipped: Called with a message for each run that cannot be measured; by default such a run raises.
+        reused: Called with the name of each run whose ``flatness.json`` is returned because it holds this very
+            measurement of this very model; by default every run is measured.
+
+    Yields:
+        The measurements of a run, and a description of them, both for :func:`save_flatness`. Runs of one seed follow
+        each other. A run that has not finished is measured at its newest checkpoint, with a warning; its description
+        has ``finished`` false.
+    """
+    plan = FlatnessPlan() if plan is None else plan
+    for loaded, names, where in _by_data(runs, task, device, data or data_loader(root)):
+        batches = _batches(loaded, split, examples, batch_size, where)
+        about = {"task": loaded.name, "split": split, "examples": sum(len(targets) for _, targets in batches)}
+        about |= {"batch_size": batch_size, **asdict(plan), "std": list(plan.std)}
+        for name in names:
+            weights = runs[name].folder / "model.safetensors"
+            try:
+                model = load_model(runs[name], loaded).to(where)
+                mark = {"model": _digest(weights)} if weights.exists() else {"finished": False}
+                if reused is not None and "model" in mark and (flat := load_flatness(runs[name], name, about | mark)):
+                    reused(name)
+                    yield flat, about | mark
+                    continue
+                if "model" not in mark:
+                    warnings.warn(f"{name}: training has not finished: measuring its newest checkpoint", stacklevel=2)
+                with torch_settings(where, model):
+                    flat = measure(name, model, _loss_fn(loaded), batches, plan, progress=progress)
+            except _RUN_ERRORS as error:
+                if skipped is None:
+                    raise
+                skipped(_error_line(runs[name].folder, error))
+            else:
+                yield flat, about | mark
+
+
+def cross_runs(
+    runs: dict[str, Record],
+    objectives: Mapping[str, Objective],
+    *,
+    batch_size: int = 64,
+    device: str = "auto",
+    root: Path | None = None,
+    data: Callable[[TrainConfig], Data] | None = None,
+    progress: ProgressCallback | None = None,
+) -> CrossTable:
+    """Return the loss of every run's model under several objectives, on all training and all test examples.
+
+    Args:
+        runs: Runs of one task, by name.
+        objectives: By name; see :func:`tiltsam.sharpness.cross_objectives`.
+        batch_size: Examples per ascent of an objective; that of training.
+        device: The device.
+        root: Folder of the data sets.
+        data: Returns the data of a config; by default it is loaded from ``root``.
+        progress: Called as ``progress(done, total)``.
+    """
+    entries: list[CrossEntry] = []
+    for loaded, names, where in _by_data(runs, None, device, data or data_loader(root)):
+        models = {name: load_model(runs[name], loaded).to(where) for name in names}
+        splits = {
+            split: _batches(loaded, split, len(getattr(loaded, split)), batch_size, where)
+            for split in ("train", "test")
+        }
+        with torch_settings(where, max(models.values(), key=lambda m: sum(p.numel() for p in m.parameters()))):
+            entries += cross_objectives(models, _loss_fn(loaded), splits, objectives, progress=progress).entries
+    return CrossTable(tuple(entries))
+
+
+def _by_data(
+    runs: dict[str, Record], task: str | None, device: str, load: Callable[[TrainConfig], Data]
+) -> Iterator[tuple[Data, list[str], torch.device]]:
+    """Yield each data set, the names of the runs that use it, and the device."""
+    if not runs:
+        return
+    configs = {name: record.config() for name, record in runs.items()}
+    tasks = {config.task for config in configs.values()} if task is None else {task}
+    if len(tasks) > 1:
+        raise ConfigError(f"the runs are of several tasks ({', '.join(sorted(tasks))}): choose one with --task")
+    (task,) = tasks
+    where = resolve_device(device)
+    groups: dict[TrainConfig, list[str]] = {}
+    for name, config in configs.items():
+        groups.setdefault(data_key(replace(config, task=task)), []).append(name)
+    for key, names in groups.items():
+        yield load(key), names, where
+
+
+def _error_line(folder: Path, error: Exception) -> str:
+    """Return why a run cannot be measured, in one line with its folder."""
+    message = str(error) if isinstance(error, RecordError) else f"{folder}: {error}"
+    return textwrap.shorten(message, 300)
+
+
+def _digest(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _batches(data: Data, split: str, examples: int, batch_size: int, device: torch.device) -> list[Any]:
+    """Return a fixed random choice of examples in batches, so that no batch has a single class in sorted data."""
+    whole = data.train if split == "train" else data.test
+    part = whole[whole.fixed_permutation()[:examples]].to(device)
+    inputs = dict(part.inputs)
+    if "image" in inputs:
+        inputs["image"] = normalise(inputs["image"], data.mean, data.std)
+    rows = [slice(i, i + batch_size) for i in range(0, len(part), batch_size)]
+    return [(tuple(x[r] for x in inputs.values()), part.targets[r]) for r in rows]
+
+
+def _loss_fn(data: Data) -> Callable[[nn.Module, Any], Tensor]:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        inputs, targets = batch
+        return task_loss(model(*inputs).float(), targets, data.num_classes)
+
+    return loss
+
+
+# ------------------------------------------------------------------------------------------------- saved measurements
+
+
+def save_flatness(record: Record, flat: Flatness, about: dict[str, Any]) -> Path:
+    """Write the measurements of a run to its ``flatness.json``, and return the path.
+
+    Eigenvectors and single probes are not saved.
+
+    Args:
+        record: The run.
+        flat: Its measurements.
+        about: What determines them: model, examples and plan, as :func:`measure_runs` yields it.
+    """
+    around, pairs, density, plane = flat.neighborhood, flat.eigenpairs, flat.density, flat.plane
+    statistics = ("mean", "variance", "tilted_mean", "tilted_variance")
+    columns = ("std", *statistics, *(f"{name}_error" for name in statistics), "losses")
+    content: dict[str, Any] = {
+        "about": about,
+        "loss": _plain(flat.loss),
+        "neighborhood": {"t": around.t} | {name: _plain(getattr(around, name)) for name in columns},
+        "slices": [
+            {"label": s.label, "positions": _plain(s.positions), "losses": _plain(s.losses)} for s in flat.slices
+        ],
+    }
+    for name, estimate in (("worst_case", flat.worst_case), ("adaptive", flat.adaptive), ("trace", flat.trace)):
+        if estimate is not None:
+            content[name] = {"value": _plain(estimate.value), "error": _plain(estimate.error)}
+    if pairs is not None:
+        content["eigenvalues"] = {"values": _plain(pairs.values), "residuals": _plain(pairs.residuals)}
+    if density is not None:
+        names = ("grid", "values", "error", "nodes", "weights", "width")
+        content["density"] = {name: _plain(getattr(density, name)) for name in names}
+    if plane is not None:
+        content["plane"] = {name: _plain(getattr(plane, name)) for name in ("x", "y", "losses")}
+    path = record.folder / "flatness.json"
+    with drafted(path) as draft:
+        draft.write_text(json.dumps(content, allow_nan=False) + "\n")
+    return path
+
+
+def load_flatness(record: Record, name: str, about: dict[str, Any]) -> Flatness | None:
+    """Return the saved measurements of a run under a name; None if there are none for ``about``.
+
+    They suffice for tables and figures: the eigenvectors are empty.
+    """
+    try:
+        content = parse_json((record.folder / "flatness.json").read_text())
+        return _flatness(name, content) if content["about"] == about else None
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError, OverflowError, AttributeError):
+        return None  # missing or damaged: measured again
+
+
+def _flatness(name: str, content: dict[str, Any]) -> Flatness:
+    """Return the measurements in the content of a ``flatness.json``."""
+    unsaved, loss, around = torch.empty(0, dtype=torch.float64), _number(content["loss"]), content["neighborhood"]
+    flat = Flatness(
+        name,
+        loss,
+        Neighborhood.from_losses(_tensor(around["std"]), _tensor(around["losses"]), loss, around["t"]),
+        slices=tuple(Slice1D(_tensor(s["positions"]), _tensor(s["losses"]), s["label"]) for s in content["slices"]),
+    )
+    if found := content.get("worst_case"):
+        flat = replace(flat, worst_case=WorstCase(*_estimate(found), loss, rises=unsaved, sizes=unsaved))
+    if found := content.get("adaptive"):
+        flat = replace(flat, adaptive=WorstCase(*_estimate(found), loss, rises=unsaved, sizes=unsaved))
+    if found := content.get("trace"):
+        flat = replace(flat, trace=Trace(*_estimate(found), layers={}, samples=unsaved))
+    if found := content.get("eigenvalues"):
+        values, residuals = _tensor(found["values"]), _tensor(found["residuals"])
+        pairs = Eigenpairs(values, residuals, converged=unsaved, vectors=unsaved, shapes={}, num_products=0)
+        flat = replace(flat, eigenpairs=pairs)
+    if found := content.get("density"):
+        grid, values, error, nodes, weights = (
+            _tensor(found[key]) for key in ("grid", "values", "error", "nodes", "weights")
+        )
+        flat = replace(flat, density=Density(grid, values, error, nodes, weights, _number(found["width"])))
+    if found := content.get("plane"):
+        flat = replace(flat, plane=Slice2D(_tensor(found["x"]), _tensor(found["y"]), _tensor(found["losses"])))
+    return flat
+
+
+def _plain(x: Any) -> Any:
+    """Return numbers as JSON: lists for tensors, null for what is not finite."""
+    if isinstance(x, Tensor):
+        x = x.tolist()
+    if isinstance(x, list):
+        return [_plain(entry) for entry in x]
+    return x if math.isfinite(x) else None
+
+
+def _estimate(saved: dict[str, Any]) -> tuple[float, float]:
+    return _number(saved["value"]), _number(saved["error"])
+
+
+def _number(x: float | None) -> float:
+    return math.nan if x is None else float(x)
+
+
+def _tensor(x: list[Any]) -> Tensor:
+    """Return the tensor that :func:`_plain` wrote; what was not finite is NaN."""
+    rows = [[_number(entry) for entry in row] for row in x] if x and isinstance(x[0], list) else [_number(e) for e in x]
+    return torch.tensor(rows, dtype=torch.float64, device="cpu")
+
+
+# ------------------------------------------------------------------------------------------------- table
 
 
 def table_rows(flats: Sequence[Flatness], std: float | None = None) -> list[dict[str, str | float]]:

@@ -5,15 +5,12 @@ import re
 
 import pytest
 
-from browser import CHROMIUM, Browser
+from browser import MISSING, Browser
 from helpers.report_runs import flatness, rows, write_run, write_runs
 from tiltsam.lab.palette import METHOD_COLORS, METHOD_COLORS_ON_DARK
 from tiltsam.lab.report import write_report
 
-pytestmark = [
-    pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed"),
-    pytest.mark.xdist_group("browser"),  # one browser for all
-]
+pytestmark = pytest.mark.skipif(MISSING != "", reason=f"not installed: {MISSING}")
 
 CONVERGENCE = 'figure[data-name="convergence"]'
 EVIL = "</script><script>window.hurt = 1</script><img src=x onerror='window.hurt = 2'>"
@@ -35,12 +32,11 @@ def shared_browser(tmp_path_factory):
 
 @pytest.fixture
 def browser(shared_browser, page):
-    shared_browser.complaints.clear()
-    shared_browser.requests.clear()
-    shared_browser.look()
+    shared_browser.clear_logs()
+    shared_browser.resize()
     shared_browser.open(page)
     yield shared_browser
-    assert shared_browser.complaints == []
+    assert shared_browser.errors() == []
 
 
 def column(browser, number, table="results"):
@@ -57,9 +53,9 @@ def rgb(hexadecimal):
 
 
 def test_page_opens_without_errors_or_requests(browser, page):
-    assert browser.requests == [page.as_uri()] or set(browser.requests) == {page.as_uri(), "data:,"}
+    assert browser.requests() == [page.as_uri()]
     browser.run("dispatchEvent(new Event('beforeprint'))")
-    browser.settle()
+    browser.draw()
     figures, drawn = browser.run(
         "[document.querySelectorAll('figure').length, document.querySelectorAll('figure .plot > svg').length]"
     )
@@ -78,7 +74,7 @@ def test_tables_sort(browser):
     assert scores == sorted(scores, reverse=True)
     assert browser.run(f"document.querySelector({json.dumps(heading)}).ariaSort") == "descending"
     browser.run(f"document.querySelector({json.dumps(heading + ' button')}).focus()")
-    browser.press("Enter")
+    browser.press("ENTER")
     assert [float(text.split()[0]) for text in column(browser, 3)] == sorted(scores)
     assert browser.run(f"document.querySelector({json.dumps(heading)}).ariaSort") == "ascending"
     browser.click('table[data-table="results"] th:nth-child(1) button')
@@ -104,7 +100,7 @@ def test_legend_toggles_curves(browser):
     assert browser.run(f"document.querySelector('{button}').ariaPressed") == "false"
     assert browser.run(curve) != before  # the axis is rescaled
     browser.run(f"document.querySelector('{button}').focus()")
-    browser.press("Enter")
+    browser.press("ENTER")
     assert browser.run(count) == 4
     for number in range(1, 5):
         browser.click(f"{CONVERGENCE} .legend button:nth-child({number})")
@@ -122,8 +118,8 @@ def test_tooltip_on_hover_and_arrow_keys(browser, page):
     assert "erm" in text
     assert "±" in text
     browser.run(f"document.querySelector('{CONVERGENCE} .plot > svg').focus()")
-    browser.press("ArrowRight")
-    browser.press("ArrowLeft")
+    browser.press("ARROW_RIGHT")
+    browser.press("ARROW_LEFT")
     lines = browser.run(f"[...{tip}.querySelectorAll('p')].map(p => p.textContent)")
     data = browser.run("report")
     erm = data["plots"][0]["curves"][0]
@@ -151,8 +147,7 @@ def test_tooltip_stays_after_a_tap(browser):
 
 @pytest.mark.parametrize(("width", "media"), [(1200, "screen"), (703, "print")])  # 703 px: A4 without its margins
 def test_tables_fit(browser, page, width, media):
-    browser.look(width=width)
-    browser.call("Emulation.setEmulatedMedia", media=media)
+    browser.resize(width=width, media=media)
     browser.open(page)
     browser.run("document.querySelectorAll('details').forEach(d => d.open = true)")
     excess = "t.scrollWidth - t.closest('.scroll').clientWidth"
@@ -162,7 +157,7 @@ def test_tables_fit(browser, page, width, media):
 
 @pytest.mark.parametrize(("dark", "palette"), [(False, METHOD_COLORS), (True, METHOD_COLORS_ON_DARK)])
 def test_light_and_dark_mode(browser, page, dark, palette):
-    browser.look(dark=dark)
+    browser.resize(dark=dark)
     browser.open(page)
     ground = browser.run("getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)")
     ink = browser.run("getComputedStyle(document.body).color.match(/\\d+/g).map(Number)")
@@ -173,10 +168,10 @@ def test_light_and_dark_mode(browser, page, dark, palette):
 
 
 def test_phone_width(browser, page):
-    browser.look(width=360, height=740, phone=True)
+    browser.resize(width=360, height=740, phone=True)
     browser.open(page)
     browser.run("dispatchEvent(new Event('beforeprint'))")
-    browser.settle()
+    browser.draw()
     assert browser.run("document.documentElement.scrollWidth") == 360  # tables scroll inside their frames
     rights = "[...document.querySelectorAll('figure')].map(f => f.getBoundingClientRect().right)"
     assert max(browser.run(rights)) <= 360
@@ -197,7 +192,7 @@ def test_long_names_wrap(browser, tmp_path):
         write_run(tmp_path, method="sam", task=long, seed=seed, model="hf:" + "m" * 90)
         write_run(tmp_path, method="sam", task=long, seed=seed, rho=5.0, flatness=flatness())
         write_run(tmp_path, method="tsam", task=long, seed=seed, t=1.0, flatness=flatness())
-    browser.look(width=360, height=740, phone=True)
+    browser.resize(width=360, height=740, phone=True)
     browser.open(write_report([tmp_path], tmp_path / "report", figures=False).page)
     browser.run("document.querySelectorAll('details').forEach(d => d.open = true)")
     assert browser.run("document.documentElement.scrollWidth") == 360

@@ -204,7 +204,10 @@ def test_headline_verdicts(tmp_path):
     assert "more than the standard error" in headline_of("clear", erm=[0.5, 0.51], sam=[0.7, 0.71])
     assert "less than the standard error" in headline_of("close", erm=[0.5, 0.6], sam=[0.52, 0.6])
     assert "single run" in headline_of("single", erm=[0.5], sam=[0.7])
-    assert headline_of("tie", erm=[0.7, 0.71], sam=[0.7, 0.71]).endswith("%, level with sam.")
+    assert headline_of("tie", erm=[0.7, 0.71], sam=[0.7, 0.71]).endswith("sam reaches the same.")
+    plain = headline_of("plain", erm=[0.5, 0.51], sam=[0.7, 0.71], tsam=[0.72, 0.73])
+    assert plain.startswith("tsam has the highest test accuracy: 64.44 ± 0.44 %. sam is ")
+    assert plain.endswith("Plain training (erm) reaches 44.89 ± 0.44.")
     assert headline_of("alone", erm=[0.9]).startswith("erm reaches a test accuracy of 80.00")
     assert "No run has finished" in headline_of("none", erm=[0])
     for file in (tmp_path / "none").rglob("config.json"):
@@ -214,7 +217,7 @@ def test_headline_verdicts(tmp_path):
         write_run(tmp_path / "tuned", method="sam", rho=rho, lines=rows(3, 0.8 + rho))
     (task,) = summarize(*read_runs([tmp_path / "tuned"]))
     assert headline(task).startswith(
-        "Of 2 settings, the best on validation, sam rho=0.2, reaches a test accuracy of 88.89"
+        "Of 2 settings, the best on validation, sam (rho=0.2), reaches a test accuracy of 88.89"
     )
 
 
@@ -223,8 +226,8 @@ def test_headline_names_differing_settings(tmp_path):
         write_run(tmp_path, method="erm", epochs=60, average=True, seed=seed, lines=rows(3, 0.9 + 0.001 * seed))
         write_run(tmp_path, method="sam", rho=0.3, seed=seed, lines=rows(3, 0.8 + 0.001 * seed))
     text = headline(summarize(*read_runs([tmp_path]))[0])
-    assert text.startswith("erm epochs=60 average=True has the highest test accuracy of 80.04 ± 0.04 %,")
-    assert "ahead of sam rho=0.3 epochs=6 average=False, more than" in text
+    assert text.startswith("erm (epochs=60 average=True) has the highest test accuracy: 80.04 ± 0.04 %.")
+    assert re.search(r"sam \(rho=0.3 epochs=6 average=False\) is [\d.]+ lower, more than", text)
 
 
 def test_headline_reports_uneven_tuning(tmp_path):
@@ -237,13 +240,12 @@ def test_headline_reports_uneven_tuning(tmp_path):
     text = headline_of(
         ("erm", {}, 0.7), ("sam", {"rho": 0.1}, 0.8), ("sam", {"rho": 0.2}, 0.85), ("asam", {"rho": 1.0}, 0.9)
     )
-    assert text.startswith(
-        "Of each method's best setting on validation, asam rho=1 has the highest test accuracy of 80.04"
-    )
+    assert text.startswith("asam (rho=1) has the highest test accuracy: 80.04")
+    assert "Compared is each method's best setting on validation." in text
     assert text.endswith(": erm 1, sam 2, asam 1.")
     for seed in (0, 1):
         write_run(tmp_path, method="erm", lr=0.3, seed=seed)
-    assert headline_of(("asam", {"rho": 2.0}, 0.8)).endswith("standard error of the difference.")
+    assert "different numbers" not in headline_of(("asam", {"rho": 2.0}, 0.8))
 
 
 def test_headline_without_validation(tmp_path):
@@ -253,7 +255,7 @@ def test_headline_without_validation(tmp_path):
     for rho in (0.1, 0.2):
         write_run(tmp_path / "alone", method="sam", rho=rho, lines=unseen(0.8 + rho), validation=0.0)
     (task,) = summarize(*read_runs([tmp_path / "alone"]))
-    assert "the first (there is no validation score), sam rho=0.1," in headline(task)
+    assert "the first (there is no validation score), sam (rho=0.1)," in headline(task)
     assert task.tuning(task.settings[0]).startswith("not tuned")
     for number in range(12):
         write_run(tmp_path / "alone", method="asam", rho=1.0 + number)
@@ -261,7 +263,8 @@ def test_headline_without_validation(tmp_path):
     tasks = summarize(*read_runs([tmp_path / "alone"]))
     (pick,) = {task.selection for task in tasks if task.name == "digits"}
     assert "no validation score" in pick
-    assert headline(tasks[0]).startswith(f"Of {pick}, sam rho=0.1 validation=0 has the highest")
+    assert headline(tasks[0]).startswith("sam (rho=0.1 validation=0) has the highest")
+    assert f"Compared is {pick}." in headline(tasks[0])
     assert task_plots(tasks[0])[0].note.startswith(f"Initially shown: {pick}; 12 more in the legend.")
     assert overview_table(tasks).caption.startswith(f"Test scores of {pick}, mean")
     assert "different numbers of settings" in overview_table(tasks).caption
@@ -274,7 +277,7 @@ def test_task_facts_of_a_trained_run(tmp_path):
     facts = task_facts(task)
     assert facts["task"].startswith("digits · ")
     assert facts["examples"] == "1,078 train, 120 validation, 599 test"
-    assert (facts["test share"], facts["classes"], facts["model"], facts["epochs"]) == ("33%", "10", "mlp", "1")
+    assert (facts["test share"], facts["classes"], facts["model"], facts["budget"]) == ("33%", "10", "mlp", "1 epochs")
     assert facts["label noise"].startswith("20%")
     assert "1,078 train" in Page(write_report([tmp_path], tmp_path / "out", figures=False).page).text
 
@@ -283,7 +286,7 @@ def test_task_facts_without_setup(tmp_path):
     write_run(tmp_path, method="erm", noise=0.0)
     write_run(tmp_path, method="sam", noise=0.0, model="cnn")
     (task,) = summarize(*read_runs([tmp_path]))
-    assert task_facts(task) == {"task": "digits", "label noise": "none", "model": "auto or cnn", "epochs": "6"}
+    assert task_facts(task) == {"task": "digits", "label noise": "none", "model": "auto or cnn", "budget": "6 epochs"}
 
 
 def test_page_noscript(made):

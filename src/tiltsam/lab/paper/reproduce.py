@@ -20,8 +20,7 @@ from tiltsam.lab.data import Data, LoadingCallback, data_key, data_loader
 from tiltsam.lab.devices import resolve_device
 from tiltsam.lab.errors import DataError, RecipeError, RecordError, TrainError
 from tiltsam.lab.files import write_json
-from tiltsam.lab.flat import cross_runs, measure_runs, save_flatness
-from tiltsam.lab.flatness import PAPER_STDS, Flatness, FlatnessPlan
+from tiltsam.lab.flatness import PAPER_STDS, Flatness, FlatnessPlan, cross_runs, measure_runs, save_flatness
 from tiltsam.lab.paper.recipes import Recipe, RecipeCell
 from tiltsam.lab.paper.settings import column_config, training_examples
 from tiltsam.lab.records import Record

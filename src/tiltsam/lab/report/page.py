@@ -28,7 +28,7 @@ from tiltsam.lab.report.plots import Plot, plot_data
 from tiltsam.lab.report.runs import RunProblem
 from tiltsam.lab.report.summary import SettingSummary, TaskSummary, format_value
 from tiltsam.lab.report.tables import ReportTable, TableCell
-from tiltsam.lab.stats import best_of
+from tiltsam.lab.stats import Mean, best_of
 
 __all__ = ["TaskSection", "headline", "html_table", "render_page", "task_facts"]
 
@@ -170,13 +170,17 @@ def task_facts(task: TaskSummary) -> dict[str, str]:
     )
     facts["model"] = " or ".join(str(model) for model in values("model"))
     facts["parameters"] = _either(sizes("num_parameters"))
-    facts["epochs"] = " or ".join(f"{value:g}" for value in values("epochs") if is_number(value))
+    facts["budget"] = ", ".join(
+        " or ".join(f"{limit:g}" for limit in limits) + f" {unit}"
+        for unit in ("passes", "seconds", "epochs")
+        if (limits := [value for value in values(unit) if is_number(value)])
+    )
     return {name: text for name, text in facts.items() if text}
 
 
 def _shared_settings(task: TaskSummary) -> dict[str, str]:
     """Return the shared settings that are set and that neither the facts nor the table of methods contain."""
-    elsewhere = {"model", "noise", "epochs"}
+    elsewhere = {"model", "noise", "epochs", "passes", "seconds"}
     elsewhere |= {name for setting in task.settings for name in setting.own}
     return {k: format_value(v) for k, v in task.shared.items() if v is not None and k not in elsewhere}
 
@@ -197,27 +201,35 @@ def headline(task: TaskSummary) -> str:
         return "All runs diverged: there is nothing to compare."
     if not entries:
         return "No run has finished yet. The curves show the progress so far."
+    unit = "%" if task.unit == "%" else "(×100)"
     (first, mean), *rest = entries
-    name, *others = (f"{setting.method} {setting.differences}".strip() for setting, _ in entries)
-    score = f"test {task.metric} of {mean.value:.2f}" + ("" if math.isnan(mean.error) else f" ± {mean.error:.2f}")
-    unit = " %" if task.unit == "%" else " (×100)"
+    score = f"test {task.metric}{{}} {_format_score(mean)} {unit}"
     if not rest:
         which = "best on validation" if task.has_validation(first) else "first (there is no validation score)"
         among = f"Of {len(task.settings)} settings, the {which}, " if len(task.settings) > 1 else ""
-        return f"{among}{name}{',' if among else ''} reaches a {score}{unit}."
-    next_mean = rest[0][1]
+        return f"{among}{_name(first)}{',' if among else ''} reaches a {score.format(' of')}."
+    sentences = [f"{_name(first)} has the highest {score.format(':')}."]
+    second, next_mean = rest[0]
     lead = f"{mean.value - next_mean.value:.2f}"
-    margin = f"{lead} ahead of {others[0]}"
     if lead == "0.00":
-        verdict = f"level with {others[0]}."
-    elif best_of([mean, next_mean]) == 0:
-        verdict = f"{margin}, more than the standard error of the difference."
+        sentences.append(f"{_name(second)} reaches the same.")
     elif math.isnan(mean.error) or math.isnan(next_mean.error):
-        verdict = f"{margin}; one of them has a single run, so this is weak evidence."
+        sentences.append(f"{_name(second)} is {lead} lower; with a single run of one of them, this is weak evidence.")
     else:
-        verdict = f"{margin}, less than the standard error of the difference."
-    among = f"Of {task.selection}, " if len(task.settings) > len(task.chosen) else ""
-    return f"{among}{name} has the highest {score}{unit}, {verdict}{_uneven_tuning(task, [s for s, _ in entries])}"
+        size = "more" if best_of([mean, next_mean]) == 0 else "less"
+        sentences.append(f"{_name(second)} is {lead} lower, {size} than the standard error of the difference.")
+    sentences += [f"Plain training (erm) reaches {_format_score(m)}." for s, m in rest[1:] if s.method == "erm"]
+    if len(task.settings) > len(task.chosen):
+        sentences.append(f"Compared is {task.selection}.")
+    return " ".join(sentences) + _uneven_tuning(task, [s for s, _ in entries])
+
+
+def _name(setting: SettingSummary) -> str:
+    return f"{setting.method} ({setting.differences})" if setting.differences else setting.method
+
+
+def _format_score(mean: Mean) -> str:
+    return f"{mean.value:.2f}" + ("" if math.isnan(mean.error) else f" ± {mean.error:.2f}")
 
 
 def _uneven_tuning(task: TaskSummary, compared: Sequence[SettingSummary]) -> str:

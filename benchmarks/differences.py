@@ -1,0 +1,94 @@
+"""Print the mean score of some runs of a record, or the difference between two groups of runs, paired by seed.
+
+    python benchmarks/differences.py records/2026-11-16_digits_below "sam lr=0.01 rho=0.5 average=false"
+    python benchmarks/differences.py RECORD [RECORD ...] "sam lr=0.01 rho=0.5" --minus "erm lr=0.001"
+
+Runs are selected by their method and by settings of their config; each seed must be selected once. A switch that the
+config of an early record lacks was off. Scores are times 100, at the end of training and at the epoch that was best on
+validation, as mean ± standard error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+from collections.abc import Hashable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from tiltsam.lab.stats import Mean, mean_of, paired_difference
+
+SCORES = {"at the end": "score", "at the best epoch": "score_at_best_validation"}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("records", nargs="+", type=Path, metavar="RECORD", help="folders with runs.jsonl.gz")
+    parser.add_argument("runs", help='method and settings, such as "sam lr=0.01 rho=0.5"')
+    parser.add_argument("--minus", help="the runs to compare with")
+    parser.add_argument("--seeds", type=int, help="use only the first seeds")
+    args = parser.parse_args(argv)
+    entries = [entry for record in args.records for entry in read_runs(record)]
+    first = select_runs(entries, args.runs, args.seeds)
+    second = select_runs(entries, args.minus, args.seeds) if args.minus else {}
+    for label, key in SCORES.items():
+        scores, others = ({s: 100 * r["result"][key] for s, r in runs.items()} for runs in (first, second))
+        if args.minus:
+            print(f"{label}: {format_mean(paired_difference(scores, others), '+')}")
+        else:
+            print(f"{label}: {format_mean(mean_of(list(scores.values())))}")
+
+
+def read_runs(record: Path) -> list[dict[str, Any]]:
+    """Return the finished runs of a record."""
+    lines = gzip.decompress((record / "runs.jsonl.gz").read_bytes()).splitlines()
+    return [entry for line in lines if "result" in (entry := json.loads(line))]
+
+
+def select_runs(
+    entries: Iterable[dict[str, Any]], query: str, seeds: int | None = None
+) -> dict[Hashable, dict[str, Any]]:
+    """Return the runs of a method with the given settings by seed.
+
+    Raises:
+        SystemExit: If no run matches, or several do for one seed.
+    """
+    method, *settings = query.split()
+    wanted = {
+        key: json.loads(value) if _is_json(value) else value for key, _, value in (s.partition("=") for s in settings)
+    }
+    found: dict[Hashable, dict[str, Any]] = {}
+    for entry in entries:
+        config = entry["config"]
+        if config["method"] != method or any(config.get(key, False) != value for key, value in wanted.items()):
+            continue
+        seed = config["seed"]
+        if seeds is not None and seed >= seeds:
+            continue
+        if seed in found:
+            other = found[seed]["config"]
+            differing = {key: (other.get(key), value) for key, value in config.items() if other.get(key) != value}
+            raise SystemExit(f"{query!r} matches several runs of seed {seed}, which differ in {differing or 'nothing'}")
+        found[seed] = entry
+    if not found:
+        raise SystemExit(f"no finished run matches {query!r}")
+    return found
+
+
+def format_mean(mean: Mean, sign: str = "") -> str:
+    """Return ``value ± error (runs)``."""
+    return f"{mean.value:{sign}.2f} ± {mean.error:.2f} ({mean.runs} seeds)"
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
+
+
+if __name__ == "__main__":
+    main()

@@ -26,7 +26,7 @@ def test_ascent_num_steps():
     torch.testing.assert_close(weight.detach(), expected, rtol=0, atol=1e-12)
     assert optimizer.info.num_backwards == 4
     assert 0.19 < float(optimizer.info.perturbation_norms[0]) <= 0.2
-    with pytest.raises(ValueError, match="shared"):
+    with pytest.raises(ValueError, match="share_ascent"):
         tiltsam.TSAM(base, sampler=sampler, share_ascent=True)
     with pytest.raises(ValueError, match="num_steps"):
         tiltsam.samplers.Ascent(num_steps=0)

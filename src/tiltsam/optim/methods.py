@@ -134,7 +134,7 @@ class TSAM(SharpnessAware):
         if share_ascent:
             if not isinstance(chosen, Ascent):
                 raise ValueError(f'share_ascent needs sampler="ascent", got {sampler!r}')
-            chosen = replace(chosen, shared=True)
+            chosen = replace(chosen, share_ascent=True)
         super().__init__(
             base,
             chosen,

@@ -24,7 +24,7 @@ class StepInfo:
     loss: Tensor
     """The aggregate loss whose gradient the base optimizer received."""
     make_table: Callable[[], Tensor] = field(repr=False)
-    """Returns a (6, s) tensor: losses, weights, start losses, distances, gradient norms and validity."""
+    """Returns a (6, s) tensor: losses, weights, start losses, perturbation norms, gradient norms and validity."""
     make_sampler_info: Callable[[], Mapping[str, Tensor]] = field(repr=False)
     """Returns the numbers of the sampler."""
     valid: Sequence[Tensor] = field(repr=False)

@@ -25,7 +25,7 @@ class Center(Stateless):
         """``point <- θ``."""
         space.reset_to_center()
 
-    def sample(self, space: Space, index: int, shared: None) -> Draw:
+    def sample(self, space: Space, index: int, common: None) -> Draw:
         """Evaluate at θ."""
         self.move(space, index)
         return evaluated(space.evaluate())
@@ -49,7 +49,7 @@ class Uniform(Stateless):
         else:
             space.reset_to_center()
 
-    def sample(self, space: Space, index: int, shared: None) -> Draw:
+    def sample(self, space: Space, index: int, common: None) -> Draw:
         """Evaluate at a random point."""
         self.move(space, index)
         return evaluated(space.evaluate())
@@ -82,7 +82,7 @@ class Gaussian(Stateless):
         std = space.radius / space.dim**0.5 if self.std is None else torch.full_like(space.radius, self.std)
         space.add_noise(index, Spread(std=std, max_norm=space.radius if self.clip else None))
 
-    def sample(self, space: Space, index: int, shared: None) -> Draw:
+    def sample(self, space: Space, index: int, common: None) -> Draw:
         """Evaluate at a random point."""
         self.move(space, index)
         return evaluated(space.evaluate())

@@ -71,9 +71,9 @@ def _join_samples(
     for row in rows:
         loss, valid, start_loss, perturbation_norm, gradient_norm = row.unbind()
         joined.add(Draw(loss, None, gradient_norm, valid != 0, start_loss), perturbation_norm)
-    weights = joined.table()[1]
-    weight = weights[list(samples)].sum() if samples else space.zero
-    space.gradient_mean.sum_over_ranks(weight, (seen > 0).tolist())
+    sample_weights = joined.table()[1]
+    total = sample_weights[list(samples)].sum() if samples else space.zero
+    space.gradient_mean.sum_over_ranks(total, (seen > 0).tolist())
     space.ranks.copy_from_first([*space.model_state.buffers(), *space.sampler_state.tensors()])
     joined.set_sampler_info(record)
     return joined

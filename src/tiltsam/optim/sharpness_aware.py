@@ -186,7 +186,7 @@ class SharpnessAware(Optimizer):
         return self.sampler, self.num_samples
 
     def weighting(self, space: ParameterSpace) -> Weighting:
-        """Return how the samples of a step are weighted, if there are several; by default equally."""
+        """Return how the sample weights of a step are computed, if it has several samples; by default equal."""
         return FixedWeights(torch.ones(self.plan()[1], dtype=space.dtype, device=space.device))
 
     # ---------------------------------------------------------------- a step

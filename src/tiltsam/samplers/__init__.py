@@ -9,7 +9,7 @@ generator of its sample. ``docs/add-a-method.md`` writes one.
 sampler             passes for s samples   draws
 ==================  =====================  ==================================================================
 Center              s                      ε = 0 (plain training)
-Uniform, Gaussian   s                      exactly μ: consistent with weights softmax(t L)
+Uniform, Gaussian   s                      exactly μ: consistent with sample weights softmax(t L)
 Ascent              2s (or s + 1)          Algorithm 2: biased, its density is unknown; the paper's choice, cheap
 HMC                 s (1 + N proposals)    μ exp(δL) in the limit of many proposals: consistent
 ==================  =====================  ==================================================================

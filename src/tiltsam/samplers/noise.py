@@ -35,8 +35,8 @@ class Center(Stateless):
 class Uniform(Stateless):
     """ε uniform in the ball of radius R (naive sampling, appendix of the paper). One pass a sample.
 
-    Consistent: with weights softmax(t L) the aggregate tends to the gradient of the tilted loss as s grows, with a bias
-    that falls like 1/s. At R = 0 no noise is drawn and the point is θ, bit for bit.
+    Consistent: with sample weights softmax(t L) the aggregate tends to the gradient of the tilted loss as s grows, with
+    a bias that falls like 1/s. At R = 0 no noise is drawn and the point is θ, bit for bit.
     """
 
     tilted: ClassVar[bool] = False

@@ -1,4 +1,4 @@
-"""The samples of one step and their weights."""
+"""The samples of one step and their sample weights."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ HEADER = 3  # numbers before the table in a packed record; the first is the loss
 
 
 class Weighting(Protocol):
-    """Weights of samples whose losses arrive one by one. :class:`tiltsam.tilting.StreamingTilt` is TSAM's.
+    """Sample weights for losses that arrive one by one. :class:`tiltsam.tilting.StreamingTilt` is TSAM's.
 
-    The final weight of a sample follows from the shares: a later share c multiplies the weights before it by 1 − c.
+    Final sample weights follow from the shares: a later share c multiplies the weights before it by 1 − c.
     """
 
     def add(self, losses: Tensor, valid: Tensor) -> Tensor:
@@ -31,7 +31,7 @@ class Weighting(Protocol):
 
 
 class FixedWeights:
-    """A weighted mean: sample j has ``weights[j]``, a sample that is not finite has none.
+    """A weighted mean: sample j has the sample weight ``weights[j]``, or 0 if it is not finite.
 
     Weights may be negative (a mean that extrapolates), but no prefix of them may sum to zero unless it is all zeros.
     """
@@ -56,7 +56,7 @@ class FixedWeights:
         return torch.where(self._mass != 0, self._mean, torch.nan)
 
     def subset(self, samples: Sequence[int]) -> FixedWeights:
-        """Return the weights of some samples, for a rank that draws only these."""
+        """Return the sample weights of some samples, for a rank that draws only these."""
         return FixedWeights(self._weights[list(samples)])
 
 
@@ -64,7 +64,7 @@ class StepRecord:
     """Collects the samples of a step.
 
     Args:
-        weighting: Weights of the samples; ``None`` for a step with one sample, which has all the weight.
+        weighting: Computes the sample weights; ``None`` for a step with one sample, which has all the weight.
     """
 
     def __init__(self, weighting: Weighting | None) -> None:
@@ -94,7 +94,7 @@ class StepRecord:
         return self._weighting.loss()
 
     def table(self) -> Tensor:
-        """Return one row each of losses, weights, start losses, perturbation norms, gradient norms and validity."""
+        """Return rows of losses, sample weights, start losses, perturbation norms, gradient norms and validity."""
         losses, valid = torch.stack([d.loss for d in self._draws]), torch.stack(self.valid)
         shares = torch.stack(self._shares).to(losses.dtype)
         # Each later share c has multiplied a sample's weight by 1 - c.

@@ -24,10 +24,10 @@ class DoubleAscent(Uniform):
     def begin(self, space):
         return 2 * space.rho
 
-    def sample(self, space, index, shared):
+    def sample(self, space, index, common):
         self.move(space, index)
         first = space.evaluate(ascent=True)
-        space.ascend(first, shared)
+        space.ascend(first, common)
         return after_ascent(first, space.evaluate(after=first))
 
 
@@ -99,7 +99,7 @@ def take_captured_step(optimizer, closures, *, concurrent, streams=None):
                     record = optimizer.average_samples(replicas[0], step.sampler, step.num_samples)
         finally:
             replicas[0].model_state.end_step()
-        loss = record.finish()
+        loss = record.loss()
         replicas[-1].gradient_mean.assign()
         optimizer.base.step()
         passes = {
@@ -280,7 +280,7 @@ def test_can_run_concurrently():
     assert can_run_concurrently(Ascent())
     assert can_run_concurrently(Uniform())
     assert can_run_concurrently(HMC())
-    assert not can_run_concurrently(Ascent(shared=True))
+    assert not can_run_concurrently(Ascent(share_ascent=True))
     assert not can_run_concurrently(CenterThenAscent())
 
 
@@ -312,7 +312,7 @@ def test_capture_concurrent_requires_model():
         tiltsam.capture(optimizer, lambda x: (weight * x).sum(), (torch.ones(3),), concurrent=True)
 
 
-@pytest.mark.parametrize(("method", "sampler"), [("pgn", "CenterThenAscent"), ("tsam", "shared=True")])
+@pytest.mark.parametrize(("method", "sampler"), [("pgn", "CenterThenAscent"), ("tsam", "share_ascent=True")])
 def test_capture_concurrent_refuses_shared_ascent(method, sampler):
     model, options = nn.Linear(3, 1), {"share_ascent": True} if method == "tsam" else {}
     optimizer = tiltsam.METHODS[method](torch.optim.SGD(model.parameters(), lr=0.1), model=model, **options)

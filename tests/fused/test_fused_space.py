@@ -144,7 +144,7 @@ def test_ascend(value, moved, missing):
         space.ascend(space.evaluate(), scalar(0.3))
         after = point_of(space)
         assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True)) == (value != 2.0)
-        return [*after, space.distance()]
+        return [*after, space.perturbation_norm()]
 
     assert_spaces_agree(action, [(1.0, gradient)])
 
@@ -162,7 +162,7 @@ def test_ascend_adaptive(value, moved):
         space.ascend_adaptive(space.evaluate(), scalar(0.5), scalar(0.01))
         after = point_of(space)
         assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True)) == (value != 2.0)
-        return [*after, space.distance()]
+        return [*after, space.perturbation_norm()]
 
     assert_spaces_agree(action, [(1.0, gradient)])
 
@@ -253,7 +253,7 @@ def test_step_record(tilt, losses):
         for j, loss in enumerate(scalar(losses)):
             draw = Draw(loss, None, scalar(2.0 + j), torch.isfinite(loss), scalar(0.5 + j))
             shares.append(record.add(draw, scalar(0.1 + j)).float())
-        loss, table = record.finish(), record.table()
+        loss, table = record.loss(), record.table()
         packed_loss, packed_table = unpack(record.pack())
         return [*shares, loss, packed_loss, table, packed_table]
 
@@ -267,7 +267,7 @@ def test_add_noise_has_the_distance_it_reports(spread):
         space.generators.begin_step(seed=3, step=4)
         space.add_noise(1, Spread(**{name: scalar(x) for name, x in spread.items()}))
         gap = torch.cat([(x - c).flatten() for x, c in zip(space._point, space._center, strict=True)])
-        torch.testing.assert_close(space.distance(), gap.norm(), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(space.perturbation_norm(), gap.norm(), rtol=1e-5, atol=1e-6)
         return gap.norm().item(), gap.std().item()
 
     norm, std = run(FusedSpace, action, [])
@@ -456,7 +456,7 @@ def test_kernels_get_float32_whatever_the_defaults_of_torch(odd_defaults, monkey
         space.ascend_adaptive(at, number, number)
         record = space.step_record(StreamingTilt(number), 2)
         for _ in range(2):
-            share = record.add(evaluated(at), space.distance())
+            share = record.add(evaluated(at), space.perturbation_norm())
             space.add_to_mean(evaluated(at), share, single=False)
         assert space.tables.of([p]).tolist() == [p.data_ptr()]
     assert recorder.names == {

@@ -28,7 +28,7 @@ class Stretch(samplers.Stateless):
     tilted: ClassVar[bool] = False
     independent: ClassVar[bool] = True
 
-    def sample(self, space, index, shared):
+    def sample(self, space, index, common):
         space.reset_to_center()
         space.scale_(space.point, 1 + space.setting("stretch"))
         return samplers.evaluated(space.evaluate())
@@ -73,11 +73,9 @@ def test_fixed_weights_may_be_negative():
     for value in values:
         mean = mean + weighting.add(value, torch.tensor(True)) * (value - mean)
     assert mean == weighting.loss() == -8.0 + 27.0
-    assert weighting.weights(values, torch.tensor([True, True])).tolist() == [-8.0, 9.0]
     weighting = FixedWeights(torch.tensor([-8.0, 9.0]))
     shares = [weighting.add(torch.tensor(1.0), torch.tensor(ok)) for ok in (True, False)]
     assert [*shares, weighting.loss()] == [1.0, 0.0, 1.0]
-    assert weighting.weights(values, torch.tensor([True, False])).tolist() == [1.0, 0.0]
 
 
 def test_every_write_to_the_point_is_restored():
@@ -85,7 +83,7 @@ def test_every_write_to_the_point_is_restored():
     class Writes(Stretch):
         how: str = "zero_unless_"
 
-        def sample(self, space, index, shared):
+        def sample(self, space, index, common):
             away = torch.zeros((), dtype=torch.bool)
             if self.how == "zero_unless_":
                 space.zero_unless_(space.point, away)
@@ -108,7 +106,7 @@ def test_every_write_to_the_point_is_restored():
 def test_missing_gradient_counts_as_zero_in_map():
     @dataclass(frozen=True)
     class Maps(Stretch):
-        def sample(self, space, index, shared):
+        def sample(self, space, index, common):
             at = space.evaluate(ascent=True)
             space.map_(space.point, lambda w, g, scale: w + scale * g, at.gradient, space.rho)
             return samplers.after_ascent(at, space.evaluate(after=at))
@@ -259,7 +257,7 @@ class Counts(samplers.Stateless):
     tilted: ClassVar[bool] = False
     independent: ClassVar[bool] = False
 
-    def sample(self, space, index, shared):
+    def sample(self, space, index, common):
         space.map_(space.state_vector(self.name), lambda x: x + 1)
         return samplers.evaluated(space.evaluate())
 
@@ -455,7 +453,7 @@ def test_weights_are_restored_if_the_sampler_keeps_the_point():
 
     @dataclass(frozen=True)
     class Keeps(Stretch):
-        def sample(self, space, index, shared):
+        def sample(self, space, index, common):
             point = space.point
             space.reset_to_center()
             space.scale_(point, torch.tensor(2.0, dtype=torch.float64))

@@ -18,6 +18,7 @@ from helpers.cases import METHODS, Problem, assert_same, backward, lookahead, sg
 from tiltsam.space import tensor_lists
 from tiltsam.space.parameter_space import ParameterSpace
 from tiltsam.space.step_record import StepRecord
+from tiltsam.tilting import StreamingTilt
 
 every_method = pytest.mark.parametrize("method", METHODS, ids=repr)
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -152,7 +153,9 @@ class NoRead(TorchDispatchMode):
     with_cpu_branch = (
         ParameterSpace._norm_if_finite.__code__,
         ParameterSpace.zero_unless_.__code__,
-        StepRecord.finish.__code__,
+        StepRecord.loss.__code__,
+        StreamingTilt.add.__code__,
+        StreamingTilt.loss.__code__,
         tensor_lists.zero_unless_.__code__,
     )
 

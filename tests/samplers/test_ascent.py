@@ -51,7 +51,7 @@ def test_ascent_in_several_steps():
 
 
 def test_shared_ascent_uses_the_gradient_at_the_center():
-    draws, epsilon = sample_chains(Ascent(shared=True), bowl(rho=0.2, radius=0.3, seed=3), num_samples=2)
+    draws, epsilon = sample_chains(Ascent(share_ascent=True), bowl(rho=0.2, radius=0.3, seed=3), num_samples=2)
     delta = sample_chains(Uniform(), bowl(radius=0.3, seed=3), num_samples=2)[1]
     torch.testing.assert_close(epsilon, delta + 0.2 * unit(gradient(CENTER)))
     assert torch.equal(draws[0].start_loss, draws[1].start_loss)
@@ -108,7 +108,7 @@ def test_center_then_ascent_uses_one_gradient_twice():
 
 @pytest.mark.parametrize(
     "sampler",
-    [Ascent(), Ascent(shared=True), Ascent(num_steps=2), AdaptiveAscent(), LineSearch(), RandomAscent()],
+    [Ascent(), Ascent(share_ascent=True), Ascent(num_steps=2), AdaptiveAscent(), LineSearch(), RandomAscent()],
     ids=repr,
 )
 def test_no_ascent_at_rho_zero(sampler):
@@ -143,7 +143,7 @@ def test_ascent_from_a_point_that_is_not_finite_is_invalid(sampler):
     ("make", "value"),
     [
         (lambda: Ascent(num_steps=0), "got 0"),
-        (lambda: Ascent(shared=True, num_steps=2), "got 2"),
+        (lambda: Ascent(share_ascent=True, num_steps=2), "got 2"),
         (lambda: LineSearch(0), "got 0"),
     ],
 )

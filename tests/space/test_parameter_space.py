@@ -412,7 +412,7 @@ def test_ascend_adaptive_equals_its_formula(missing, finite):
         space.ascend_adaptive(at, *(torch.tensor(x, dtype=torch.float64) for x in (rho, eta)))
         torch.testing.assert_close([x.detach() for x in space.point], expected, rtol=0, atol=1e-12)
         distance = torch.cat([x.flatten() for x in steps]).norm()
-        torch.testing.assert_close(space.distance(), distance, rtol=0, atol=1e-12)
+        torch.testing.assert_close(space.perturbation_norm(), distance, rtol=0, atol=1e-12)
 
 
 def test_ascend_adaptive_with_rho_by_group():
@@ -459,4 +459,4 @@ def test_add_noise_equals_its_formula(spread):
     with torch.no_grad(), space.perturbed([lambda: None]):
         space.add_noise(1, Spread(**{name: torch.tensor(x, dtype=torch.float64) for name, x in spread.items()}))
         torch.testing.assert_close([x.detach() for x in space.point], expected, rtol=0, atol=1e-12)
-        torch.testing.assert_close(space.distance(), scale * norm, rtol=0, atol=1e-12)
+        torch.testing.assert_close(space.perturbation_norm(), scale * norm, rtol=0, atol=1e-12)

@@ -16,14 +16,14 @@ def draw(loss, *, valid=True, info=None):
 def test_record_of_one_sample():
     record = StepRecord(None)
     assert record.add(draw(2.0), torch.tensor(0.5, dtype=torch.float64))
-    assert record.finish() == 2.0
+    assert record.loss() == 2.0
     assert record.table()[:, 0].tolist() == [2.0, 1.0, 1.0, 0.5, 3.0, 1.0]
 
 
 def test_record_of_one_invalid_sample():
     record = StepRecord(None)
     record.add(draw(2.0, valid=False), torch.tensor(0.5, dtype=torch.float64))
-    assert record.finish().isnan()
+    assert record.loss().isnan()
     assert record.table()[1].tolist() == [0.0]
 
 
@@ -34,7 +34,6 @@ def test_running_shares_give_the_weighted_mean(make):
     for loss, ok in zip(losses, valid, strict=True):
         share = record.add(draw(loss, valid=ok), torch.zeros((), dtype=torch.float64))
         mean += share.item() * ((loss if ok else 0.0) - mean)
-    record.finish()
     weights = record.table()[1]
     assert weights[2] == 0
     assert weights.sum() == pytest.approx(1.0)
@@ -42,12 +41,22 @@ def test_running_shares_give_the_weighted_mean(make):
 
 
 def test_fixed_weights_of_invalid_samples_are_redistributed():
-    weighting = FixedWeights(torch.tensor([0.25, 0.25, 0.5]))
-    losses, valid = torch.tensor([1.0, torch.nan, 4.0]), torch.tensor([True, False, True])
-    shares = [weighting.add(loss, ok).item() for loss, ok in zip(losses, valid, strict=True)]
+    record = StepRecord(FixedWeights(torch.tensor([0.25, 0.25, 0.5])))
+    samples = [draw(1.0), draw(torch.nan, valid=False), draw(4.0)]
+    shares = [record.add(sample, torch.zeros((), dtype=torch.float64)).item() for sample in samples]
     assert shares == pytest.approx([1.0, 0.0, 2 / 3])
-    assert weighting.loss() == pytest.approx(3.0)
-    assert weighting.weights(losses, valid).tolist() == pytest.approx([1 / 3, 0.0, 2 / 3])
+    assert record.loss() == pytest.approx(3.0)
+    assert record.table()[1].tolist() == pytest.approx([1 / 3, 0.0, 2 / 3])
+
+
+def test_weights_are_those_of_the_step_after_the_tilt_has_changed():
+    """A schedule writes the next tilt into the same tensor."""
+    tilt = torch.tensor(2.0, dtype=torch.float64)
+    record = StepRecord(StreamingTilt(tilt))
+    for loss in (1.0, 1.5):
+        record.add(draw(loss), torch.zeros((), dtype=torch.float64))
+    tilt.fill_(0.0)
+    torch.testing.assert_close(record.table()[1], torch.tensor([2.0, 3.0], dtype=torch.float64).softmax(0))
 
 
 def test_fixed_weights_may_extrapolate():

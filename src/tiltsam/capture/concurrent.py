@@ -63,7 +63,7 @@ def weights_at(params: Sequence[Tensor], point: Sequence[Tensor]) -> Iterator[No
 
 def can_run_concurrently(sampler: Sampler) -> bool:
     """Return whether no sample needs another one, or an ascent that they share."""
-    return sampler.independent and not getattr(sampler, "shared", False)
+    return sampler.independent and not getattr(sampler, "share_ascent", False)
 
 
 def average_samples_concurrently(
@@ -79,10 +79,10 @@ def average_samples_concurrently(
             with _forked(memory.stream, joins), weights_at(step.space.params, memory.point):
                 replica.evaluator.sample = j
                 draw = step.sampler.sample(replica, j, step.sampler.begin(replica))
-                draws.append((replica, draw, replica.distance()))
+                draws.append((replica, draw, replica.perturbation_norm()))
     record = step.space.step_record(optimizer.weighting(step.space), step.num_samples)
-    for replica, draw, distance in draws:
-        replica.add_to_mean(draw, record.add(draw, distance), single=False)
+    for replica, draw, norm in draws:
+        replica.add_to_mean(draw, record.add(draw, norm), single=False)
     return record
 
 

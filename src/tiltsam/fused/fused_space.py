@@ -131,7 +131,7 @@ class FusedSpace(ParameterSpace):
             BALL=spread.radius is not None,
         )
         self._launcher.launch(kernels.noise_move, point=point, center=center, seed=seed, sample=sample, scale=scale)
-        self._distance = distance
+        self._perturbation_norm = distance
 
     def add_filter_noise(self, sample: int, gamma: Tensor) -> None:
         """See :class:`Space`."""
@@ -159,7 +159,7 @@ class FusedSpace(ParameterSpace):
             finite=at.finite,
             distance=distance,
         )
-        self._distance = distance
+        self._perturbation_norm = distance
 
     def ascend_adaptive(self, at: Evaluation, rho: Tensor, eta: Tensor) -> None:
         """See :class:`Space`."""
@@ -181,7 +181,7 @@ class FusedSpace(ParameterSpace):
             finite=at.finite,
             distance=distance,
         )
-        self._distance = distance
+        self._perturbation_norm = distance
 
     def zero_unless_(self, x: Sequence[Tensor | None], mask: Tensor) -> None:
         """See :class:`Space`."""
@@ -289,18 +289,18 @@ class _FusedRecord(StepRecord):
         self._tilt, self._num_samples = tilt, num_samples
         self._row = torch.empty(HEADER + 6 * num_samples, dtype=torch.float32, device=tilt.device)
 
-    def add(self, draw: Draw, distance: Tensor) -> Tensor:
+    def add(self, draw: Draw, perturbation_norm: Tensor) -> Tensor:
         """See :class:`StepRecord`."""
         share, count, total = torch.empty_like(self._tilt), len(self._draws), self._num_samples
         kernels.weigh[(1,)](
-            draw.loss, draw.valid, draw.start_loss, distance, draw.gradient_norm, self._tilt, self._row, share, count,
-            total, LAST=count == total - 1, WIDTH=1 << (total - 1).bit_length(), num_warps=1,
+            draw.loss, draw.valid, draw.start_loss, perturbation_norm, draw.gradient_norm, self._tilt, self._row, share,
+            count, total, LAST=count == total - 1, WIDTH=1 << (total - 1).bit_length(), num_warps=1,
         )  # fmt: skip
         self._draws.append(draw._replace(gradient=None))
         self.valid.append(draw.valid)
         return share
 
-    def finish(self) -> Tensor:
+    def loss(self) -> Tensor:
         """See :class:`StepRecord`."""
         return unpack(self._row)[0]
 

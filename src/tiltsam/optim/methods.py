@@ -79,8 +79,8 @@ class TSAM(SharpnessAware):
         radius: Radius R of the random start; ``None`` means 0.003·√d, d the number of trainable coordinates.
         num_samples: s >= 1. With one sample TSAM is SAM from a random start, at SAM's cost, and t has no effect; step
             for step this did as well as three samples (docs/evidence.md).
-        delta: The part of the tilt that the sampler accounts for, ``0 <= delta <= t``; the weights use ``t − delta``.
-            ``None`` means t/2 as in the paper, or 0 for naive sampling, whose draws follow μ itself.
+        delta: The part of the tilt that the sampler accounts for, ``0 <= delta <= t``; sample weights use
+            ``t − delta``. ``None`` means t/2 as in the paper, or 0 for naive sampling, whose draws follow μ itself.
         sampler: ``"ascent"`` (Algorithm 2), ``"uniform"`` or ``"gaussian"`` (naive sampling), ``"hmc"``, or an instance
             of a sampler.
         share_ascent: Use one ascent gradient, at θ, for all samples: s+1 passes instead of 2s.
@@ -140,7 +140,7 @@ class TSAM(SharpnessAware):
                 raise ValueError(f'{name} needs sampler="ascent", got {sampler!r}')
             if share_ascent and ascent_steps > 1:
                 raise ValueError(f"ascent_steps must be 1 with share_ascent, got {ascent_steps}")
-            chosen = replace(chosen, shared=True) if share_ascent else replace(chosen, num_steps=ascent_steps)
+            chosen = replace(chosen, share_ascent=True) if share_ascent else replace(chosen, num_steps=ascent_steps)
         super().__init__(
             base,
             chosen,

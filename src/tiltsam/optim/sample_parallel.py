@@ -27,11 +27,11 @@ def average_samples_over_ranks(
         weighting = weighting.subset(samples)
     record = StepRecord(weighting)
     if samples:
-        shared = sampler.begin(space)
+        common = sampler.begin(space)
         for j in samples:
             space.evaluator.sample = j
-            draw = sampler.sample(space, j, shared)
-            space.add_to_mean(draw, record.add(draw, space.distance()), single=False)
+            draw = sampler.sample(space, j, common)
+            space.add_to_mean(draw, record.add(draw, space.perturbation_norm()), single=False)
     else:
         _skip_samples(space)
     return _join_samples(space, record, samples, StepRecord(make_weighting()), num_samples)
@@ -69,12 +69,11 @@ def _join_samples(
     seen.copy_(torch.tensor(space.gradient_mean.seen(), dtype=space.dtype))
     space.ranks.sum_over_samples(numbers)
     for row in rows:
-        loss, valid, start_loss, distance, norm = row.unbind()
-        joined.add(Draw(loss, None, norm, valid != 0, start_loss), distance)
-    joined.finish()
-    weights = joined.table()[1]
-    weight = weights[list(samples)].sum() if samples else space.zero
-    space.gradient_mean.sum_over_ranks(weight, (seen > 0).tolist())
+        loss, valid, start_loss, perturbation_norm, gradient_norm = row.unbind()
+        joined.add(Draw(loss, None, gradient_norm, valid != 0, start_loss), perturbation_norm)
+    sample_weights = joined.table()[1]
+    total = sample_weights[list(samples)].sum() if samples else space.zero
+    space.gradient_mean.sum_over_ranks(total, (seen > 0).tolist())
     space.ranks.copy_from_first([*space.model_state.buffers(), *space.sampler_state.tensors()])
     joined.set_sampler_info(record)
     return joined

@@ -33,7 +33,6 @@ from tiltsam.optim.validation import (
     NEEDS_SCALER,
     check_arguments,
     check_base,
-    check_closures,
     check_minimizes,
     check_not_lightning,
     check_sampler,
@@ -43,7 +42,7 @@ from tiltsam.optim.validation import (
     warn_split_samples_without_model,
 )
 from tiltsam.samplers import Center, Sampler
-from tiltsam.space.evaluator import Closure, scale_of
+from tiltsam.space.evaluator import Closure, check_closures, scale_of
 from tiltsam.space.model_state import ModelState, uninterrupted
 from tiltsam.space.parameter_space import ParameterSpace
 from tiltsam.space.sampler_state import SamplerState
@@ -187,7 +186,7 @@ class SharpnessAware(Optimizer):
         return self.sampler, self.num_samples
 
     def weighting(self, space: ParameterSpace) -> Weighting:
-        """Return how the samples of a step are weighted, if there are several; by default equally."""
+        """Return how the sample weights of a step are computed, if it has several samples; by default equal."""
         return FixedWeights(torch.ones(self.plan()[1], dtype=space.dtype, device=space.device))
 
     # ---------------------------------------------------------------- a step
@@ -225,10 +224,7 @@ class SharpnessAware(Optimizer):
         if closure is None and is_state_initialization(self.param_groups):
             self.base.step()
             return torch.full((), torch.nan)
-        if callable(closure) and ascent_closure is None:
-            closures: Sequence[Closure] = [closure]
-        else:
-            closures = check_closures(closure, ascent_closure, name)
+        closures = check_closures(closure, ascent_closure, name)
         if not self._has_stepped and not isinstance(self.sampler, Center):
             for one in closures:
                 check_not_lightning(one, name)
@@ -311,7 +307,7 @@ class SharpnessAware(Optimizer):
         moves = not isinstance(step.sampler, Center)
         with space.perturbed(step.closures, step.ascent_closure, step.scaler, moves=moves):
             record = self.average_samples(space, step.sampler, step.num_samples)
-            loss = record.finish()
+            loss = record.loss()
         passes = space.evaluator
         return StepInfo(
             loss,
@@ -332,11 +328,11 @@ class SharpnessAware(Optimizer):
                 space, sampler, num_samples, lambda: self.weighting(space) if several else None
             )
         record = space.step_record(self.weighting(space) if num_samples > 1 else None, num_samples)
-        shared = sampler.begin(space)
+        common = sampler.begin(space)
         for j in range(num_samples):
             space.evaluator.sample = j
-            draw = sampler.sample(space, j, shared)
-            share = record.add(draw, space.distance())
+            draw = sampler.sample(space, j, common)
+            share = record.add(draw, space.perturbation_norm())
             space.add_to_mean(draw, share, single=num_samples == 1)
         return record
 
@@ -447,7 +443,7 @@ class SharpnessAware(Optimizer):
                 f"one closure, or one for each of its {num_samples} samples" if sampler.independent else "one closure"
             )
             raise ValueError(f"{type(self).__name__} takes {takes}; got {number}")
-        if getattr(sampler, "shared", False) and not whole_ascent:
+        if getattr(sampler, "share_ascent", False) and not whole_ascent:
             raise ValueError("a shared ascent needs ascent_closure if each sample has its own closure")
 
     # ---------------------------------------------------------------- the space and what a step measured

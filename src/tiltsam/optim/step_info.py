@@ -16,7 +16,7 @@ __all__ = ["StepInfo"]
 
 @dataclass(frozen=True, eq=False)
 class StepInfo:
-    """Losses, weights, norms and passes of a step.
+    """Losses, sample weights, norms and passes of a step.
 
     Tensors stay on the device and are assembled when they are read, so a step whose info is not read pays nothing.
     """
@@ -24,7 +24,7 @@ class StepInfo:
     loss: Tensor
     """The aggregate loss whose gradient the base optimizer received."""
     make_table: Callable[[], Tensor] = field(repr=False)
-    """Returns a (6, s) tensor: losses, weights, start losses, distances, gradient norms and validity."""
+    """Returns (6, s): losses, sample weights, start losses, perturbation norms, gradient norms and validity."""
     make_sampler_info: Callable[[], Mapping[str, Tensor]] = field(repr=False)
     """Returns the numbers of the sampler."""
     valid: Sequence[Tensor] = field(repr=False)
@@ -49,7 +49,7 @@ class StepInfo:
 
     @property
     def weights(self) -> Tensor:
-        """(s,) weight of each sample's gradient; 0 for a sample that was not finite."""
+        """(s,) sample weights: how much each gradient counts; 0 for a sample that was not finite."""
         return self._table[1]
 
     @property

@@ -21,7 +21,6 @@ __all__ = [
     "NEEDS_SCALER",
     "check_arguments",
     "check_base",
-    "check_closures",
     "check_minimizes",
     "check_not_lightning",
     "check_sampler",
@@ -32,17 +31,6 @@ __all__ = [
 ]
 
 _T = TypeVar("_T")
-
-NEEDS_CLOSURE = """{name}.step() needs a closure, because it evaluates the loss at several points. Write:
-
-    def closure():
-        loss = criterion(model(inputs), targets)
-        loss.backward()
-        return loss
-
-    loss = optimizer.step(closure)
-
-To accumulate gradients, loop over micro-batches inside the closure."""
 
 NEEDS_SCALER = """scaler.step(optimizer, ...) cannot step {name}, which runs several passes a step. Write:
 
@@ -111,19 +99,6 @@ def check_minimizes(groups: Sequence[Mapping[str, Any]]) -> None:
         raise ValueError(
             "maximize=True is not supported: let the closure run backward on the negative objective and return that"
         )
-
-
-def check_closures(
-    closure: Closure | Sequence[Closure] | None, ascent_closure: Closure | None, name: str
-) -> Sequence[Closure]:
-    """Return the closures of a step as a list; raise TypeError with the lines to write unless they are callable."""
-    closures = [closure] if callable(closure) else closure
-    if not isinstance(closures, Sequence) or not all(callable(one) for one in closures):
-        raise TypeError(NEEDS_CLOSURE.format(name=name))
-    if ascent_closure is not None and not callable(ascent_closure):
-        hint = ": pass scaler=scaler" if isinstance(ascent_closure, torch.amp.GradScaler) else ""
-        raise TypeError(f"ascent_closure must be a closure, got {type(ascent_closure).__name__}{hint}")
-    return closures
 
 
 def check_not_lightning(closure: Closure, name: str) -> None:

@@ -1,6 +1,6 @@
 """Samplers choose perturbations ε of the weights and evaluate the gradient there.
 
-A sampler is a small frozen object with two methods. ``begin(space)`` runs once a step, ``sample(space, j, shared)``
+A sampler is a small frozen object with two methods. ``begin(space)`` runs once a step, ``sample(space, j, common)``
 once for each of the s samples; it moves ``space.point`` to θ+ε_j, evaluates there and returns a :class:`Draw`. A
 sampler uses the :class:`~tiltsam.space.Space` protocol and nothing else, and draws random numbers only from the
 generator of its sample. ``docs/add-a-method.md`` writes one.
@@ -9,8 +9,8 @@ generator of its sample. ``docs/add-a-method.md`` writes one.
 sampler             passes for s samples   draws
 ==================  =====================  ==================================================================
 Center              s                      ε = 0 (plain training)
-Uniform, Gaussian   s                      exactly μ: consistent with weights softmax(t L)
-Ascent              2s (shared: s + 1)     Algorithm 2: biased, its density is unknown; the paper's choice, cheap
+Uniform, Gaussian   s                      exactly μ: consistent with sample weights softmax(t L)
+Ascent              2s (or s + 1)          Algorithm 2: biased, its density is unknown; the paper's choice, cheap
 HMC                 s (1 + N proposals)    μ exp(δL) in the limit of many proposals: consistent
 ==================  =====================  ==================================================================
 

@@ -22,18 +22,18 @@ class Ascent:
 
     Args:
         start: Where δ comes from: :class:`Uniform` as in the paper, or ``Gaussian(clip=True)``.
-        shared: Use one ascent gradient, at θ, for all samples of a step: ``ε = δ + ρ n(∇L(θ))``. s+1 passes instead of
-            2s, and one more vector of memory.
+        share_ascent: Use one ascent gradient, at θ, for all samples of a step: ``ε = δ + ρ n(∇L(θ))``. s+1 passes
+            instead of 2s, and one more vector of memory.
         num_steps: The paper's N: ascend N times by ρ/N, each time along the gradient at the current point. N+1 passes a
-            sample. Must be 1 with ``shared``.
+            sample. Must be 1 with ``share_ascent``.
 
     Note:
-        Not consistent: the draws follow neither μ nor μ·exp(δL), so no weights make the aggregate tend to the gradient
-        of the tilted loss (``docs/theory.md`` measures the bias).
+        Not consistent: the draws follow neither μ nor μ·exp(δL), so no sample weights make the aggregate tend to the
+        gradient of the tilted loss (``docs/theory.md`` measures the bias).
     """
 
     start: Start = field(default_factory=Uniform)
-    shared: bool = False
+    share_ascent: bool = False
     num_steps: int = 1
     tilted: ClassVar[bool] = True
     independent: ClassVar[bool] = True
@@ -41,8 +41,8 @@ class Ascent:
     def __post_init__(self) -> None:
         if self.num_steps < 1:
             raise ValueError(f"num_steps must be >= 1, got {self.num_steps}")
-        if self.shared and self.num_steps > 1:
-            raise ValueError(f"num_steps must be 1 with shared=True, got {self.num_steps}")
+        if self.share_ascent and self.num_steps > 1:
+            raise ValueError(f"num_steps must be 1 with share_ascent=True, got {self.num_steps}")
 
     @property
     def deterministic(self) -> bool:
@@ -51,7 +51,7 @@ class Ascent:
 
     def begin(self, space: Space) -> Evaluation | None:
         """Compute the shared ascent ρ n(∇L(θ)) into the vector ``ascent``."""
-        if not (self.shared and space.ascending):
+        if not (self.share_ascent and space.ascending):
             return None
         space.reset_to_center()
         at = space.evaluate(ascent=True)
@@ -60,14 +60,14 @@ class Ascent:
         space.scale_(space.vector("ascent"), space.rho / (at.norm + EPS))
         return at
 
-    def sample(self, space: Space, index: int, shared: Evaluation | None) -> Draw:
+    def sample(self, space: Space, index: int, common: Evaluation | None) -> Draw:
         """Start, ascend, evaluate."""
         self.start.move(space, index)
         if not space.ascending:
             return evaluated(space.evaluate())
-        if shared is not None:
+        if common is not None:
             space.add_(space.point, space.vector("ascent"))
-            return after_ascent(shared, space.evaluate(after=shared))
+            return after_ascent(common, space.evaluate(after=common))
         rho = space.rho if self.num_steps == 1 else space.rho / self.num_steps
         first = at = space.evaluate(ascent=True)
         space.ascend(at, rho)
@@ -85,7 +85,7 @@ class AdaptiveAscent(Stateless):
     independent: ClassVar[bool] = True
     only_for: ClassVar[str] = "ASAM"  # which has eta
 
-    def sample(self, space: Space, index: int, shared: None) -> Draw:
+    def sample(self, space: Space, index: int, common: None) -> Draw:
         """Ascend from θ in the metric of the weights, evaluate."""
         space.reset_to_center()
         if not space.ascending:
@@ -114,7 +114,7 @@ class LineSearch(Stateless):
         if self.num_points < 1:
             raise ValueError(f"num_points must be >= 1, got {self.num_points}")
 
-    def sample(self, space: Space, index: int, shared: None) -> Draw:
+    def sample(self, space: Space, index: int, common: None) -> Draw:
         """Search along the gradient, evaluate at the worst point found."""
         space.reset_to_center()
         if not space.ascending:
@@ -146,7 +146,7 @@ class RandomAscent(Stateless):
     independent: ClassVar[bool] = True
     only_for: ClassVar[str] = "RSAM"  # which has gamma and lam
 
-    def sample(self, space: Space, index: int, shared: None) -> Draw:
+    def sample(self, space: Space, index: int, common: None) -> Draw:
         """Add noise, ascend, evaluate."""
         if not space.ascending:
             space.reset_to_center()
@@ -175,11 +175,11 @@ class CenterThenAscent:
         space.reset_to_center()
         return space.evaluate()
 
-    def sample(self, space: Space, index: int, shared: Evaluation) -> Draw:
+    def sample(self, space: Space, index: int, common: Evaluation) -> Draw:
         """Return the gradient at θ, then evaluate at SAM's point."""
         if index == 0:
-            return evaluated(shared)._replace(keep_gradient=space.ascending)
+            return evaluated(common)._replace(keep_gradient=space.ascending)
         if not space.ascending:
             return evaluated(space.evaluate())
-        space.ascend(shared, space.rho)
-        return after_ascent(shared, space.evaluate(after=shared))
+        space.ascend(common, space.rho)
+        return after_ascent(common, space.evaluate(after=common))

@@ -25,10 +25,10 @@ class Sampler(Protocol):
     # only_for: name of the only method that this sampler works in.
 
     def begin(self, space: Space) -> Any:
-        """Do what all samples of a step share; the result is passed to every ``sample``."""
+        """Do what all samples of a step have in common; the result is passed to every ``sample``."""
         ...
 
-    def sample(self, space: Space, index: int, shared: Any) -> Draw:
+    def sample(self, space: Space, index: int, common: Any) -> Draw:
         """Draw sample number ``index``."""
         ...
 

@@ -71,7 +71,7 @@ class HMC(Stateless):
         if self.boundary not in BOUNDARIES:
             raise ValueError(f"boundary must be one of {', '.join(BOUNDARIES)}; got {self.boundary!r}")
 
-    def sample(self, space: Space, index: int, shared: None) -> Draw:
+    def sample(self, space: Space, index: int, common: None) -> Draw:
         """Start in the ball, propose, accept or reject."""
         if not space.noisy:
             space.reset_to_center()

@@ -25,7 +25,7 @@ class Center(Stateless):
         """``point <- θ``."""
         space.reset_to_center()
 
-    def sample(self, space: Space, index: int, shared: None) -> Draw:
+    def sample(self, space: Space, index: int, common: None) -> Draw:
         """Evaluate at θ."""
         self.move(space, index)
         return evaluated(space.evaluate())
@@ -35,8 +35,8 @@ class Center(Stateless):
 class Uniform(Stateless):
     """ε uniform in the ball of radius R (naive sampling, appendix of the paper). One pass a sample.
 
-    Consistent: with weights softmax(t L) the aggregate tends to the gradient of the tilted loss as s grows, with a bias
-    that falls like 1/s. At R = 0 no noise is drawn and the point is θ, bit for bit.
+    Consistent: with sample weights softmax(t L) the aggregate tends to the gradient of the tilted loss as s grows, with
+    a bias that falls like 1/s. At R = 0 no noise is drawn and the point is θ, bit for bit.
     """
 
     tilted: ClassVar[bool] = False
@@ -49,7 +49,7 @@ class Uniform(Stateless):
         else:
             space.reset_to_center()
 
-    def sample(self, space: Space, index: int, shared: None) -> Draw:
+    def sample(self, space: Space, index: int, common: None) -> Draw:
         """Evaluate at a random point."""
         self.move(space, index)
         return evaluated(space.evaluate())
@@ -82,7 +82,7 @@ class Gaussian(Stateless):
         std = space.radius / space.dim**0.5 if self.std is None else torch.full_like(space.radius, self.std)
         space.add_noise(index, Spread(std=std, max_norm=space.radius if self.clip else None))
 
-    def sample(self, space: Space, index: int, shared: None) -> Draw:
+    def sample(self, space: Space, index: int, common: None) -> Draw:
         """Evaluate at a random point."""
         self.move(space, index)
         return evaluated(space.evaluate())

@@ -17,10 +17,34 @@ from tiltsam.distributed import Ranks, Sharding, local_gradient, reshard
 from tiltsam.space.model_state import ModelState
 from tiltsam.space.tensor_lists import as_real, dealias
 
-__all__ = ["Closure", "Evaluator", "NeedsGraphError", "forward_only", "scale_of"]
+__all__ = ["Closure", "Evaluator", "NeedsGraphError", "check_closures", "forward_only", "scale_of"]
 
 Closure: TypeAlias = Callable[[], Any]
 """Torch's protocol: run forward and backward, return the loss."""
+
+NEEDS_CLOSURE = """{name}.step() needs a closure, because it evaluates the loss at several points. Write:
+
+    def closure():
+        loss = criterion(model(inputs), targets)
+        loss.backward()
+        return loss
+
+    loss = optimizer.step(closure)
+
+To accumulate gradients, loop over micro-batches inside the closure."""
+
+
+def check_closures(
+    closure: Closure | Sequence[Closure] | None, ascent_closure: Closure | None, name: str
+) -> Sequence[Closure]:
+    """Return the closures of a step as a list; raise TypeError with the lines to write unless they are callable."""
+    closures = [closure] if callable(closure) else closure
+    if not isinstance(closures, Sequence) or not all(callable(one) for one in closures):
+        raise TypeError(NEEDS_CLOSURE.format(name=name))
+    if ascent_closure is not None and not callable(ascent_closure):
+        hint = ": pass scaler=scaler" if isinstance(ascent_closure, torch.amp.GradScaler) else ""
+        raise TypeError(f"ascent_closure must be a closure, got {type(ascent_closure).__name__}{hint}")
+    return closures
 
 
 class Evaluator:
@@ -66,15 +90,11 @@ class Evaluator:
 
     def loss_and_gradient(self, *, ascent: bool) -> tuple[Tensor, list[Tensor | None]]:
         """Run forward and backward; the returned list is the only owner of the gradient."""
-        params = self.params
-        for p in params:
+        for p in self.params:
             p.grad = None  # autograd then hands over its own buffer instead of adding to ours
-        closure = self.closures[self.sample if len(self.closures) > 1 else 0]
-        if ascent and self.ascent_closure is not None:
-            closure = self.ascent_closure
         self.model_state.begin_pass()
         with self.ranks.no_sync() if ascent and self.ranks.local_ascent else nullcontext(), torch.enable_grad():
-            value = closure()
+            value = self._closure(ascent=ascent)()
         self.model_state.end_pass()
         self.num_forwards += 1
         self.num_backwards += 1
@@ -104,21 +124,27 @@ class Evaluator:
 
     def _forward(self) -> Any:
         self.model_state.begin_pass()
-        closure = self.closures[self.sample if len(self.closures) > 1 else 0]
-        value = forward_only(closure, graph=self._differentiates)
+        value = forward_only(self._closure(), graph=self._differentiates)
         self.model_state.end_pass()
         return value
 
+    def _closure(self, *, ascent: bool = False) -> Closure:
+        if ascent and self.ascent_closure is not None:
+            return self.ascent_closure
+        return self.closures[self.sample if len(self.closures) > 1 else 0]
+
     def _loss(self, value: Any) -> Tensor:
         """Return what the closure returned as a scalar, averaged over the ranks that see different batches."""
-        if not isinstance(value, Tensor | float | int):
+        if isinstance(value, float | int):
+            value = torch.tensor(value, device=self._device, dtype=self._dtype)
+        if not isinstance(value, Tensor):
             raise TypeError(f"the closure must return the loss, a tensor with one element; got {type(value).__name__}")
-        loss = (
-            value.detach() if isinstance(value, Tensor) else torch.tensor(value, device=self._device, dtype=self._dtype)
-        )
-        if loss.numel() != 1:
-            raise ValueError(f"the closure must return one loss, got a tensor of shape {tuple(loss.shape)}")
-        loss = loss.reshape(()).to(device=self._device, dtype=self._dtype)
+        loss = value.detach()
+        if loss.dim() > 0:
+            if loss.numel() != 1:
+                raise ValueError(f"the closure must return one loss, got a tensor of shape {tuple(loss.shape)}")
+            loss = loss.reshape(())
+        loss = loss.to(self._device, self._dtype)
         return loss if self.ranks.alone else self.ranks.average(loss)
 
     def _take_gradient(self) -> list[Tensor | None]:

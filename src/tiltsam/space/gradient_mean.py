@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tiltsam.distributed import Ranks, Sharding, local_part
-from tiltsam.space.tensor_lists import Block, allocate, lerp_, zero_unless_
+from tiltsam.space.tensor_lists import Block, allocate, zero_unless_
 
 __all__ = ["GradientMean"]
 
@@ -57,31 +57,25 @@ class GradientMean:
             valid: Whether it counts.
             like: Tensors of the mean's shapes.
         """
-        first = not any(self._seen)
-        self.allocate(gradient, like)
+        first = self.is_empty
+        memory = self.allocate(gradient, like)
         for block in self._blocks:
             part = share.to(block.device)
-            ok = part > 0 if first else valid.to(block.device)
-            new: list[tuple[Tensor, Tensor]] = []  # mean and gradient
-            old: list[tuple[Tensor, Tensor]] = []
-            missing: list[Tensor] = []
-            for i in block.indices:
-                mean, g = self._memory[i], gradient[i]
-                if mean is not None and g is not None:
-                    (old if self._seen[i] else new).append((mean, g))
-                elif mean is not None and self._seen[i]:
-                    missing.append(mean)
-            if new:
-                means, gradients = [m for m, _ in new], [g for _, g in new]
+            here = [(m, g, i) for i in block.indices if (m := memory[i]) is not None and (g := gradient[i]) is not None]
+            means, gradients = [m for m, _, _ in here], [g for _, g, _ in here]
+            if here and first:
                 torch._foreach_copy_(means, gradients)
-                zero_unless_(means, ok)
-                if not first:
-                    torch._foreach_mul_(means, part)
-            if old:
-                means, gradients = [m for m, _ in old], [g for _, g in old]
-                zero_unless_(gradients, ok)
-                lerp_(means, gradients, part)
-            if missing:
+                zero_unless_(means, part > 0)
+            elif here:
+                for m, _, i in here:
+                    if not self._seen[i]:
+                        m.zero_()
+                zero_unless_(gradients, valid.to(block.device))
+                torch._foreach_mul_(means, 1 - part)
+                torch._foreach_mul_(gradients, part)
+                torch._foreach_add_(means, gradients)
+            missing = [m for i in block.indices if (m := memory[i]) is not None and gradient[i] is None]
+            if missing and not first:
                 torch._foreach_mul_(missing, 1 - part)
         self._seen[:] = [seen or g is not None for seen, g in zip(self._seen, gradient, strict=True)]
 

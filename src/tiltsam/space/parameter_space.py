@@ -69,7 +69,10 @@ class ParameterSpace(TensorLists):
         self.dim = sum(p.numel() * (2 if p.is_complex() else 1) for p in self.params)
         self.scalars = DeviceScalars(len(groups), dtype, self.device)
         self.radius = self.scalars.tensors["radius"]
-        self.generators = NoiseGenerators([x.device for x in here])
+        self._indices_by_device: dict[torch.device, list[int]] = {}
+        for i, x in enumerate(here):
+            self._indices_by_device.setdefault(x.device, []).append(i)
+        self.generators = NoiseGenerators(list(self._indices_by_device))
         self.evaluator = Evaluator(self.params, self.model_state, self.ranks, sharding, dtype, self.device)
         self.gradient_mean = GradientMean(self.params, self.blocks, sharding, self.ranks)
         self.sampler_state = sampler_state if sampler_state is not None else SamplerState()
@@ -78,7 +81,7 @@ class ParameterSpace(TensorLists):
         self._saved = False  # whether _center holds θ
         self._at_center = True  # whether the point is θ
         self._moved = False  # whether the point was handed out since θ was saved
-        self._distance: Tensor | None = self.zero  # ‖point − θ‖, if known
+        self._perturbation_norm: Tensor | None = self.zero  # ‖point − θ‖, if known
         self._gradient: list[Tensor | None] = []  # of the last evaluation
         self._gradients_before: list[Tensor | None] | None = None  # until the mean replaces them
         self._unfinished = False  # whether buffers and sampler state are those of a step not taken yet
@@ -105,7 +108,7 @@ class ParameterSpace(TensorLists):
         try:
             if self.sharding.needs_views:
                 self._point = self._local_tensors()  # p.data may be another tensor than at the last step
-            self._at_center, self._distance = True, self.zero
+            self._at_center, self._perturbation_norm = True, self.zero
             self.gradient_mean.begin_step()
             self.evaluator.begin_step(closures, ascent_closure, scaler)
             self.model_state.begin_step()
@@ -206,7 +209,7 @@ class ParameterSpace(TensorLists):
         other.evaluator = copy.copy(self.evaluator)
         # Detached: the parameters themselves are made to use other memory.
         other._point, other._center = point, [x.detach() for x in self._local_tensors()]
-        other._saved, other._at_center, other._distance = True, False, None
+        other._saved, other._at_center, other._perturbation_norm = True, False, None
         other.release_vectors()
         return other
 
@@ -304,7 +307,7 @@ class ParameterSpace(TensorLists):
         """See :class:`Space`. Reading it marks the point as moved, since samplers write to it in place."""
         if not self._saved:
             raise RuntimeError("the point can be moved only inside perturbed(moves=True)")
-        self._at_center, self._distance = False, None
+        self._at_center, self._perturbation_norm = False, None
         self._moved = True
         return self._point
 
@@ -317,7 +320,7 @@ class ParameterSpace(TensorLists):
         """See :class:`Space`."""
         if not self._at_center:
             self.copy_(self._point, self._center)
-            self._at_center, self._distance = True, self.zero
+            self._at_center, self._perturbation_norm = True, self.zero
 
     def add_noise(self, sample: int, spread: Spread) -> None:
         """See :class:`Space`. The noise is drawn into the point itself: no other vector holds it."""
@@ -340,7 +343,7 @@ class ParameterSpace(TensorLists):
         distance = scale * at.norm if self._at_center and rho.dim() == 0 else None
         self.zero_unless_(at.gradient, at.finite)
         self.add_scaled_(self.point, at.gradient, scale)
-        self._distance = distance
+        self._perturbation_norm = distance
 
     def ascend_adaptive(self, at: Evaluation, rho: Tensor, eta: Tensor) -> None:
         """See :class:`Space`."""
@@ -351,10 +354,10 @@ class ParameterSpace(TensorLists):
         self.scale_by_abs_(at.gradient, self._center, eta)
         self.add_(self.point, at.gradient)
 
-    def distance(self) -> Tensor:
+    def perturbation_norm(self) -> Tensor:
         """Return ``‖point − θ‖``. Overwrites the point: evaluate it before."""
-        if self._distance is not None:
-            return self._distance
+        if self._perturbation_norm is not None:
+            return self._perturbation_norm
         self.add_(self.point, self._center, alpha=-1.0)
         return self.norm(self._point)
 
@@ -366,12 +369,13 @@ class ParameterSpace(TensorLists):
 
     def normal_(self, x: Sequence[Tensor], sample: int) -> None:
         """See :class:`Space`. Drawn tensor by tensor in parameter order, whatever the parameter groups."""
-        if self.sharding.mesh is None:
-            for a in x:
-                a.normal_(generator=self.generators.generator(sample, a.device))
-            return
-        for i, a in enumerate(x):
-            self.sharding.normal_(i, a, self.generators.generator(sample, a.device))
+        for device, indices in self._indices_by_device.items():
+            generator = self.generators.generator(sample, device)
+            for i in indices:
+                if self.sharding.mesh is None:
+                    x[i].normal_(generator=generator)
+                else:
+                    self.sharding.normal_(i, x[i], generator)
 
     def uniform(self, sample: int) -> Tensor:
         """See :class:`Space`."""

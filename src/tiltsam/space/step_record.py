@@ -1,4 +1,4 @@
-"""The samples of one step and their weights."""
+"""The samples of one step and their sample weights."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ from tiltsam.space.protocol import Draw
 
 __all__ = ["FixedWeights", "StepRecord", "Weighting", "unpack"]
 
-HEADER = 5  # numbers before the table in a packed record; the first is the loss
+HEADER = 5  # numbers before the table in a packed record; the first is the loss, the others belong to the kernel weigh
 
 
 class Weighting(Protocol):
-    """Weights of samples whose losses arrive one by one. :class:`tiltsam.tilting.StreamingTilt` is TSAM's."""
+    """Sample weights for losses that arrive one by one. :class:`tiltsam.tilting.StreamingTilt` is TSAM's.
+
+    Final sample weights follow from the shares: a later share c multiplies the weights before it by 1 − c.
+    """
 
     def add(self, losses: Tensor, valid: Tensor) -> Tensor:
         """Add a loss and return its share of the total weight so far."""
@@ -26,13 +29,9 @@ class Weighting(Protocol):
         """Return the aggregate loss; NaN if no sample was valid."""
         ...
 
-    def weights(self, losses: Tensor, valid: Tensor) -> Tensor:
-        """Return the final weights of all samples."""
-        ...
-
 
 class FixedWeights:
-    """A weighted mean: sample j has ``weights[j]``, a sample that is not finite has none.
+    """A weighted mean: sample j has the sample weight ``weights[j]``, or 0 if it is not finite.
 
     Weights may be negative (a mean that extrapolates), but no prefix of them may sum to zero unless it is all zeros.
     """
@@ -48,7 +47,7 @@ class FixedWeights:
         weight = torch.where(valid, self._weights[self._count], 0.0)
         self._count += 1
         self._mass = self._mass + weight
-        share = self._normalized(weight)
+        share = torch.where(self._mass != 0, weight / torch.where(self._mass != 0, self._mass, 1.0), 0.0)
         self._mean = self._mean + torch.where(valid, share * (losses - self._mean), 0.0)
         return share
 
@@ -56,23 +55,16 @@ class FixedWeights:
         """See :class:`Weighting`."""
         return torch.where(self._mass != 0, self._mean, torch.nan)
 
-    def weights(self, losses: Tensor, valid: Tensor) -> Tensor:
-        """See :class:`Weighting`."""
-        return self._normalized(torch.where(valid, self._weights, 0.0))
-
     def subset(self, samples: Sequence[int]) -> FixedWeights:
-        """Return the weights of some samples, for a rank that draws only these."""
+        """Return the sample weights of some samples, for a rank that draws only these."""
         return FixedWeights(self._weights[list(samples)])
-
-    def _normalized(self, weights: Tensor) -> Tensor:
-        return torch.where(self._mass != 0, weights / torch.where(self._mass != 0, self._mass, 1.0), 0.0)
 
 
 class StepRecord:
     """Collects the samples of a step.
 
     Args:
-        weighting: Weights of the samples; ``None`` for a step with one sample, which has all the weight.
+        weighting: Computes the sample weights; ``None`` for a step with one sample, which has all the weight.
     """
 
     def __init__(self, weighting: Weighting | None) -> None:
@@ -81,47 +73,47 @@ class StepRecord:
         self.valid: list[Tensor] = []
         """Whether each sample was finite."""
         self._reported = self._draws  # whose numbers sampler_info returns
-        self._distances: list[Tensor] = []
-        self._weights: Tensor | None = None
+        self._perturbation_norms: list[Tensor] = []
+        self._shares: list[Tensor] = []
 
-    def add(self, draw: Draw, distance: Tensor) -> Tensor:
-        """Add a sample at ``distance`` from θ; return its share of the total weight so far."""
+    def add(self, draw: Draw, perturbation_norm: Tensor) -> Tensor:
+        """Add a sample; return its share of the total weight so far."""
         self._draws.append(Draw(draw.loss, None, draw.gradient_norm, draw.valid, draw.start_loss, draw.info))
-        self._distances.append(distance)
+        self._perturbation_norms.append(perturbation_norm)
         self.valid.append(draw.valid)
-        if self._weighting is None:
-            return draw.valid
-        return self._weighting.add(draw.loss, draw.valid)
+        self._shares.append(draw.valid if self._weighting is None else self._weighting.add(draw.loss, draw.valid))
+        return self._shares[-1]
 
-    def finish(self) -> Tensor:
-        """Return the loss of the step, and fix the weights."""
+    def loss(self) -> Tensor:
+        """Return the loss of the step."""
         if self._weighting is None:
             (draw,) = self._draws
             if draw.valid.device.type == "cpu":  # reading it is free
                 return draw.loss if draw.valid else torch.full_like(draw.loss, torch.nan)
             return torch.where(draw.valid, draw.loss, torch.nan)
-        losses = torch.stack([d.loss for d in self._draws])
-        self._weights = self._weighting.weights(losses, torch.stack(self.valid))
         return self._weighting.loss()
 
     def table(self) -> Tensor:
-        """Return one row each of losses, weights, start losses, distances, gradient norms and validity."""
+        """Return rows of losses, sample weights, start losses, perturbation norms, gradient norms and validity."""
         losses, valid = torch.stack([d.loss for d in self._draws]), torch.stack(self.valid)
-        weights = valid.to(losses.dtype) if self._weights is None else self._weights
+        shares = torch.stack(self._shares).to(losses.dtype)
+        # Each later share c has multiplied a sample's weight by 1 - c.
+        left = torch.cat([1 - shares[1:], torch.ones_like(shares[:1])]).flip(0).cumprod(0).flip(0)
         starts = torch.stack([d.start_loss for d in self._draws])
-        norms = torch.stack([d.gradient_norm for d in self._draws])
-        return torch.stack([losses, weights, starts, torch.stack(self._distances), norms, valid.to(losses.dtype)])
+        gradient_norms = torch.stack([d.gradient_norm for d in self._draws])
+        norms = torch.stack(self._perturbation_norms)
+        return torch.stack([losses, shares * left, starts, norms, gradient_norms, valid.to(losses.dtype)])
 
     def pack(self) -> Tensor:
         """Return loss and table in one tensor, see :func:`unpack`."""
-        header = torch.nn.functional.pad(self.finish().reshape(1), (0, HEADER - 1))
+        header = torch.nn.functional.pad(self.loss().reshape(1), (0, HEADER - 1))
         return torch.cat([header, self.table().reshape(-1)])
 
     def rows(self) -> list[Tensor]:
-        """Return each sample as five numbers for other ranks: loss, validity, start loss, distance, gradient norm."""
+        """Return each sample as five numbers for other ranks: loss, validity, start loss, ‖ε‖, norm of the gradient."""
         return [
-            torch.stack([d.loss, d.valid.to(d.loss.dtype), d.start_loss, distance, d.gradient_norm])
-            for d, distance in zip(self._draws, self._distances, strict=True)
+            torch.stack([d.loss, d.valid.to(d.loss.dtype), d.start_loss, norm, d.gradient_norm])
+            for d, norm in zip(self._draws, self._perturbation_norms, strict=True)
         ]
 
     def sampler_info(self) -> dict[str, Tensor]:

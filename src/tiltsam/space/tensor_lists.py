@@ -97,13 +97,6 @@ def dealias(tensors: Iterable[Tensor | None]) -> list[Tensor | None]:
 # -------------------------------------------------------------------- arithmetic on tensors of one device and dtype
 
 
-def lerp_(x: list[Tensor], y: list[Tensor], share: Tensor) -> None:
-    """``x <- (1 - share) x + share y``; ``y`` is scaled in place."""
-    torch._foreach_mul_(x, 1 - share)
-    torch._foreach_mul_(y, share)
-    torch._foreach_add_(x, y)
-
-
 def scale_by_abs_(x: list[Tensor], w: list[Tensor], eta: Tensor) -> None:
     """``x <- (|w| + eta) x``, element by element; allocates one temporary vector."""
     factors = torch._foreach_abs(w)

@@ -18,6 +18,7 @@ range of float32 is clamped to it, which gives the limit to the last digit. Loss
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
@@ -72,33 +73,34 @@ class StreamingTilt:
             The share of the added losses in the total weight so far, a scalar in [0, 1]. A running weighted mean is
             ``mean += share * (new - mean)``.
         """
-        losses = _working(losses)
-        ok = torch.ones_like(losses, dtype=torch.bool) if valid is None else valid
-        no = ~ok
-        highest = losses.detach().masked_fill(no, -math.inf).amax()
-        top = highest if self._state is None else torch.maximum(self._state.top, highest)
+        losses, old = _working(losses), self._state
+        if valid is not None and valid.dim() == 0 and valid.device.type == "cpu" and valid:
+            valid = None  # as in a step: reading one flag on the host is cheaper than masking
+        top = losses.detach() if valid is None else losses.detach().masked_fill(~valid, -math.inf)
+        top = _total(top, Tensor.amax)
+        if old is not None:
+            top = torch.maximum(old.top, top)
         shift = _finite(top)
-        gap = _finite(torch.where(ok, losses, shift)) - shift
+        gap = _finite(losses if valid is None else torch.where(valid, losses, shift)) - shift
         arg = self.t * gap
-        masses = arg.exp().masked_fill(no, 0.0)
-        mass = masses.sum()
-        excess = arg.expm1().masked_fill(no, 0.0).sum()
-        count = ok.sum().to(losses.dtype)
-        weighted = (gap * masses).sum()
-        share = torch.where(mass > 0, mass / mass.clamp_min(_TINY), 0.0)
-        if self._state is not None:
-            old = self._state
+        masses, excesses = arg.exp(), arg.expm1()
+        if valid is None:
+            number = torch.full_like(top, losses.numel())
+        else:
+            masses, excesses = masses.masked_fill(~valid, 0.0), excesses.masked_fill(~valid, 0.0)
+            number = valid.sum().to(losses.dtype)
+        added = mass = _total(masses)
+        excess, weighted = _total(excesses), _total(gap * masses)
+        if old is not None:
             down = torch.where(old.number > 0, old.shift, shift) - shift
             fade = self.t * down
             faded = fade.exp()
             weighted = weighted + faded * (old.weighted + down * old.mass)
             excess = excess + old.excess * faded + old.number * fade.expm1()
-            total = mass + old.mass * faded
-            count = count + old.number
-            share = torch.where(total > 0, mass / total.clamp_min(_TINY), 0.0)
-            mass = total
-        self._state = _State(top, shift, mass, excess, weighted, count)
-        return share
+            mass = mass + old.mass * faded
+            number = number + old.number
+        self._state = _State(top, shift, mass, excess, weighted, number)
+        return added / mass.clamp_min(_TINY)
 
     def loss(self) -> Tensor:
         """Return the tilted loss of all added losses: their mean at ``t = 0``; NaN if none was valid."""
@@ -106,7 +108,7 @@ class StreamingTilt:
         # log(mass/count): by log1p of the excess if that is small (small t), else directly.
         ratio = state.excess / state.number
         log_mean = torch.where(ratio > -0.5, ratio.clamp_min(-0.5).log1p(), (state.mass / state.number).log())
-        if isinstance(self.t, Tensor):
+        if isinstance(self.t, Tensor) and self.t.device.type != "cpu":  # reading it would wait for the device
             tilted = state.top + log_mean / self.t.masked_fill(self.t == 0, 1.0)
             return torch.where(self.t == 0, self.mean(), tilted)
         return state.top + log_mean / self.t if self.t > 0 else self.mean()
@@ -260,4 +262,10 @@ def _working(losses: Tensor) -> Tensor:
 
 def _finite(x: Tensor) -> Tensor:
     """Clamp infinities to the largest finite numbers, whose differences are never NaN; NaN stays."""
-    return x.clamp(-torch.finfo(x.dtype).max, torch.finfo(x.dtype).max)
+    limit = torch.finfo(x.dtype).max
+    return x.clamp(-limit, limit)
+
+
+def _total(x: Tensor, reduce: Callable[[Tensor], Tensor] = torch.sum) -> Tensor:
+    """Reduce all elements. A step adds its losses one by one: a scalar needs no kernel."""
+    return reduce(x) if x.dim() else x

@@ -186,10 +186,10 @@ def sample_chains(sampler: Sampler, space: ChainSpace, num_samples: int = 1) -> 
         The draws, and the perturbations ε of shape (num_samples, chains, d).
     """
     with torch.no_grad():
-        shared = sampler.begin(space)
+        common = sampler.begin(space)
         draws, points = [], []
         for j in range(num_samples):
-            draw = sampler.sample(space, j, shared)
+            draw = sampler.sample(space, j, common)
             draws.append(draw._replace(gradient=draw.gradient.clone()))
             points.append(space.point - space.center)
     return draws, torch.stack(points)

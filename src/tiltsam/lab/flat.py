@@ -32,7 +32,7 @@ from tiltsam.lab.models import load_model
 from tiltsam.lab.records import Record
 from tiltsam.lab.report.runs import RunRecord
 from tiltsam.lab.report.summary import summarize
-from tiltsam.lab.sweeping.results import find_run_folders
+from tiltsam.lab.run_folders import find_run_folders
 
 __all__ = ["cross_runs", "find_runs", "measure_runs", "save_flatness"]
 

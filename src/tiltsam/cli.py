@@ -482,7 +482,8 @@ def _sweep(args: argparse.Namespace) -> None:
             report=display.report,
             say=display.print,
         )
-    tested = f", tested with {args.seeds} seeds, mean ± standard error" if args.seeds else ""
+    seeds = "1 seed" if args.seeds == 1 else f"{args.seeds} seeds"
+    tested = f", tested with {seeds}, mean ± standard error" if args.seeds else ""
     print_table(f"{args.task}: chosen by validation loss{tested}", format_results(result))
     for note in result.notes:
         print(note)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,7 @@ import pytest
 import torch
 
 import postgres
+import tiltsam
 from lab_processes import files_named, wait_for
 from tiltsam.lab import processes
 from tiltsam.lab.config import TrainConfig
@@ -191,6 +193,34 @@ def test_ctrl_c_stops_workers_and_the_same_command_resumes(tmp_path):
     assert "run 4 of 4" in again.stdout
 
 
+@pytest.mark.slow
+def test_lost_server_is_one_line(tmp_path):
+    if reason := postgres.missing():
+        pytest.skip(reason)
+    with suppress(subprocess.CalledProcessError), postgres.serve() as url:  # which cannot stop it a second time
+        command = [sys.executable, "-m", "tiltsam", "sweep", "digits", "--methods", "erm", "--grid", "lr=0.02,0.05"]
+        command += ["--epochs", "5000", "--heartbeat", "1", "--storage", url, "--out", str(tmp_path)]
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        wait_for(lambda: files_named("metrics.jsonl", tmp_path))
+        data = f"{url.partition('host=')[2]}/data"
+        stop = [str(postgres.programs() / "pg_ctl"), "-D", data, "-m", "immediate", "stop"]
+        subprocess.run(stop, check=True, cwd="/", user=postgres.user(), stdout=subprocess.DEVNULL)
+        _, error = process.communicate(timeout=60)
+    assert process.returncode == 2
+    (line,) = error.splitlines()
+    assert "lost postgresql://" in line
+
+
+@pytest.mark.slow
+def test_workers_do_not_know_methods_of_a_script(tmp_path, monkeypatch):
+    monkeypatch.setitem(tiltsam.METHODS, "mine", tiltsam.SAM)
+    with pytest.raises(UserError, match=r"'mine'.*your script"):
+        sweep(BASE, ["mine"], RATES, tmp_path, workers=2, seeds=0)
+    result = sweep(BASE, ["mine"], RATES, tmp_path, seeds=0)
+    assert len(result.entries[0].trials) == 3
+
+
+@pytest.mark.slow
 def test_error_of_a_worker_reaches_the_user(tmp_path):
     base = replace(BASE, model="resnet18")
     with pytest.raises(UserError, match="resnet18"):
@@ -272,6 +302,7 @@ def test_second_interrupt_kills_processes(tmp_path, monkeypatch):
         process.kill.assert_called_once()
 
 
+@pytest.mark.slow
 def test_process_ends_with_its_parent(tmp_path):
     path = tmp_path / "pid"
     code = (

@@ -136,10 +136,10 @@ def make_entries(
         first = seen.setdefault(f"{entry.config.key()} {entry.space}", entry.name)
         if first != entry.name:
             raise SweepError(f"{first} and {entry.name} are the same runs: leave one out")
-    notes = [f"{e.name}: its grid has {e.trials} points, fewer than {most} trials" for e in entries if e.trials < most]
+    notes = [f"{e.name}: its grid allows {e.trials} of {most} trials" for e in entries if e.trials < most]
     for entry in entries:
         if ignored := [name for name in fixed[entry.name] if name in {n.rpartition(":")[2] for n in grid}]:
-            notes.append(f"{entry.name}: the grid of {', '.join(ignored)} is not used, the entry sets it")
+            notes.append(f"{entry.name}: sets {', '.join(ignored)} itself, the grid is not used")
     return entries, notes
 
 

@@ -11,10 +11,11 @@ import logging
 import os
 import platform
 import random
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from optuna.exceptions import ExperimentalWarning, StorageInternalError
 from optuna.samplers import BaseSampler
 from optuna.trial import FrozenTrial, Trial, TrialState
 
-from tiltsam.lab.errors import SweepError
+from tiltsam.lab.errors import LabError, SweepError
 from tiltsam.lab.shutdown import defer_interrupt
 
 __all__ = ["ENDED", "SeededSampler", "SharedStudy", "hide_password", "open_storage", "retry", "sqlite_url"]
@@ -88,12 +89,19 @@ def open_storage(url: str, heartbeat: int = 10) -> Iterator[optuna.storages.RDBS
     except (sqlalchemy.exc.SQLAlchemyError, ImportError) as error:
         raise SweepError(f"cannot open {shown}: {_reason(error)}") from None
     storage = _create_storage(full, shown, options, heartbeat)
+    others = threading.excepthook
+    # The thread that records heartbeats ends with a lost database, too: the error is reported once, below.
+    threading.excepthook = lambda args: None if _database_error(args.exc_value) else others(args)
     try:
         yield storage
-    except (StorageInternalError, sqlalchemy.exc.SQLAlchemyError) as error:
-        raise SweepError(f"lost {shown}: {_reason(error.__cause__ or error)}; the same command resumes") from None
+    except Exception as error:
+        lost = None if isinstance(error, LabError) else _database_error(error)
+        if lost is None:
+            raise
+        raise SweepError(f"lost {shown}: {_reason(lost.__cause__ or lost)}; the same command resumes") from None
     finally:
-        with defer_interrupt():
+        threading.excepthook = others
+        with defer_interrupt(), suppress(sqlalchemy.exc.SQLAlchemyError):
             storage.remove_session()
             storage.engine.dispose()
 
@@ -116,6 +124,13 @@ def _create_storage(url: str, shown: str, options: dict[str, Any], heartbeat: in
         except RuntimeError as error:  # the tables of another version of Optuna
             raise SweepError(f"{shown}: {error}") from None
     raise SweepError(f"cannot open {shown}: {_reason(last.__cause__ or last)}")
+
+
+def _database_error(error: BaseException | None) -> BaseException | None:
+    """Return the database error behind an exception; Optuna may raise another one while it handles it."""
+    while error is not None and not isinstance(error, (StorageInternalError, sqlalchemy.exc.SQLAlchemyError)):
+        error = error.__cause__ or error.__context__
+    return error
 
 
 def _engine_options(backend: str) -> dict[str, Any]:

@@ -42,7 +42,7 @@ LOOK_SECONDS = 0.5  # between looks at the database
 
 
 @dataclass(frozen=True)
-class Plan:
+class SweepPlan:
     """Everything that a process needs to work on a sweep."""
 
     entries: tuple[Entry, ...]
@@ -112,7 +112,7 @@ class SweepWorker:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: SweepPlan,
         storage: optuna.storages.RDBStorage,
         device: str,
         *,
@@ -130,7 +130,7 @@ class SweepWorker:
     def _search(self, entry: Entry) -> SharedStudy:
         sampler: optuna.samplers.BaseSampler
         if self.plan.sampler == "grid":
-            axes: dict[str, tuple[Any, ...]] = {n: v for n, v in entry.space.items() if not isinstance(v, Range)}
+            axes = {name: values for name, values in entry.space.items() if not isinstance(values, Range)}
             sampler = optuna.samplers.GridSampler(axes, seed=0)
         elif self.plan.sampler == "tpe":
             sampler = SeededSampler(lambda seed: optuna.samplers.TPESampler(seed=seed))
@@ -154,8 +154,8 @@ class SweepWorker:
             if study.startable():
                 study.run_one(objectives[study])
             else:
-                for study in left:
-                    study.retry_dead()
+                for other in left:
+                    other.retry_dead()
                 time.sleep(LOOK_SECONDS)
             self.look()
         self.look(force=True)
@@ -243,7 +243,7 @@ class SweepWorker:
         """Return the study of the tests, once all trials have ended."""
         searched = self._tests is None and all(study.ended() for study in self._searches.values())
         if searched and self.plan.seeds and (names := list(self.chosen())):
-            grid = {"entry": names, "seed": list(range(self.plan.seeds))}
+            grid: dict[str, list[Any]] = {"entry": names, "seed": list(range(self.plan.seeds))}
             sampler = optuna.samplers.GridSampler(grid, seed=0)
             number = len(names) * self.plan.seeds
             self._tests = SharedStudy(self._storage, f"{self.plan.name} test", number, sampler)
@@ -285,7 +285,7 @@ class SweepWorker:
         ]
 
 
-def run_worker(plan: Plan, device: str, check: Callable[[], None]) -> None:
+def run_worker(plan: SweepPlan, device: str, check: Callable[[], None]) -> None:
     """Work on a plan in a process of its own."""
     try:
         for entry in plan.entries:
@@ -407,7 +407,7 @@ def _times_100(mean: Mean) -> Mean:
     return Mean(100 * mean.value, 100 * mean.error, mean.runs)
 
 
-def _to_json(plan: Plan, result: SweepResult, *, finished: bool) -> dict[str, Any]:
+def _to_json(plan: SweepPlan, result: SweepResult, *, finished: bool) -> dict[str, Any]:
     """Return the content of ``sweep.json``; ``docs/sweep.md`` describes it."""
     return {
         "format": 1,
@@ -424,7 +424,7 @@ def _to_json(plan: Plan, result: SweepResult, *, finished: bool) -> dict[str, An
     }
 
 
-def _entry_json(plan: Plan, row: EntryResult, result: SweepResult) -> dict[str, Any]:
+def _entry_json(plan: SweepPlan, row: EntryResult, result: SweepResult) -> dict[str, Any]:
     def run(config: TrainConfig) -> str:
         return Record.of(plan.out, config).folder.relative_to(plan.out).as_posix()
 
@@ -499,8 +499,8 @@ def sweep(
     ``out`` are not trained again.
 
     Args:
-        base: The settings that all trials share; its method and seed are replaced. ``device`` may name several, as in
-            ``"cuda:0,cuda:1"``: workers use them in turn.
+        base: The settings that all trials share; its method and seed are replaced. For equal passes or seconds, set
+            ``epochs=math.inf``. ``device`` may name several, as in ``"cuda:0,cuda:1"``: workers use them in turn.
         methods: Methods, maybe with their own settings, as in ``"tsam:num_samples=1"``, which no grid changes.
         grid: Values by name, ``{"lr": [0.01, 0.1]}``, or by ``"METHOD:NAME"`` for one method; a :class:`Range` with
             the samplers random and tpe. Each method uses the settings that it has.
@@ -548,7 +548,7 @@ def sweep(
     devices = base.device.split(",")
     entries, notes = make_entries(replace(base, device=devices[0], seed=0), methods, grid, trials, sampler)
     final = _final_budget(final_epochs, final_passes, final_seconds, entries)
-    plan = Plan(
+    plan = SweepPlan(
         entries=tuple(entries),
         sampler=sampler,
         pruner=pruner,
@@ -600,7 +600,7 @@ def _final_budget(
     return {**budget, "epochs": epochs or math.inf} if given else {}
 
 
-def _write_result(plan: Plan, worker: SweepWorker, notes: Sequence[str]) -> SweepResult:
+def _write_result(plan: SweepPlan, worker: SweepWorker, notes: Sequence[str]) -> SweepResult:
     result = SweepResult(plan.folder / "sweep.json", worker.results(), list(notes))
     for row in result.entries:
         for name, edge in row.edges().items():

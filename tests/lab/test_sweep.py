@@ -85,6 +85,12 @@ def test_make_entries_prefers_the_grid_of_one_method():
     assert [entry.space["rho"] for entry in entries] == [(0.1, 0.2), (1.0, 2.0)]
 
 
+def test_make_entries_counts_equal_values_once():
+    (entry,), _ = make_entries(SMALL, ["erm"], {"lr": [0.1, 0.1, 0.2]}, None, "grid")
+    assert entry.space["lr"] == (0.1, 0.2)
+    assert entry.trials == 2
+
+
 def test_make_entries_leaves_out_what_an_entry_sets():
     entries, notes = make_entries(SMALL, ["sam", "sam:rho=0.3"], {**RATES, "rho": (0.1, 0.5)}, 3, "grid")
     assert set(entries[1].space) == {"lr"}

@@ -1,4 +1,4 @@
-"""What a sweep tries: grids and ranges of settings, and the part of them that each method has."""
+"""The search space of a sweep: grids and ranges of settings, and the part of them that each method has."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ def _spaces(
             raise SweepError(errors[0])
         for entry in takers:
             if setting not in fixed[entry]:
-                spaces[entry][setting] = values if isinstance(values, Range) else tuple(values)
+                spaces[entry][setting] = values if isinstance(values, Range) else tuple(dict.fromkeys(values))
     return spaces
 
 

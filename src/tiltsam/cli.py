@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import inspect
 import math
+import os
 import shutil
 import signal
 import sys
+import tomllib
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -91,7 +93,10 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     methods = commands.add_parser("methods", help="list the methods and their cost", epilog="example: tiltsam methods")
     methods.set_defaults(run=_methods)
 
-    args, unknown = parser.parse_known_args(argv)
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] == ["sweep"] and arguments[1:] and arguments[1].endswith(".toml"):
+        arguments[1:2] = _read_arguments(Path(arguments[1]))
+    args, unknown = parser.parse_known_args(arguments)
     if unknown:  # print the usage of the command, not that of tiltsam
         commands.choices[args.command].error(f"unrecognized arguments: {' '.join(unknown)}")
     return args
@@ -118,7 +123,6 @@ def _needs(command: str) -> None:
 
 def _add_lab(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     from tiltsam.lab.flags import add_arguments
-    from tiltsam.lab.sweeping.command import add_sweep
 
     train = commands.add_parser(
         "train",
@@ -204,7 +208,7 @@ def _add_lab(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
 
     _add_report(commands)
     _add_reproduce(commands)
-    add_sweep(commands)
+    _add_sweep(commands)
 
     tasks = commands.add_parser("tasks", help="list the tasks and their data files", epilog="example: tiltsam tasks")
     tasks.set_defaults(run=_tasks)
@@ -255,6 +259,109 @@ def _add_reproduce(commands: argparse._SubParsersAction[argparse.ArgumentParser]
     parser.add_argument("--data-root", type=Path, help="folder of the data sets (default: $TILTSAM_DATA, or data)")
     parser.add_argument("--download", action="store_true", help="download missing data sets and models")
     parser.set_defaults(run=_reproduce)
+
+
+def _add_sweep(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    from tiltsam.lab.flags import add_arguments
+
+    parser = commands.add_parser(
+        "sweep",
+        help="tune several methods alike, then test each choice",
+        description="Give every METHOD the same number of trials, choose by validation loss, train each choice with "
+        "several seeds and test it. The same command resumes an interrupted sweep. Started several times, here or on "
+        "machines with the same --storage, it shares the work. Other flags hold for every trial.",
+        epilog="examples:\n"
+        "  tiltsam sweep digits --methods sam tsam:num_samples=1 --grid lr=0.01,0.03,0.1 rho=0.05,0.1,0.2 --workers 2\n"
+        "  tiltsam sweep digits --methods sam --grid lr=1e-3..1e-1 rho=0.01..1 --sampler tpe --trials 30\n"
+        "  tiltsam sweep benchmarks/studies/digits.toml",
+        usage="tiltsam sweep [-h] TASK|FILE.toml --grid GRID [options]",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("task", help="the task (see: tiltsam tasks), or a TOML file of arguments")
+    parser.add_argument(
+        "--methods",
+        nargs="+",
+        default=list(tiltsam.METHODS),
+        metavar="METHOD",
+        help="methods, maybe with their own settings, which no grid changes: tsam:num_samples=1 (default: all)",
+    )
+    parser.add_argument(
+        "--grid",
+        nargs="+",
+        action="extend",
+        required=True,
+        metavar="GRID",
+        help="NAME=VALUE,VALUE,… for every method that has the setting; METHOD:NAME=… for one; NAME=LOW..HIGH is a "
+        "log-uniform range; paper is the paper's grid",
+    )
+    parser.add_argument(
+        "--sampler",
+        dest="trial_sampler",  # "sampler" is a setting of TSAM
+        choices=("grid", "random", "tpe"),
+        default="grid",
+        help="how trials are chosen (default: grid)",
+    )
+    parser.add_argument("--trials", type=int, help="trials per METHOD (default: the size of the largest grid)")
+    parser.add_argument(
+        "--pruner",
+        choices=("none", "halving"),
+        default="none",
+        help="halving stops the worse half of the trials at 25%% and at 50%% of the budget (default: none)",
+    )
+    parser.add_argument("--trial-seeds", type=int, default=1, help="runs per trial: seeds 0, 1, … (default: 1)")
+    parser.add_argument("--seeds", type=int, default=3, help="tests of each choice: seeds 0, 1, … (default: 3)")
+    for name in ("epochs", "passes", "seconds"):
+        parser.add_argument(f"--final-{name}", type=float, help=f"{name} of the tests, instead of the trials' budget")
+    parser.add_argument("--workers", type=int, default=1, help="processes on this machine (default: 1)")
+    parser.add_argument(
+        "--storage",
+        metavar="URL",
+        default=os.environ.get("TILTSAM_STORAGE"),
+        help="database (default: $TILTSAM_STORAGE, or sqlite:///OUT/sweeps.db)",
+    )
+    parser.add_argument(
+        "--heartbeat",
+        type=int,
+        default=10,
+        help="seconds between heartbeats; after six missing ones others take over a trial (default: 10)",
+    )
+    add_arguments(parser, leave_out=("task", "method", "sampler", "seed"))
+    parser.add_argument("--out", type=Path, default=Path("runs"), help="folder of the runs (default: %(default)s)")
+    parser.add_argument("--data-root", type=Path, help="folder of the data sets (default: $TILTSAM_DATA, or data)")
+    parser.add_argument("--download", action="store_true", help="download missing data sets and models")
+    parser.set_defaults(run=_sweep)
+
+
+def _read_arguments(path: Path) -> list[str]:
+    """Return the arguments in a TOML file: ``task``, and flags without their dashes.
+
+    Raises:
+        UserError: If the file cannot be read.
+    """
+    try:
+        found = tomllib.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
+    if not isinstance(found.get("task"), str):
+        raise UserError(f"{path} must name a task")
+
+    def text(value: object) -> str:
+        return str(value).lower() if isinstance(value, bool) else str(value)
+
+    arguments = [found.pop("task")]
+    for name, value in found.items():
+        flag = f"--{name.replace('_', '-')}"
+        if isinstance(value, bool):
+            arguments.append(flag if value else flag.replace("--", "--no-", 1))
+        elif isinstance(value, dict):  # [grid]
+            rows = {k: v if isinstance(v, list) else [v] for k, v in value.items()}
+            arguments += [flag, *(f"{k}={','.join(map(text, v))}" for k, v in rows.items())]
+        elif isinstance(value, list):
+            arguments += [flag, *map(text, value)]
+        else:
+            arguments += [flag, text(value)]
+    return arguments
 
 
 def _train(args: argparse.Namespace) -> None:
@@ -336,6 +443,60 @@ def _compare(args: argparse.Namespace) -> None:
     print(write_report(folders, folders[0].parents[1] / "report").message())
     if not any(row.runs for row in rows):
         raise UserError("all runs failed")
+
+
+def _sweep(args: argparse.Namespace) -> None:
+    try:
+        from tiltsam.lab.sweep import format_results, sweep
+    except ModuleNotFoundError as error:
+        if error.name not in ("optuna", "sqlalchemy"):
+            raise
+        raise ImportError("tiltsam sweep needs Optuna: pip install '.[sweep]'") from None
+    from tiltsam.lab.console import SweepDisplay, print_table
+    from tiltsam.lab.flags import given, shared_settings
+    from tiltsam.lab.grids import parse_grid
+    from tiltsam.lab.report import write_report
+    from tiltsam.lab.run_folders import tested_runs
+
+    config, settings = shared_settings(args)
+    if "epochs" not in given(args) and (config.passes or config.seconds):
+        # The default number of epochs would end cheap methods before their passes or seconds are used up.
+        config = config.with_settings({"epochs": math.inf})
+    with SweepDisplay() as display:
+        result = sweep(
+            config,
+            args.methods,
+            parse_grid(args.grid, args.methods),
+            args.out,
+            sampler=args.trial_sampler,
+            trials=args.trials,
+            pruner=args.pruner,
+            trial_seeds=args.trial_seeds,
+            seeds=args.seeds,
+            final_epochs=args.final_epochs,
+            final_passes=args.final_passes,
+            final_seconds=args.final_seconds,
+            settings=settings,
+            storage=args.storage,
+            workers=args.workers,
+            root=args.data_root,
+            download=args.download,
+            loading=display.loading,
+            heartbeat=args.heartbeat,
+            report=display.report,
+            say=display.print,
+        )
+    seeds = "1 seed" if args.seeds == 1 else f"{args.seeds} seeds"
+    tested = f", tested with {seeds}, mean ± standard error" if args.seeds else ""
+    print_table(f"{args.task}: chosen by validation loss{tested}", format_results(result))
+    for note in result.notes:
+        print(note)
+    print(f"result: {result.path}")
+    folder = result.path.parent
+    if any((run / "config.json").exists() for run in tested_runs(folder)):  # all may be on other machines
+        print(write_report([folder], folder / "report").message())
+    if not any(row.config for row in result.entries):
+        raise UserError("nothing was chosen: no trial finished with a finite loss")
 
 
 def _reproduce(args: argparse.Namespace) -> None:

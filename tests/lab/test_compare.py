@@ -147,7 +147,3 @@ def test_compare_takes_a_users_method(tmp_path, monkeypatch, capsys):
     errors = capsys.readouterr().err
     assert "friendly has no eta; its options: rho, sigma, lam" in errors
     assert "unknown method 'stranger': one of erm, sam, " in errors
-    grid = ["--grid", "rho=0.1", "--trials", "1", "--epochs", "1", "--workers", "2"]
-    for entry in ("friendly", "friendly:average=true"):
-        assert main(["sweep", "digits", "--methods", "sam", entry, *grid])
-        assert "--workers 2 starts new processes, which do not know friendly:" in capsys.readouterr().err

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 import tiltsam
-from tiltsam.lab.config import TrainConfig, has_setting
+from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.data import Data, LoadingCallback, data_loader
 from tiltsam.lab.errors import ConfigError, TrainError
-from tiltsam.lab.flags import parse_method
+from tiltsam.lab.flags import method_configs
 from tiltsam.lab.records import Record
 from tiltsam.lab.stats import Mean, format_mean, mean_of
 from tiltsam.lab.train import Progress, train
@@ -67,19 +67,11 @@ def comparison_cells(
     """
     if seeds < 1:
         raise ConfigError(f"seeds must be at least 1, got {seeds}")
-    own = {name: parse_method(name) for name in methods}
-    for name in settings or ():
-        if not any(has_setting(entry["method"], name) for entry in own.values()):
-            raise ConfigError(f"none of {', '.join(methods)} has {name}")
-    cells: dict[str, list[TrainConfig]] = {}
-    keys = set()
-    for name, entry in own.items():
-        shared = {k: v for k, v in (settings or {}).items() if has_setting(entry["method"], k)}
-        runs = [config.with_settings({**shared, **entry, "seed": seed}) for seed in range(seeds)]
-        if runs[0].key() not in keys:
-            cells[name] = runs
-        keys.add(runs[0].key())
-    return cells
+    first: dict[str, str] = {}
+    configs = method_configs(config, methods, settings)
+    for name, one in configs.items():
+        first.setdefault(one.key(), name)
+    return {name: [replace(configs[name], seed=seed) for seed in range(seeds)] for name in first.values()}
 
 
 def compare(

@@ -6,13 +6,16 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from tiltsam.flatness.loss_surface import ProgressCallback
 from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.train import Progress
 
-__all__ = ["LiveDisplay", "MeasurementBars", "RunDisplay", "format_markdown", "print_table"]
+if TYPE_CHECKING:
+    from tiltsam.lab.sweep import SweepStatus  # needs Optuna
+
+__all__ = ["LiveDisplay", "MeasurementBars", "RunDisplay", "SweepDisplay", "format_markdown", "print_table"]
 
 LINE_SECONDS = 5.0  # between plain lines; the last line of a run or file is always printed
 
@@ -118,6 +121,42 @@ class RunDisplay(LiveDisplay):
             self._task = self._live.add_task(name, total=total, note=note)
             self._shown = what
         self._live.update(self._task, completed=done, total=total, note=note)
+
+
+class SweepDisplay(LiveDisplay):
+    """Shows the progress of a sweep. A context manager.
+
+    ``report`` and ``loading`` are callbacks for :func:`tiltsam.lab.sweep.sweep`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(_bar)
+        self._task: Any = None
+        self._start: tuple[float, float] | None = None
+
+    def report(self, status: SweepStatus) -> None:
+        """Show how many runs have ended, the last results and the time left."""
+        done, now = status.ended + status.running, time.monotonic()
+        if self._start is None:
+            self._start = now, done
+        gained = done - self._start[1]
+        left = (now - self._start[0]) * (status.total - done) / gained if gained > 0 else None
+        note = "" if left is None or done >= status.total else f"{_clock(left)} left"
+        if self._live is not None:
+            for line in status.news:
+                self.print(line)
+            self._draw_bar(f"run {min(status.ended + 1, status.total)} of {status.total}", done, status.total, note)
+            return
+        for k, line in enumerate(status.news, status.ended - len(status.news) + 1):
+            print(f"run {k} of {status.total}  {line}  {note}".rstrip(), flush=True)
+
+    def _draw_loading(self, what: str, done: int, total: int | None, note: str) -> None:
+        self._draw_bar(what, done, total, note)
+
+    def _draw_bar(self, name: str, done: float, total: float | None, note: str) -> None:
+        if self._task is None:
+            self._task = self._live.add_task(name, total=total, note=note)
+        self._live.update(self._task, description=name, completed=done, total=total, note=note)
 
 
 class MeasurementBars:

@@ -7,7 +7,7 @@ import inspect
 import re
 import textwrap
 from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError, BooleanOptionalAction, _ActionsContainer
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from types import NoneType
@@ -30,6 +30,7 @@ __all__ = [
     "field_docs",
     "from_arguments",
     "given",
+    "method_configs",
     "parse_method",
     "parse_setting",
     "remarks",
@@ -69,24 +70,25 @@ def _argument_docs(constructor: Callable[..., Any]) -> dict[str, str]:
 
 
 def add_arguments(parser: ArgumentParser, *, leave_out: tuple[str, ...] = ()) -> None:
-    """Add a flag for every field of the config, except those to leave out, and for every option of a method."""
+    """Add a flag for every field of the config, and for every option of a method, except those to leave out."""
     docs, hints = field_docs(TrainConfig), field_types()
     part: _ActionsContainer = parser
     for name, field in TrainConfig.__dataclass_fields__.items():
         if name in _PARTS:
             part = parser.add_argument_group(_PARTS[name])
         if name == "options":
-            _add_options(part)
+            _add_options(part, leave_out)
         elif name not in leave_out:
             default = "" if field.default is None else f" (default: {field.default})"
             _add_flag(part, name, hints[name], docs[name] + default)
 
 
-def _add_options(part: _ActionsContainer) -> None:
+def _add_options(part: _ActionsContainer, leave_out: tuple[str, ...]) -> None:
     owners: dict[str, list[str]] = {}
     for method in tiltsam.METHODS:
         for name in method_options(method):
-            owners.setdefault(name, []).append(method)
+            if name not in leave_out:
+                owners.setdefault(name, []).append(method)
     for name, methods in owners.items():
         parameters = [method_options(method)[name] for method in methods]
         first, defaults = parameters[0], {str(p.default) for p in parameters}
@@ -168,6 +170,30 @@ def parse_method(text: str) -> dict[str, Any]:
         except ConfigError as error:
             raise ConfigError(f"{text!r}: {name}: {error}") from None
     return found
+
+
+def method_configs(
+    config: TrainConfig, methods: Sequence[str], settings: Mapping[str, Any] | None = None
+) -> dict[str, TrainConfig]:
+    """Return the config of each method.
+
+    Args:
+        config: The settings that all methods share; its method is replaced.
+        methods: Methods, maybe with their own settings, as :func:`parse_method` takes them.
+        settings: Settings of all methods that have them, as in ``{"rho": 0.2}``; a method's own go first.
+
+    Raises:
+        ConfigError: If there is no such method or setting, or no method has one of ``settings``.
+    """
+    own = {name: parse_method(name) for name in methods}
+    for name in settings or ():
+        if not any(has_setting(entry["method"], name) for entry in own.values()):
+            raise ConfigError(f"none of {', '.join(methods)} has {name}")
+    shared = {
+        name: {k: v for k, v in (settings or {}).items() if has_setting(entry["method"], k)}
+        for name, entry in own.items()
+    }
+    return {name: config.with_settings({**shared[name], **entry}) for name, entry in own.items()}
 
 
 def parse_setting(name: str, text: str, method: str) -> Any:

@@ -39,7 +39,7 @@ from tiltsam.lab.models import load_model
 from tiltsam.lab.records import Record
 from tiltsam.lab.report.runs import RunRecord
 from tiltsam.lab.report.summary import summarize
-from tiltsam.lab.sweeping.results import find_run_folders
+from tiltsam.lab.run_folders import find_run_folders
 from tiltsam.landscape import Slice1D, Slice2D, random_direction, slice_1d, slice_2d
 from tiltsam.sharpness import Neighborhood, WorstCase, m_sharpness, neighborhood
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 __all__ = ["Mean", "best_of", "confidence_interval", "format_mean", "mean_of", "paired_difference"]
+
+Seed = TypeVar("Seed", bound=Hashable)
 
 
 class Mean(NamedTuple):
@@ -34,7 +36,7 @@ def mean_of(values: Sequence[float]) -> Mean:
     return Mean(value, math.sqrt(math.fsum([(v - value) ** 2 for v in values]) / (count * (count - 1))), count)
 
 
-def paired_difference(scores: Mapping[Hashable, float], reference: Mapping[Hashable, float]) -> Mean:
+def paired_difference(scores: Mapping[Seed, float], reference: Mapping[Seed, float]) -> Mean:
     """Return the mean of ``scores[seed] - reference[seed]`` over the seeds that both have.
 
     Runs with the same seed share the data split, the label noise and the initial weights. Their differences vary less

@@ -1,149 +1,560 @@
-"""Choosing settings: the same number of trials for every entry, a choice on the validation split, and one test.
+"""Tune several methods alike on the validation split, then test each choice once: ``tiltsam sweep``.
 
-The command is ``tiltsam sweep``; ``docs/sweep.md`` tells how to spread it over machines.
+Every entry (a method with settings of its own) is an Optuna study with the same number of trials. The trial with the
+lowest validation loss is trained again with several seeds and tested. Any number of processes may work on one sweep,
+see :mod:`tiltsam.lab.studies`; numbers travel through the database, weights stay in the records.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+import optuna
+from optuna.trial import FrozenTrial, Trial, TrialState
 
 import tiltsam
 from tiltsam.lab.config import TrainConfig
-from tiltsam.lab.data import LoadingCallback, find_task, fingerprint, load
-from tiltsam.lab.errors import SweepError
+from tiltsam.lab.data import LoadingCallback, data_loader, find_task, fingerprint, load
+from tiltsam.lab.errors import ConfigError, Diverged, SweepError
 from tiltsam.lab.files import write_json
-from tiltsam.lab.flags import parse_method
-from tiltsam.lab.sweeping.grids import GridPoint, points
-from tiltsam.lab.sweeping.plan import Desk, Plan
-from tiltsam.lab.sweeping.standing import Standing, to_json
-from tiltsam.lab.sweeping.store import sqlite_url
-from tiltsam.lab.sweeping.workers import run_workers
+from tiltsam.lab.grids import Entry, Grid, Range, SamplerName, make_entries
+from tiltsam.lab.processes import run_processes
+from tiltsam.lab.records import Record, task_folder
+from tiltsam.lab.stats import Mean, confidence_interval, format_mean, mean_of, paired_difference
+from tiltsam.lab.studies import ENDED, SeededSampler, SharedStudy, hide_password, open_storage, sqlite_url
+from tiltsam.lab.train import Progress, train
 
-__all__ = ["Outcome", "sweep"]
+__all__ = ["EntryResult", "SweepResult", "SweepStatus", "format_results", "sweep"]
 
-REPORT_SECONDS = 0.5
-BUDGETS = ("epochs", "passes", "seconds")
+PrunerName = Literal["none", "halving"]
+
+RUNGS = (0.25, 0.5, 1.0)  # fractions of the budget at which "halving" compares trials
+REPORTS = 20  # reports of a trial to the database: each is a transaction
+LOOK_SECONDS = 0.5  # between looks at the database
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What a sweep came to."""
+class SweepPlan:
+    """Everything that a process needs to work on a sweep."""
 
-    study: str
-    """Name of the Optuna study."""
-    path: Path
-    """The file with everything in it."""
-    standings: list[Standing]
-    """An entry each, in the order asked for."""
-    notes: list[str]
-    """Which grids were left out, drawn from or made finer; what ends the tests; whether workers share a clock."""
+    entries: tuple[Entry, ...]
+    sampler: SamplerName
+    pruner: PrunerName
+    trial_seeds: int
+    seeds: int
+    final: dict[str, float | None]
+    """The budget of the tests, if it is not that of the trials."""
+    out: Path
+    storage: str
+    root: Path | None
+    download: bool
+    heartbeat: int
+    data: str
+    """Fingerprint of the user's data."""
+
+    def study_name(self, entry: Entry) -> str:
+        """Return the name of an entry's study: equal for equal trials, whatever the other entries and the tests."""
+        space = {name: [v.low, v.high, "log"] if isinstance(v, Range) else v for name, v in entry.space.items()}
+        body = [entry.config.key(), space, entry.trials, self.sampler, self.pruner, self.trial_seeds, self.data]
+        return f"{task_folder(entry.config.task)} {entry.name[:200]} {_digest(body)}"
 
     @property
-    def best(self) -> dict[str, TrainConfig]:
-        """The choice of each entry that has one, by the entry's text."""
-        return {s.method: s.config for s in self.standings if s.config is not None}
+    def name(self) -> str:
+        """The name of the sweep and of its folder."""
+        body = [[self.study_name(entry) for entry in self.entries], self.seeds, self.final]
+        return f"{task_folder(self.entries[0].config.task)}-{_digest(body)}"
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the sweep's own files."""
+        return self.out / "sweeps" / self.name
+
+
+def _digest(body: Any) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()[:10]
+
+
+# ---------------------------------------------------------------- the work
+
+
+@dataclass(frozen=True)
+class SweepStatus:
+    """How far a sweep is."""
+
+    ended: int
+    """Trials and tests that have ended."""
+    total: int
+    running: float
+    """Sum of the fractions of the running ones."""
+    news: list[str]
+    """A line for each one that has ended since the last status."""
+
+
+class SweepWorker:
+    """Works on a plan, next to any number of other processes, until nothing is left.
+
+    Args:
+        plan: The plan.
+        storage: Its database.
+        device: The device to train on.
+        report: Called as the work goes on.
+        check: Called often; what it raises ends the work.
+        loading: Called with the progress of downloads and of decoding images.
+    """
+
+    def __init__(
+        self,
+        plan: SweepPlan,
+        storage: optuna.storages.RDBStorage,
+        device: str,
+        *,
+        report: Callable[[SweepStatus], None] = lambda status: None,
+        check: Callable[[], None] = lambda: None,
+        loading: LoadingCallback | None = None,
+    ) -> None:
+        self.plan, self._storage, self._device = plan, storage, device
+        self._report, self._check = report, check
+        self._data = data_loader(plan.root, download=plan.download, progress=loading)
+        self._looked, self._reported = -math.inf, set[str]()
+        self._searches = {entry.name: self._search(entry) for entry in plan.entries}
+        self._tests: SharedStudy | None = None
+
+    def _search(self, entry: Entry) -> SharedStudy:
+        sampler: optuna.samplers.BaseSampler
+        if self.plan.sampler == "grid":
+            axes = {name: values for name, values in entry.space.items() if not isinstance(values, Range)}
+            sampler = optuna.samplers.GridSampler(axes, seed=0)
+        elif self.plan.sampler == "tpe":
+            sampler = SeededSampler(lambda seed: optuna.samplers.TPESampler(seed=seed))
+        else:
+            sampler = SeededSampler(lambda seed: optuna.samplers.RandomSampler(seed=seed))
+        pruner = None
+        if self.plan.pruner == "halving":  # of the trials that reach 25 % of the budget half go on, and again at 50 %
+            pruner = optuna.pruners.SuccessiveHalvingPruner(min_resource=round(100 * RUNGS[0]), reduction_factor=2)
+        return SharedStudy(self._storage, self.plan.study_name(entry), entry.trials, sampler, pruner)
+
+    def run(self) -> None:
+        """Run trials until all have ended, then tests."""
+        self._run_all({self._searches[entry.name]: partial(self._try, entry) for entry in self.plan.entries})
+        if (tests := self.tests()) is not None:
+            self._run_all({tests: self._test})
+
+    def _run_all(self, objectives: Mapping[SharedStudy, Callable[[Trial], float]]) -> None:
+        while left := [study for study in objectives if not study.ended()]:
+            self._check()
+            study = max(left, key=lambda study: study.startable())  # the entries take turns
+            if study.startable():
+                study.run_one(objectives[study])
+            else:
+                for other in left:
+                    other.retry_dead()
+                time.sleep(LOOK_SECONDS)
+            self.look()
+        self.look(force=True)
+
+    def _try(self, entry: Entry, trial: Trial) -> float:
+        """Return the mean of the final validation losses over the trial's seeds. Test numbers are not used here."""
+        for name, values in entry.space.items():
+            if isinstance(values, Range):
+                trial.suggest_float(name, values.low, values.high, log=True)
+            else:
+                trial.suggest_categorical(name, values)
+        config = entry.config.with_settings(trial.params)
+        losses = []
+        for seed in range(self.plan.trial_seeds):
+            numbers = self._train(replace(config, seed=seed), trial, pruned=seed == 0)
+            if "validation_loss" not in numbers:
+                raise SweepError(f"{config.task} has no validation split to choose on")
+            losses.append(numbers["validation_loss"])
+            numbers = {name: numbers[name] for name in numbers if name.startswith("validation_")}
+            trial.set_user_attr(f"seed {seed}", numbers)
+        return mean_of(losses).value
+
+    def _test(self, trial: Trial) -> float:
+        """Return the test score of an entry's choice with one seed."""
+        chosen = self.chosen()
+        name = trial.suggest_categorical("entry", list(chosen))
+        seed = trial.suggest_categorical("seed", list(range(self.plan.seeds)))
+        result = self._train(replace(chosen[name], seed=seed), trial)
+        trial.set_user_attr("result", result)
+        return float(result["score"])
+
+    def _train(self, config: TrainConfig, trial: Trial, *, pruned: bool = False) -> dict[str, Any]:
+        """Train a run, or return its result if it exists; raise TrialPruned if it diverges or is not promising."""
+        if fingerprint(config.task) != self.plan.data:
+            raise SweepError(f"the data of {config.task} changed since this sweep was started: pass another --out")
+        config = replace(config, device=self._device)
+        record = Record.of(self.plan.out, config)
+        steps = [0]
+
+        def report(progress: Progress) -> None:
+            step = int(min(progress.done, 1.0) * REPORTS) * 100 // REPORTS  # in per cent of the budget
+            if pruned and step > steps[-1] and progress.row.get("epoch") == round(progress.epoch, 6):
+                trial.report(progress.row["validation_loss"], step)
+                steps.append(step)
+            self._check()
+            self.look()
+
+        stops = RUNGS if pruned and self.plan.pruner == "halving" else (1.0,)
+        try:
+            for until in stops:
+                numbers = self._train_locked(config, record, report, until)
+                if "score" in numbers:
+                    break
+                if trial.should_prune():
+                    trial.set_user_attr("reason", f"pruned after {100 * until:.0f}% of its budget")
+                    raise optuna.TrialPruned
+        except Diverged as error:
+            trial.set_user_attr("reason", str(error))
+            raise optuna.TrialPruned from None
+        return numbers
+
+    def _train_locked(
+        self, config: TrainConfig, record: Record, report: Callable[[Progress], None], until: float
+    ) -> dict[str, Any]:
+        while True:
+            with record.lock() as locked:
+                if locked:
+                    tick = lambda progress: self._check()  # noqa: E731
+                    return train(config, record, data=self._data, report=report, tick=tick, until=until)
+            self._check()  # another process trains the same run: an equal point, or a trial that was taken over
+            time.sleep(LOOK_SECONDS)
+
+    # ---------------------------------------------------------------- what came out
+
+    def chosen(self) -> dict[str, TrainConfig]:
+        """Return the config to test of each entry that has one: that of its lowest validation loss."""
+        found = {}
+        for entry in self.plan.entries:
+            best = _best(self._searches[entry.name].trials())
+            if best is not None:
+                found[entry.name] = entry.config.with_settings(best.params).with_settings(self.plan.final)
+        return found
+
+    def tests(self) -> SharedStudy | None:
+        """Return the study of the tests, once all trials have ended."""
+        searched = self._tests is None and all(study.ended() for study in self._searches.values())
+        if searched and self.plan.seeds and (names := list(self.chosen())):
+            grid: dict[str, list[Any]] = {"entry": names, "seed": list(range(self.plan.seeds))}
+            sampler = optuna.samplers.GridSampler(grid, seed=0)
+            number = len(names) * self.plan.seeds
+            self._tests = SharedStudy(self._storage, f"{self.plan.name} test", number, sampler)
+        return self._tests
+
+    def look(self, *, force: bool = False) -> None:
+        """Report the status, if it has not been reported lately."""
+        if not force and time.monotonic() - self._looked < LOOK_SECONDS:
+            return
+        trials = [
+            (f"{entry.name} {format_settings(trial.params)}".strip(), trial)
+            for entry in self.plan.entries
+            for trial in self._searches[entry.name].trials()
+        ]
+        tests = [] if (study := self.tests()) is None else study.trials()
+        trials += [(f"test of {t.params.get('entry')} seed {t.params.get('seed')}", t) for t in tests]
+        ended = [(name, trial) for name, trial in trials if trial.state in ENDED]
+        news = [(name, trial) for name, trial in ended if f"{name} {trial.number}" not in self._reported]
+        first = self._looked == -math.inf  # what had ended before is not news
+        self._reported |= {f"{name} {trial.number}" for name, trial in news}
+        running = sum((t.last_step or 0) / 100 for _, t in trials if t.state is TrialState.RUNNING)
+        total = sum(entry.trials for entry in self.plan.entries) + len(self.plan.entries) * self.plan.seeds
+        lines = [] if first else [f"{name}: {_outcome(trial)}" for name, trial in news]
+        self._report(SweepStatus(len(ended), total, running, lines))
+        self._looked = time.monotonic()
+
+    def results(self) -> list[EntryResult]:
+        """Return what came out so far."""
+        tests = [] if (study := self.tests()) is None else study.trials()
+        chosen = self.chosen()
+        return [
+            EntryResult(
+                entry,
+                [trial for trial in self._searches[entry.name].trials() if trial.state in ENDED],
+                {t.params["seed"]: t for t in tests if t.state in ENDED and t.params["entry"] == entry.name},
+                chosen.get(entry.name),
+            )
+            for entry in self.plan.entries
+        ]
+
+
+def run_worker(plan: SweepPlan, device: str, check: Callable[[], None]) -> None:
+    """Work on a plan in a process of its own."""
+    try:
+        for entry in plan.entries:
+            TrainConfig(method=entry.config.method)
+    except ConfigError as error:  # a method that the user's script added to tiltsam.METHODS
+        raise SweepError(
+            f"{error}; workers do not run your script: start it several times, with one worker each"
+        ) from None
+    with open_storage(plan.storage, plan.heartbeat) as storage:
+        SweepWorker(plan, storage, device, check=check).run()
+
+
+def _best(trials: Sequence[FrozenTrial]) -> FrozenTrial | None:
+    complete = [trial for trial in trials if trial.state is TrialState.COMPLETE]
+    return min(complete, key=lambda trial: (trial.value, trial.number), default=None)
+
+
+def _outcome(trial: FrozenTrial) -> str:
+    if trial.state is TrialState.PRUNED:
+        return str(trial.user_attrs.get("reason", "pruned"))
+    if "result" in trial.user_attrs:
+        return f"{trial.user_attrs['result']['metric']} {100 * trial.user_attrs['result']['score']:.2f}"
+    return f"validation loss {trial.value:.4f}"
+
+
+# ---------------------------------------------------------------- results
+
+
+@dataclass(frozen=True)
+class EntryResult:
+    """The trials of an entry, its choice and the tests of it."""
+
+    entry: Entry
+    trials: list[FrozenTrial]
+    tests: dict[int, FrozenTrial]
+    """By seed."""
+    config: TrainConfig | None
+    """The chosen config, with the budget of the tests; None if no trial has a finite loss."""
+
+    @property
+    def name(self) -> str:
+        """The text of the entry."""
+        return self.entry.name
+
+    @property
+    def best(self) -> FrozenTrial | None:
+        """The chosen trial."""
+        return _best(self.trials)
+
+    @property
+    def scores(self) -> dict[int, float]:
+        """The test scores by seed."""
+        return {seed: t.values[0] for seed, t in sorted(self.tests.items()) if t.state is TrialState.COMPLETE}
+
+    def edges(self) -> dict[str, str]:
+        """Return the settings whose chosen value is the ``smallest`` or ``largest`` that could be tried."""
+        found = {}
+        for name, values in self.entry.space.items():
+            if self.best is None or (not isinstance(values, Range) and not _is_axis(values)):
+                continue
+            value = self.best.params[name]
+            margin = 1.0
+            low, high = (values.low, values.high) if isinstance(values, Range) else (min(values), max(values))
+            if isinstance(values, Range):  # the outer tenth, on the logarithmic scale, counts as its end
+                margin = (high / low) ** 0.1
+            if value <= low * margin:
+                found[name] = "smallest"
+            elif value >= high / margin:
+                found[name] = "largest"
+        return found
+
+
+def _is_axis(values: Sequence[Any]) -> bool:
+    """Return whether values are numbers whose ends mean something; counts and choices are not."""
+    return len(values) > 1 and all(isinstance(value, float) for value in values)
+
+
+@dataclass(frozen=True)
+class SweepResult:
+    """The result of a sweep."""
+
+    path: Path
+    """``sweep.json``."""
+    entries: list[EntryResult]
+    notes: list[str] = field(default_factory=list)
+    """Lines about the fairness of the comparison: smaller grids, choices at the edge of what was tried."""
+
+    def difference(self, result: EntryResult) -> Mean:
+        """Return the mean difference of an entry's test scores to the first entry's, seed by seed."""
+        return paired_difference(result.scores, self.entries[0].scores)
+
+
+def format_settings(settings: Mapping[str, Any]) -> str:
+    """Return settings as ``lr=0.1 rho=0.5``."""
+    return " ".join(f"{k}={v:.3g}" if isinstance(v, float) else f"{k}={v}" for k, v in settings.items())
+
+
+def format_results(result: SweepResult) -> list[list[str]]:
+    """Return the cells of a table, headings first; scores and differences are times 100."""
+    first = result.entries[0].name
+    table = [["method", "trials", "chosen", "validation loss", "test ×100", f"minus {first}", "95% interval", "seeds"]]
+    for row in result.entries:
+        pruned = sum(trial.state is TrialState.PRUNED for trial in row.trials)
+        trials = f"{len(row.trials)}" + (f", {pruned} pruned" if pruned else "")
+        best = row.best
+        chosen = ["–", "–"] if best is None else [format_settings(best.params) or "–", f"{best.value:.4f}"]
+        score = format_mean(_times_100(mean_of(list(row.scores.values()))), 2)
+        difference, interval = "", ""
+        if row.name != first and row.scores:
+            mean = _times_100(result.difference(row))
+            low, high = confidence_interval(mean)
+            difference = f"{mean.value:+.2f}"
+            interval = "–" if math.isnan(low) else f"[{low:+.2f}, {high:+.2f}]"
+        table.append([row.name, trials, *chosen, score, difference, interval, f"{len(row.scores)}"])
+    return table
+
+
+def _times_100(mean: Mean) -> Mean:
+    return Mean(100 * mean.value, 100 * mean.error, mean.runs)
+
+
+def _to_json(plan: SweepPlan, result: SweepResult, *, finished: bool) -> dict[str, Any]:
+    """Return the content of ``sweep.json``; ``docs/sweep.md`` describes it."""
+    return {
+        "format": 1,
+        "tiltsam": tiltsam.__version__,
+        "sweep": plan.name,
+        "storage": hide_password(plan.storage),
+        "task": plan.entries[0].config.task,
+        "sampler": plan.sampler,
+        "pruner": plan.pruner,
+        "trial_seeds": plan.trial_seeds,
+        "finished": finished,
+        "notes": result.notes,
+        "methods": {row.name: _entry_json(plan, row, result) for row in result.entries},
+    }
+
+
+def _entry_json(plan: SweepPlan, row: EntryResult, result: SweepResult) -> dict[str, Any]:
+    def run(config: TrainConfig) -> str:
+        return Record.of(plan.out, config).folder.relative_to(plan.out).as_posix()
+
+    def state(trial: FrozenTrial) -> dict[str, Any]:
+        if trial.state is TrialState.COMPLETE:
+            return {"state": "done"}
+        return {"state": "pruned", "reason": trial.user_attrs.get("reason", "")}
+
+    test, difference = mean_of(list(row.scores.values())), result.difference(row)
+    interval = confidence_interval(difference)
+    return {
+        "study": plan.study_name(row.entry),
+        "settings": row.best.params if row.best else None,
+        "validation_loss": row.best.value if row.best else None,
+        "edges": row.edges(),
+        "test": {
+            "mean": _finite(test.value),
+            "error": _finite(test.error),
+            "difference": _finite(difference.value),
+            "interval": [_finite(end) for end in interval],
+            "runs": [
+                {"seed": seed, "run": run(replace(row.config, seed=seed)), **state(t), **t.user_attrs.get("result", {})}
+                for seed, t in sorted(row.tests.items())
+                if row.config is not None
+            ],
+        },
+        "trials": [
+            {
+                "settings": trial.params,
+                "validation_loss": trial.value if trial.state is TrialState.COMPLETE else None,
+                "run": run(row.entry.config.with_settings(trial.params)),
+                **state(trial),
+            }
+            for trial in row.trials
+        ],
+    }
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+# ---------------------------------------------------------------- the sweep
 
 
 def sweep(
     base: TrainConfig,
     methods: Sequence[str],
-    grid: Mapping[str, Sequence[Any]],
+    grid: Grid,
     out: Path,
     *,
+    sampler: SamplerName = "grid",
     trials: int | None = None,
+    pruner: PrunerName = "none",
+    trial_seeds: int = 1,
     seeds: int = 3,
     final_epochs: float | None = None,
-    final_seconds: float | None = None,
     final_passes: float | None = None,
-    draw_seed: int = 0,
+    final_seconds: float | None = None,
     settings: Mapping[str, Any] | None = None,
     storage: str | None = None,
     workers: int = 1,
     root: Path | None = None,
     download: bool = False,
     loading: LoadingCallback | None = None,
-    heartbeat: float = 10.0,
-    begin: Callable[[Plan], None] = lambda plan: None,
-    report: Callable[[Sequence[Standing]], None] = lambda standings: None,
+    heartbeat: int = 10,
+    report: Callable[[SweepStatus], None] = lambda status: None,
     say: Callable[[str], None] = lambda line: None,
-) -> Outcome:
-    """Try settings, choose on the validation split, and test what was chosen.
+) -> SweepResult:
+    """Tune each method with the same number of trials, choose by validation loss, and test the choices.
 
-    Every entry gets the same number of trials. Its choice is the trial with the highest validation score at the end of
-    training (equal ones: with the lower validation loss); test scores of trials are never read. The choice is then
-    trained with each seed and its test score returned.
-
-    Called again with the same arguments, in this process or any other on any machine, it works on the same study: what
-    is done is not done again, what another works on is left to it, and a run whose worker died is taken up, from its
-    last checkpoint where the folder is the same. So it can be interrupted at any moment, and sped up by calling it more
-    than once. Runs in ``out`` that ``tiltsam train`` or ``compare`` made are reused.
+    The same call continues an interrupted sweep, and helps one that another process works on. Runs that exist in
+    ``out`` are not trained again.
 
     Args:
-        base: Everything that is not in the grid; its ``seed`` is that of the trials. ``device`` may be several, as
-            ``"cuda:0,cuda:1"``: the workers are dealt out to them in turn.
-        methods: The entries: methods, each bare or with settings of its own, ``["sam", "sam:average=true"]``. What an
-            entry sets is fixed for it, whatever the grid holds. A run that two entries have in common is trained once.
-        grid: Values by setting, ``{"lr": [0.01, 0.1], "rho": [0.05, 0.5]}``, or by ``"METHOD:SETTING"`` for the entries
-            of one method; :data:`tiltsam.lab.sweeping.grids.PAPER` holds the paper's. A method takes the settings that
-            are its own.
-        out: Folder of the records, of the database, and of the result, ``OUT/sweeps/STUDY/sweep.json``.
-        trials: Trials an entry; see :func:`tiltsam.lab.sweeping.grids.points` for grids that have more or fewer points.
-            By default all points.
-        seeds: Tests of each choice, with seeds 0, 1, …; 0 chooses and does not test.
-        final_epochs: Epochs of the tests, if not those of the trials.
-        final_seconds: Seconds of the tests, if not those of the trials.
-        final_passes: Passes of the tests, if not those of the trials.
-        draw_seed: Of the draw from grids with more points than trials.
+        base: The settings that all trials share; its method and seed are replaced. For equal passes or seconds, set
+            ``epochs=math.inf``. ``device`` may name several, as in ``"cuda:0,cuda:1"``: workers use them in turn.
+        methods: Methods, maybe with their own settings, as in ``"tsam:num_samples=1"``, which no grid changes.
+        grid: Values by name, ``{"lr": [0.01, 0.1]}``, or by ``"METHOD:NAME"`` for one method; a :class:`Range` with
+            the samplers random and tpe. Each method uses the settings that it has.
+        out: Folder of the records, of the database and of ``sweeps/NAME/sweep.json``.
+        sampler: ``"grid"`` tries all points, or ``trials`` of them at random; ``"random"`` samples independently;
+            ``"tpe"`` samples near good trials.
+        trials: Trials per entry; by default the size of the largest grid.
+        pruner: ``"halving"`` stops the worse half of the trials at 25 % and again at 50 % of the budget.
+        trial_seeds: Runs per trial, with seeds 0, 1, …; their validation losses are averaged.
+        seeds: Tests of each choice, with seeds 0, 1, …; 0 tests nothing.
+        final_epochs: Epochs of the tests. A final budget replaces that of the trials.
+        final_passes: Passes of the tests.
+        final_seconds: Seconds of the tests.
         settings: Settings of all methods that have them, as in ``{"rho": 0.2}``; entries and grids go first.
-        storage: URL of a database for Optuna; by default ``sqlite:///OUT/sweeps.db``.
-        workers: Processes to work with; 1 works in this one.
-        root: Where data sets lie.
-        download: Fetch what is missing.
+        storage: URL of the database; by default ``sqlite:///OUT/sweeps.db``.
+        workers: Processes to start; 1 works in this one.
+        root: Folder of the data sets.
+        download: Download missing data sets.
         loading: Called with the progress of downloads and of decoding images, in this process.
-        heartbeat: Seconds between signs of life; a worker on another machine is taken for dead when six are missing.
-        begin: Called with the plan before the work begins.
-        report: Called as it goes with where every entry stands.
-        say: Called with lines about workers.
+        heartbeat: Seconds between heartbeats. After six missing ones other processes take over a trial.
+        report: Called with the status as the work goes on.
+        say: Called with notes before the work, and with lines about workers.
 
     Raises:
-        SweepError: An entry, a grid, a number or a database that cannot be.
+        SweepError: If an argument or the database cannot be used.
 
     Example:
         >>> import tempfile
         >>> folder = tempfile.TemporaryDirectory()
         >>> short = TrainConfig("digits", epochs=1)
-        >>> outcome = sweep(short, ["erm", "sam"], {"lr": [0.01, 0.1]}, Path(folder.name), seeds=1)
-        >>> [(s.method, len(s.trials), len(s.scores)) for s in outcome.standings]
+        >>> result = sweep(short, ["erm", "sam"], {"lr": [0.01, 0.1]}, Path(folder.name), seeds=1)
+        >>> [(row.name, len(row.trials), len(row.scores)) for row in result.entries]
         [('erm', 2, 1), ('sam', 2, 1)]
-        >>> outcome.best["sam"].lr
+        >>> result.entries[1].config.lr
         0.1
         >>> folder.cleanup()
     """
-    if seeds < 0:
-        raise SweepError(f"--seeds must be at least 0, got {seeds}")
-    if workers < 1:
-        raise SweepError(f"--workers must be at least 1, got {workers}")
-    if not heartbeat > 0:
-        raise SweepError(f"--heartbeat must be > 0, got {heartbeat}")
+    for name, number, least in (("seeds", seeds, 0), ("trial-seeds", trial_seeds, 1), ("workers", workers, 1)):
+        if number < least:
+            raise SweepError(f"--{name} must be at least {least}, got {number}")
+    if heartbeat < 1:
+        raise SweepError(f"--heartbeat must be at least 1, got {heartbeat}")
     if not base.validation > 0:
-        raise SweepError(f"a sweep chooses on the validation split: --validation must be > 0, got {base.validation}")
-    budgets = zip(BUDGETS, (final_epochs, final_passes, final_seconds), strict=True)
-    final = {name: value for name, value in budgets if value is not None}
-    for name, value in final.items():
-        if not value > 0:
-            raise SweepError(f"--final-{name} must be > 0, got {value}")
-    find_task(base.task)  # before a folder is made for it
-    first = replace(base, device=base.device.split(",")[0])
-    found, notes = points(first, methods, grid, trials, draw_seed=draw_seed, settings=settings)
-    _check_workers(workers, {row[0].config.method for row in found.values()})
-    _check_final(final, methods, grid)
-    plan = Plan(
-        points=found,
+        raise SweepError(f"--validation must be > 0, because a sweep chooses on it, got {base.validation}")
+    find_task(base.task)  # before a folder is created for it
+    devices = base.device.split(",")
+    entries, notes = make_entries(replace(base, device=devices[0], seed=0), methods, grid, trials, sampler, settings)
+    final = _final_budget(final_epochs, final_passes, final_seconds, entries)
+    plan = SweepPlan(
+        entries=tuple(entries),
+        sampler=sampler,
+        pruner=pruner,
+        trial_seeds=trial_seeds,
         seeds=seeds,
         final=final,
         out=out,
@@ -151,104 +562,56 @@ def sweep(
         root=root,
         download=download,
         heartbeat=heartbeat,
-        notes=notes + (_what_ends_tests(base, final) if seeds else []) + _shared_clock(base, found, final, workers),
         data=fingerprint(base.task),
     )
+    timed = final.get("seconds") or any(entry.config.seconds for entry in entries)
+    if timed and workers > len(set(devices)):
+        notes.append(f"{workers} workers share {base.device}, and the budget is in seconds: use one worker per device")
+    for note in notes:
+        say(note)
     out.mkdir(parents=True, exist_ok=True)
-    return _carry_out(plan, base, workers, begin, report, say, loading)
-
-
-def _what_ends_tests(base: TrainConfig, final: Mapping[str, float]) -> list[str]:
-    """A line, if the tests have a budget of their own and others of the trials hold for them, too."""
-    rest = {name: value for name in BUDGETS if name not in final and (value := getattr(base, name)) is not None}
-    if not final or not rest:
-        return []
-    own, trials = (" or ".join(f"{value:g} {name}" for name, value in each.items()) for each in (final, rest))
-    return [f"the tests end after {own} or, as the trials, {trials}: whichever comes first"]
-
-
-def _shared_clock(
-    base: TrainConfig, found: Mapping[str, Sequence[GridPoint]], final: Collection[str], workers: int
-) -> list[str]:
-    """A line, if seconds are counted and workers share a device, so that they differ in what they get done in one."""
-    timed = "seconds" in final or any(point.config.seconds is not None for row in found.values() for point in row)
-    if not timed or workers <= len(set(base.device.split(","))):
-        return []
-    told = f"{workers} workers on {base.device} slow each other down, and the budget is in seconds"
-    return [f"{told}: use one worker a device"]
-
-
-def _check_workers(workers: int, methods: Collection[str]) -> None:
-    strangers = {name for name in methods if not _is_shipped(tiltsam.METHODS[name])}
-    if workers > 1 and strangers:
-        told = f"--workers {workers} starts new processes, which do not know {', '.join(sorted(strangers))}"
-        raise SweepError(f"{told}: start your script as often, side by side, each with one worker")
-
-
-def _is_shipped(method: Any) -> bool:
-    """Whether a new process knows the method."""
-    return any(method is known for known in vars(tiltsam).values())
-
-
-def _check_final(final: Collection[str], methods: Sequence[str], grid: Collection[str]) -> None:
-    """Refuse a budget of the tests that would overwrite what an entry sets, or what a grid is to choose."""
-    for name in final:
-        for text in methods:
-            if name in parse_method(text):
-                raise SweepError(f"{text!r} has its own {name}, which --final-{name} would change")
-        if name in {setting.rpartition(":")[2] for setting in grid}:
-            raise SweepError(f"the grid's {name} would be chosen in vain: --final-{name} changes them")
-
-
-def _carry_out(
-    plan: Plan,
-    base: TrainConfig,
-    workers: int,
-    begin: Callable[[Plan], None],
-    report: Callable[[Sequence[Standing]], None],
-    say: Callable[[str], None],
-    loading: LoadingCallback | None,
-) -> Outcome:
-    devices = base.device.split(",")
-    path = plan.folder / "sweep.json"
-
-    def write() -> list[Standing]:
-        standings = desk.look()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        content = to_json(plan.name, desk.store.shown, plan.out, plan.notes, standings)
-        write_json(path, content, allow_nan=False)
-        report(standings)
-        return standings
-
-    often = _not_too_often(lambda: report(desk.look()))
-    with Desk(plan, device=devices[0], report=often, loading=loading) as desk:
-        standings = desk.look()
-        begin(plan)
-        report(standings)
+    with open_storage(plan.storage, heartbeat) as database:
+        worker = SweepWorker(plan, database, devices[0], report=report, loading=loading)
         try:
-            if all(s.finished for s in standings):
-                pass
-            elif workers == 1:
-                desk.work()
+            worker.look()
+            if workers == 1:
+                worker.run()
             else:
-                if plan.download:  # once, before several look for it
-                    load(replace(base, device=devices[0]), plan.root, download=True, progress=loading)
-                dealt = [devices[k % len(devices)] for k in range(workers)]
-                run_workers(plan, dealt, lambda: report(desk.look()), say)
+                if download:  # once, before several processes look for it
+                    load(entries[0].config, root, download=True, progress=loading)
+                arguments = [(plan, devices[k % len(devices)]) for k in range(workers)]
+                run_processes(run_worker, arguments, plan.folder, look=worker.look, say=say)
         except KeyboardInterrupt:
-            write()
+            _write_result(plan, worker, notes)
             raise
-        return Outcome(plan.name, path, write(), plan.notes)
+        worker.look(force=True)
+        return _write_result(plan, worker, notes)
 
 
-def _not_too_often(action: Callable[[], None]) -> Callable[[], None]:
-    """Epochs may be shorter than a look at the database takes."""
-    last = -math.inf
+def _final_budget(
+    epochs: float | None, passes: float | None, seconds: float | None, entries: Sequence[Entry]
+) -> dict[str, float | None]:
+    budget = {"epochs": epochs, "passes": passes, "seconds": seconds}
+    given = {name: value for name, value in budget.items() if value is not None}
+    for name, value in given.items():
+        if not value > 0:
+            raise SweepError(f"--final-{name} must be > 0, got {value:g}")
+        for entry in entries:
+            if name in entry.space or f"{name}=" in entry.name:
+                raise SweepError(f"{entry.name}: {name} is set or tuned, and --final-{name} would change it")
+    return {**budget, "epochs": epochs or math.inf} if given else {}
 
-    def sometimes() -> None:
-        nonlocal last
-        if time.monotonic() - last >= REPORT_SECONDS:
-            action()
-            last = time.monotonic()
 
-    return sometimes
+def _write_result(plan: SweepPlan, worker: SweepWorker, notes: Sequence[str]) -> SweepResult:
+    result = SweepResult(plan.folder / "sweep.json", worker.results(), list(notes))
+    for row in result.entries:
+        for name, edge in row.edges().items():
+            assert row.best is not None
+            chosen = format_settings({name: row.best.params[name]})
+            result.notes.append(f"{row.name}: {chosen} is the {edge} value that was tried")
+    plan.folder.mkdir(parents=True, exist_ok=True)
+    tested = sum(len(row.tests) for row in result.entries)
+    expected = sum(row.config is not None for row in result.entries) * plan.seeds
+    searched = all(len(row.trials) >= row.entry.trials for row in result.entries)
+    write_json(result.path, _to_json(plan, result, finished=searched and tested >= expected), allow_nan=False)
+    return result

@@ -1,4 +1,4 @@
-"""The runs of finished sweeps, and of folders that may contain sweeps."""
+"""Find the folders of runs, also those that a sweep tested."""
 
 from __future__ import annotations
 

@@ -1,0 +1,212 @@
+"""The search space of a sweep: grids and ranges of settings, and the part of them that each method has."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+
+from tiltsam.lab.config import TrainConfig
+from tiltsam.lab.errors import ConfigError, SweepError
+from tiltsam.lab.flags import method_configs, parse_method
+
+__all__ = ["PAPER", "Entry", "Grid", "Range", "SamplerName", "Values", "make_entries", "parse_grid"]
+
+SamplerName = Literal["grid", "random", "tpe"]
+
+PAPER: dict[str, tuple[Any, ...]] = {
+    "lr": (1e-4, 3e-4, 0.001, 0.003, 0.01, 0.03, 0.1),
+    "rho": (0.05, 0.1, 0.5, 1.0, 5.0, 15.0),
+    "t": (0.0, 1.0, 5.0, 20.0, 100.0),
+    "num_samples": (3, 5),
+}
+"""The grids of the paper; each method uses the settings that it has."""
+
+FIXED = ("task", "method", "seed", "device", "validation", "noise")  # would change what the losses are measured on
+
+
+@dataclass(frozen=True)
+class Range:
+    """A range of values, sampled log-uniformly."""
+
+    low: float
+    high: float
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.low, float) and isinstance(self.high, float) and 0 < self.low < self.high < math.inf):
+            raise SweepError(f"a range must be LOW..HIGH with floats 0 < LOW < HIGH, got {self.low}..{self.high}")
+
+
+Values = tuple[Any, ...] | Range
+Grid = Mapping[str, Sequence[Any] | Range]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A method with its own settings, and what is tried for it."""
+
+    name: str
+    config: TrainConfig
+    space: dict[str, Values]
+    trials: int
+
+
+def parse_grid(texts: Sequence[str], methods: Sequence[str]) -> dict[str, Values]:
+    """Parse ``NAME=VALUE,VALUE,…``, ``NAME=LOW..HIGH``, ``METHOD:NAME=…`` and ``paper``; later texts win.
+
+    Args:
+        texts: The grids.
+        methods: The entries of the sweep, whose methods define the types of the values.
+
+    Example:
+        >>> parse_grid(["lr=0.1,0.3", "tsam:t=1,20", "rho=0.01..1"], ["sam", "tsam:num_samples=3"])
+        {'lr': (0.1, 0.3), 'tsam:t': (1.0, 20.0), 'rho': Range(low=0.01, high=1.0)}
+    """
+    grid: dict[str, Values] = {}
+    names = list(dict.fromkeys(text.partition(":")[0] for text in methods))
+    for text in texts:
+        if text == "paper":
+            grid |= PAPER
+            continue
+        name, equals, values = text.partition("=")
+        name = name.strip().replace("-", "_")
+        owner, colon, setting = name.rpartition(":")
+        if not equals or not values.strip():
+            raise SweepError(f"--grid must be NAME=VALUE,VALUE,… or NAME=LOW..HIGH or paper, got {text!r}")
+        low, dots, high = values.partition("..")
+        parse = partial(_parse_value, [owner] if colon else names, setting)
+        if dots:
+            grid[name] = Range(parse(low), parse(high))
+        else:
+            grid[name] = tuple(dict.fromkeys(parse(value) for value in values.split(",")))
+    return grid
+
+
+def _parse_value(methods: Sequence[str], setting: str, text: str) -> Any:
+    """Parse a value as the first method does that has the setting."""
+    errors = []
+    for method in methods:
+        try:
+            return parse_method(f"{method}:{setting}={text.strip()}")[setting]
+        except ConfigError as error:
+            errors.append(error)
+    raise SweepError(f"--grid {setting}: {errors[0] if errors else 'no methods'}")
+
+
+def make_entries(
+    base: TrainConfig,
+    methods: Sequence[str],
+    grid: Grid,
+    trials: int | None,
+    sampler: SamplerName,
+    settings: Mapping[str, Any] | None = None,
+) -> tuple[list[Entry], list[str]]:
+    """Return the entries, and notes on those with less to try than others.
+
+    Args:
+        base: The settings that all entries share.
+        methods: Methods, maybe with their own settings, as in ``tsam:num_samples=1``, which no grid changes.
+        grid: Values by name, or by ``METHOD:NAME`` for one method, which takes precedence.
+        trials: Trials per entry; by default the size of the largest grid.
+        sampler: How the trials are chosen.
+        settings: Settings of all methods that have them; an entry's own and the grid go first.
+
+    Raises:
+        SweepError: If an entry, a name or a value cannot be used, or two entries are equal.
+    """
+    if not methods or isinstance(methods, str):
+        raise SweepError(f"methods must be a list of at least one method, got {methods!r}")
+    if not grid:
+        raise SweepError("pass at least one --grid NAME=VALUE,VALUE,…")
+    if sampler == "grid" and (ranges := [name for name, values in grid.items() if isinstance(values, Range)]):
+        raise SweepError(f"--grid {ranges[0]}: a range needs --sampler random or tpe")
+    if sampler != "grid" and trials is None:
+        raise SweepError(f"pass --trials N with --sampler {sampler}")
+    if trials is not None and trials < 1:
+        raise SweepError(f"--trials must be at least 1, got {trials}")
+    fixed = {text: _fixed_settings(text) for text in methods}
+    if len(fixed) < len(methods):
+        raise SweepError(f"methods must differ, got {', '.join(methods)}")
+    try:
+        configs = method_configs(base, methods, settings)
+    except ConfigError as error:
+        raise SweepError(str(error)) from None
+    spaces = _spaces(configs, fixed, grid)
+    sizes = {name: _check_points(name, configs[name], space) for name, space in spaces.items()}
+    most = trials or int(max(sizes.values()))
+    entries = [Entry(name, configs[name], spaces[name], int(min(most, sizes[name]))) for name in fixed]
+    seen: dict[str, str] = {}
+    for entry in entries:
+        first = seen.setdefault(f"{entry.config.key()} {entry.space}", entry.name)
+        if first != entry.name:
+            raise SweepError(f"{first} and {entry.name} are the same runs: leave one out")
+    notes = [f"{e.name}: its grid allows {e.trials} of {most} trials" for e in entries if e.trials < most]
+    for entry in entries:
+        if ignored := [name for name in fixed[entry.name] if name in {n.rpartition(":")[2] for n in grid}]:
+            notes.append(f"{entry.name}: sets {', '.join(ignored)} itself, the grid is not used")
+    return entries, notes
+
+
+def _fixed_settings(text: str) -> dict[str, Any]:
+    try:
+        settings = parse_method(text)
+    except ConfigError as error:
+        raise SweepError(str(error)) from None
+    for name in settings:
+        if name in FIXED and name != "method":
+            raise SweepError(f"{text!r}: {name} must be the same for all trials")
+    return settings
+
+
+def _with(config: TrainConfig, name: str, settings: Mapping[str, Any]) -> TrainConfig:
+    try:
+        return config.with_settings(settings)
+    except ConfigError as error:
+        raise SweepError(f"{name}: {error}") from None
+
+
+def _spaces(
+    configs: Mapping[str, TrainConfig], fixed: Mapping[str, Mapping[str, Any]], grid: Grid
+) -> dict[str, dict[str, Values]]:
+    """Return what is tried for each entry: the part of the grid that its method has and that it does not set."""
+    spaces: dict[str, dict[str, Values]] = {name: {} for name in configs}
+    for name, values in sorted(grid.items(), key=lambda item: ":" in item[0]):  # those of one method replace others
+        owner, _, setting = name.rpartition(":")
+        if setting in FIXED:
+            raise SweepError(f"--grid {name}: {setting} must be the same for all trials")
+        if not isinstance(values, Range) and not len(values):
+            raise SweepError(f"--grid {name} must have values")
+        entries = [entry for entry, config in configs.items() if owner in ("", config.method)]
+        if not entries:
+            raise SweepError(f"--grid {name}: methods must include {owner}, got {', '.join(configs)}")
+        takers, errors = [], []
+        for entry in entries:
+            try:
+                configs[entry].with_settings({setting: values.low if isinstance(values, Range) else values[0]})
+                takers.append(entry)
+            except ConfigError as error:
+                errors.append(f"--grid {name}: {error}")
+        if not takers and (isinstance(values, Range) or tuple(values) != PAPER.get(name)):
+            raise SweepError(errors[0])
+        for entry in takers:
+            if setting not in fixed[entry]:
+                spaces[entry][setting] = values if isinstance(values, Range) else tuple(dict.fromkeys(values))
+    return spaces
+
+
+def _check_points(name: str, config: TrainConfig, space: Mapping[str, Values]) -> float:
+    """Let the method check all points, or the corners of ranges; return their number, infinite for a range."""
+    axes = [(v.low, v.high) if isinstance(v, Range) else v for v in space.values()]
+    size = 0
+    for size, point in enumerate(itertools.product(*axes), 1):  # noqa: B007
+        point_config = _with(config, name, dict(zip(space, point, strict=True)))
+        try:
+            point_config.wrap(torch.optim.SGD([torch.zeros(2, requires_grad=True)], lr=point_config.lr))
+        except ConfigError as error:
+            raise SweepError(f"{name}: {error}") from None
+    return math.inf if any(isinstance(v, Range) for v in space.values()) else size

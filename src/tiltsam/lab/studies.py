@@ -1,0 +1,306 @@
+"""Optuna studies that several processes and machines work on: the database, and trials that outlive their process.
+
+Optuna's storage records a heartbeat of every running trial. A trial without one is failed and queued again, by any
+process that works on the study (:func:`retry`); one that was interrupted is queued again at once.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import platform
+import random
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import optuna
+import sqlalchemy
+from optuna.exceptions import ExperimentalWarning, StorageInternalError
+from optuna.samplers import BaseSampler
+from optuna.trial import FrozenTrial, Trial, TrialState
+
+from tiltsam.lab.errors import LabError, SweepError
+from tiltsam.lab.shutdown import defer_interrupt
+
+__all__ = ["ENDED", "SeededSampler", "SharedStudy", "hide_password", "open_storage", "retry", "sqlite_url"]
+
+ENDED = (TrialState.COMPLETE, TrialState.PRUNED)
+"""The states of trials that are not run again."""
+BEATS = 6  # missing heartbeats after which a trial is failed
+CONNECT_SECONDS = 10
+LOCK_SECONDS = 60.0  # how long SQLite waits for another process to finish writing
+ATTEMPTS = 8  # to create tables that other processes create at the same time
+
+
+# ---------------------------------------------------------------- the database
+
+
+def sqlite_url(out: Path) -> str:
+    """Return the default database of a folder of runs."""
+    return sqlalchemy.URL.create("sqlite", database=str((out / "sweeps.db").resolve())).render_as_string()
+
+
+def hide_password(url: str) -> str:
+    """Return a database URL without its password.
+
+    Raises:
+        SweepError: If it is not a URL. The message does not contain it.
+    """
+    try:
+        return sqlalchemy.engine.make_url(url).render_as_string(hide_password=True)
+    except sqlalchemy.exc.ArgumentError:
+        raise SweepError(
+            "--storage must be a database URL, sqlite:///FILE or postgresql://USER:PASSWORD@HOST/DATABASE"
+        ) from None
+
+
+@contextmanager
+def open_storage(url: str, heartbeat: int = 10) -> Iterator[optuna.storages.RDBStorage]:
+    """Open the database of a sweep; any number of processes may do so at once, also while it is empty.
+
+    Args:
+        url: An SQLAlchemy URL.
+        heartbeat: Seconds between the heartbeats of a trial; after six missing ones it is failed.
+
+    Raises:
+        SweepError: If the URL, its driver or its server cannot be used, or if the server is lost inside the context.
+    """
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    logging.getLogger("sqlalchemy").setLevel(logging.CRITICAL)  # it logs a Ctrl-C inside it with a traceback
+    shown = hide_password(url)
+    parsed = sqlalchemy.engine.make_url(url)
+    if parsed.drivername == "postgresql":
+        parsed = parsed.set(drivername=f"postgresql+{_postgresql_driver()}")
+    if parsed.get_backend_name() == "sqlite" and parsed.database in (None, "", ":memory:"):
+        raise SweepError(f"--storage must be a file, sqlite:///FILE, got {shown}")
+    options = _engine_options(parsed.get_backend_name())
+    full = parsed.render_as_string(hide_password=False)
+    try:
+        engine = sqlalchemy.create_engine(full, **options)
+        with engine.connect():
+            pass
+        engine.dispose()
+    except (sqlalchemy.exc.SQLAlchemyError, ImportError) as error:
+        raise SweepError(f"cannot open {shown}: {_reason(error)}") from None
+    storage = _create_storage(full, shown, options, heartbeat)
+    others = threading.excepthook
+    # The thread that records heartbeats ends with a lost database, too: the error is reported once, below.
+    threading.excepthook = lambda args: None if _database_error(args.exc_value) else others(args)
+    try:
+        yield storage
+    except Exception as error:
+        lost = None if isinstance(error, LabError) else _database_error(error)
+        if lost is None:
+            raise
+        raise SweepError(f"lost {shown}: {_reason(lost.__cause__ or lost)}; the same command resumes") from None
+    finally:
+        threading.excepthook = others
+        with defer_interrupt(), suppress(sqlalchemy.exc.SQLAlchemyError):
+            storage.remove_session()
+            storage.engine.dispose()
+
+
+def _create_storage(url: str, shown: str, options: dict[str, Any], heartbeat: int) -> optuna.storages.RDBStorage:
+    for attempt in range(ATTEMPTS):
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", ExperimentalWarning)
+                return optuna.storages.RDBStorage(
+                    url,
+                    engine_kwargs=dict(options),
+                    heartbeat_interval=heartbeat,
+                    grace_period=BEATS * heartbeat,
+                    heartbeat_stale_trial_callback=retry,
+                )
+        except (sqlalchemy.exc.SQLAlchemyError, StorageInternalError, AssertionError) as error:
+            last: Exception = error  # of several processes that create the tables, all but one fail once
+            time.sleep((attempt + random.random()) / 4)
+        except RuntimeError as error:  # the tables of another version of Optuna
+            raise SweepError(f"{shown}: {error}") from None
+    raise SweepError(f"cannot open {shown}: {_reason(last.__cause__ or last)}")
+
+
+def _database_error(error: BaseException | None) -> BaseException | None:
+    """Return the database error behind an exception; Optuna may raise another one while it handles it."""
+    while error is not None and not isinstance(error, (StorageInternalError, sqlalchemy.exc.SQLAlchemyError)):
+        error = error.__cause__ or error.__context__
+    return error
+
+
+def _engine_options(backend: str) -> dict[str, Any]:
+    if backend == "sqlite":
+        return {"connect_args": {"timeout": LOCK_SECONDS}}
+    options: dict[str, Any] = {"pool_pre_ping": True}
+    if backend == "postgresql":
+        options["connect_args"] = {"connect_timeout": CONNECT_SECONDS}
+    return options
+
+
+def _postgresql_driver() -> str:
+    """Return the driver that is installed; which one a bare ``postgresql://`` means depends on SQLAlchemy's version."""
+    for driver in ("psycopg", "psycopg2"):
+        if importlib.util.find_spec(driver) is not None:
+            return driver
+    raise SweepError('--storage postgresql://… needs a driver: pip install "psycopg[binary]"')
+
+
+def _reason(error: BaseException) -> str:
+    """Return the first line of the driver's message."""
+    text = str(getattr(error, "orig", None) or error).strip() or type(error).__name__
+    return text.splitlines()[0]
+
+
+# ---------------------------------------------------------------- trials
+
+
+def retry(study: optuna.Study, trial: FrozenTrial) -> None:
+    """Queue a trial again: same parameters, no results."""
+    study.add_trial(
+        optuna.create_trial(
+            state=TrialState.WAITING,
+            params=trial.params,
+            distributions=trial.distributions,
+            user_attrs={"retry_of": trial.number},
+            system_attrs=trial.system_attrs,  # GridSampler stores the grid point there
+        )
+    )
+
+
+class _Surplus(Exception):
+    """Raised in a trial that was started although enough others were."""
+
+
+class SharedStudy:
+    """A study of a fixed number of trials, worked on by any number of processes.
+
+    Args:
+        storage: The database.
+        name: The name of the study; created if it does not exist.
+        trials: Trials to run.
+        sampler: Chooses their parameters.
+        pruner: Stops trials early.
+        grace: Seconds after which a trial that has not begun is taken to be dead.
+    """
+
+    def __init__(
+        self,
+        storage: optuna.storages.RDBStorage,
+        name: str,
+        trials: int,
+        sampler: BaseSampler,
+        pruner: optuna.pruners.BasePruner | None = None,
+        grace: float = 60.0,
+    ) -> None:
+        self.num_trials = trials
+        self.study = optuna.create_study(
+            storage=storage,
+            study_name=name,
+            sampler=sampler,
+            pruner=pruner or optuna.pruners.NopPruner(),
+            load_if_exists=True,
+        )
+        self._storage, self._grace = storage, grace
+        self._first_seen: dict[int, float] = {}
+
+    def trials(self) -> list[FrozenTrial]:
+        """Return the trials that were started or queued, without failed ones."""
+        with defer_interrupt():
+            found = self.study.get_trials(deepcopy=False)
+        return [trial for trial in found if trial.state is not TrialState.FAIL]
+
+    def ended(self) -> bool:
+        """Return whether all trials have ended."""
+        return sum(trial.state in ENDED for trial in self.trials()) >= self.num_trials
+
+    def startable(self) -> int:
+        """Return how many trials can be started now."""
+        with defer_interrupt():
+            found = self.study.get_trials(deepcopy=False)
+        waiting = sum(trial.state is TrialState.WAITING for trial in found)
+        return waiting + max(0, self.num_trials - sum(_is_first(trial) for trial in found))
+
+    def run_one(self, objective: Callable[[Trial], float]) -> None:
+        """Run a queued or new trial. Whatever ends it but its result or a pruning, it is queued again."""
+        begun: list[int] = []
+
+        def run(trial: Trial) -> float:
+            begun.append(trial.number)
+            trial.set_user_attr("worker", f"{platform.node()}:{os.getpid()}")
+            # Processes that start a trial at once may exceed the number; their trials' numbers decide who is too many.
+            earlier = [t for t in self.study.get_trials(deepcopy=False) if t.number < trial.number and _is_first(t)]
+            if "retry_of" not in trial.user_attrs and len(earlier) >= self.num_trials:
+                raise _Surplus
+            try:
+                return objective(trial)
+            except optuna.TrialPruned:
+                raise
+            except BaseException:
+                self._requeue(trial.number)
+                raise
+
+        try:
+            self.study.optimize(run, n_trials=1, catch=(_Surplus,))
+        except ValueError:  # Optuna's, if another process has failed the trial: our heartbeats did not arrive
+            if not begun or self.study.trials[begun[0]].state is not TrialState.FAIL:
+                raise
+
+    def _requeue(self, number: int) -> None:
+        with defer_interrupt():
+            trial = self.study.trials[number]
+            if trial.state is TrialState.RUNNING:
+                retry(self.study, trial)
+
+    def retry_dead(self) -> None:
+        """Fail the trials of dead processes, and queue them again."""
+        with defer_interrupt(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", ExperimentalWarning)
+            optuna.storages.fail_stale_trials(self.study)
+        # A process may die between the start of a trial and its first heartbeat, without which it is never stale.
+        now = time.monotonic()
+        for trial in self.trials():
+            if trial.state is not TrialState.RUNNING or "worker" in trial.user_attrs:
+                self._first_seen.pop(trial.number, None)
+            elif now - self._first_seen.setdefault(trial.number, now) > self._grace:
+                study = optuna.load_study(study_name=self.study.study_name, storage=self._storage)
+                study.tell(trial.number, state=TrialState.FAIL, skip_if_finished=True)
+                retry(study, trial)
+
+
+def _is_first(trial: FrozenTrial) -> bool:
+    return "retry_of" not in trial.user_attrs
+
+
+class SeededSampler(BaseSampler):
+    """Samples with a seed derived from the trial's number.
+
+    Parallel processes draw different points, and the same sweep draws the same points whatever their number.
+
+    Args:
+        make: Returns the sampler for a seed.
+    """
+
+    def __init__(self, make: Callable[[int], BaseSampler]) -> None:
+        self._make = make
+
+    def infer_relative_search_space(self, study: optuna.Study, trial: FrozenTrial) -> Any:
+        """Return the parameters that are sampled together."""
+        return self._sampler(trial).infer_relative_search_space(study, trial)
+
+    def sample_relative(self, study: optuna.Study, trial: FrozenTrial, search_space: Any) -> dict[str, Any]:
+        """Sample parameters together."""
+        return self._sampler(trial).sample_relative(study, trial, search_space)
+
+    def sample_independent(
+        self, study: optuna.Study, trial: FrozenTrial, param_name: str, param_distribution: Any
+    ) -> Any:
+        """Sample one parameter."""
+        return self._sampler(trial, param_name).sample_independent(study, trial, param_name, param_distribution)
+
+    def _sampler(self, trial: FrozenTrial, name: str = "") -> BaseSampler:
+        return self._make(random.Random(f"{trial.number} {name}").getrandbits(32))

@@ -1,0 +1,507 @@
+"""Sweeps: equal numbers of trials, a choice by validation loss that never reads the test set, nothing done twice."""
+
+import json
+import math
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import optuna
+import pytest
+
+from tiltsam.cli import _parse, _read_arguments, main
+from tiltsam.lab import run_folders
+from tiltsam.lab.config import TrainConfig
+from tiltsam.lab.console import SweepDisplay
+from tiltsam.lab.errors import Diverged, SweepError, TrainError, UserError
+from tiltsam.lab.flags import from_arguments
+from tiltsam.lab.grids import PAPER, Range, make_entries, parse_grid
+from tiltsam.lab.records import Record
+from tiltsam.lab.studies import retry, sqlite_url
+from tiltsam.lab.sweep import SweepStatus, format_results, sweep
+from tiltsam.lab.train import Progress, train
+
+SMALL = TrainConfig("digits", epochs=1, batch_size=128)
+RATES = {"lr": (0.01, 0.03, 0.1)}
+STUDIES = Path(__file__).parents[2] / "benchmarks" / "studies"
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    """Replace training: ``loss`` and ``score`` are functions of the config, and each run is counted."""
+
+    class FakeTrainer:
+        def __init__(self):
+            self.runs = []
+            self.loss = lambda config: abs(math.log(config.lr / 0.03))
+            self.score = lambda config: 0.5 + config.seed / 100
+
+        def __call__(self, config, record, *, data, report, tick, until):
+            if self.runs[-1:] != [config] or until == 1:
+                self.runs.append(config)
+            loss = self.loss(config)
+            row = {"epoch": until, "validation_loss": loss, "validation_accuracy": 0.5}
+            report(Progress(epoch=until, done=until, row=row))
+            if until < 1:
+                return row
+            score = self.score(config)
+            return {**row, "metric": "accuracy", "test_accuracy": score, "score": score, "passes": 1.0, "seconds": 0.1}
+
+    trainer = FakeTrainer()
+    monkeypatch.setattr("tiltsam.lab.sweep.train", trainer)
+    return trainer
+
+
+def studies(out):
+    storage = sqlite_url(out)
+    return {name: optuna.load_study(study_name=name, storage=storage) for name in optuna.get_all_study_names(storage)}
+
+
+# ---------------------------------------------------------------- grids
+
+
+def test_parse_grid_types_values_by_setting():
+    texts = ["num-samples=2,3", "share_ascent=true,false", "radius=none,0.1", "t=1,1.0", "lr=1e-3..0.1"]
+    assert parse_grid(texts, ["tsam"]) == {
+        "num_samples": (2, 3),
+        "share_ascent": (True, False),
+        "radius": (None, 0.1),
+        "t": (1.0,),
+        "lr": Range(1e-3, 0.1),
+    }
+
+
+def test_make_entries_gives_each_method_its_settings():
+    entries, notes = make_entries(SMALL, ["erm", "sam", "tsam"], PAPER, None, "grid")
+    assert [set(entry.space) for entry in entries] == [{"lr"}, {"lr", "rho"}, {"lr", "rho", "t", "num_samples"}]
+    assert [entry.trials for entry in entries] == [7, 42, 420]
+    assert [note.split(":")[0] for note in notes] == ["erm", "sam"]
+
+
+def test_make_entries_prefers_the_grid_of_one_method():
+    grid = parse_grid(["asam:rho=1,2", "rho=0.1,0.2"], ["sam", "asam"])
+    entries, _ = make_entries(SMALL, ["sam", "asam"], grid, None, "grid")
+    assert [entry.space["rho"] for entry in entries] == [(0.1, 0.2), (1.0, 2.0)]
+
+
+def test_make_entries_counts_equal_values_once():
+    (entry,), _ = make_entries(SMALL, ["erm"], {"lr": [0.1, 0.1, 0.2]}, None, "grid")
+    assert entry.space["lr"] == (0.1, 0.2)
+    assert entry.trials == 2
+
+
+def test_make_entries_leaves_out_what_an_entry_sets():
+    entries, notes = make_entries(SMALL, ["sam", "sam:rho=0.3"], {**RATES, "rho": (0.1, 0.5)}, 3, "grid")
+    assert set(entries[1].space) == {"lr"}
+    assert entries[1].config.rho == 0.3
+    assert len(notes) == 1
+    assert notes[0].startswith("sam:rho=0.3: sets rho")
+
+
+MISTAKES = [
+    (["--grid", "lr"], "'lr'"),
+    (["--grid", "lrr=1"], "'lrr'"),
+    (["--grid", "lr=big"], "'big'"),
+    (["--grid", "lr=-1,0.1"], "got -1"),
+    (["--grid", "lr=0.1,-1"], "got -1"),
+    (["--grid", "rho=-1"], "got -1"),
+    (["--grid", "seed=1,2"], "seed"),
+    (["--grid", "noise=0,0.1"], "noise"),
+    (["--grid", "adam:lr=1"], "'adam'"),
+    (["--grid", "sam:rho=1"], "sam"),
+    (["--grid", "eta=1,2"], "eta"),
+    (["--grid", "lr=0.1", "--methods", "adam"], "'adam'"),
+    (["--grid", "lr=0.1", "--methods", "sam", "sam"], "sam, sam"),
+    (["--grid", "lr=0.1", "--methods", "sam:rho=0.1", "sam:rho=0.10"], "sam:rho=0.10"),
+    (["--grid", "lr=0.1", "--methods", "sam:validation=0.2"], "validation"),
+    (["--grid", "lr=0.1", "--methods", "sam:num_samples=3"], "num_samples"),
+    (["--grid", "lr=1e-3..0.1"], "--sampler"),
+    (["--grid", "lr=0.1..1e-3", "--sampler", "tpe", "--trials", "3"], "0.1..0.001"),
+    (["--grid", "num_samples=1..3", "--sampler", "tpe", "--trials", "3"], "1..3"),
+    (["--grid", "lr=0.1,1", "--sampler", "random"], "--trials"),
+    (["--grid", "lr=0.1", "--trials", "0"], "got 0"),
+    (["--grid", "lr=0.1", "--seeds", "-1"], "got -1"),
+    (["--grid", "lr=0.1", "--trial-seeds", "0"], "got 0"),
+    (["--grid", "lr=0.1", "--workers", "0"], "got 0"),
+    (["--grid", "lr=0.1", "--heartbeat", "0"], "got 0"),
+    (["--grid", "lr=0.1", "--validation", "0"], "got 0"),
+    (["--grid", "lr=0.1", "--final-epochs", "0"], "got 0"),
+    (["--grid", "epochs=1,2", "--final-epochs", "3"], "--final-epochs"),
+    (["--grid", "lr=0.1", "--methods", "erm:epochs=2", "--final-epochs", "3"], "--final-epochs"),
+    (["--grid", "lr=0.1", "--storage", "here"], "--storage"),
+    (["--grid", "lr=0.1", "--storage", "cobol://h/d"], "cobol"),
+    (["--grid", "lr=0.1", "--storage", "sqlite://"], "sqlite:///FILE"),
+    (["--grid", "lr=0.1", "--storage", "sqlite:////nowhere/a.db"], "sqlite:////nowhere/a.db"),
+    (["--grid", "lr=0.1", "--storage", "postgresql://u:secret@127.0.0.1:1/d"], "postgresql://u:***@127.0.0.1:1"),
+    (["--grid", "lr=0.1", "--device", "gpu"], "'gpu'"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "value"), MISTAKES, ids=lambda x: " ".join(x) if isinstance(x, list) else "")
+def test_mistakes_are_one_line_and_exit_2(arguments, value, tmp_path, capsys):
+    methods = [] if "--methods" in arguments else ["--methods", "tsam"]
+    assert main(["sweep", "digits", *methods, *arguments, "--epochs", "1", "--out", str(tmp_path)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert value in line
+    assert "secret" not in line
+
+
+def test_unknown_task_creates_no_folder(tmp_path, capsys):
+    assert main(["sweep", "digit", "--grid", "lr=0.1", "--out", str(tmp_path / "runs")]) == 2
+    assert "'digit'" in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_methods_must_be_a_list(tmp_path):
+    with pytest.raises(SweepError, match="'sam'"):
+        sweep(SMALL, "sam", RATES, tmp_path)
+
+
+# ---------------------------------------------------------------- samplers and the choice
+
+
+@pytest.mark.parametrize("sampler", ["grid", "random", "tpe"])
+def test_samplers_choose_the_lowest_validation_loss(sampler, tmp_path, fake):
+    grid = RATES if sampler == "grid" else {"lr": Range(1e-3, 1.0)}
+    number = 3 if sampler == "grid" else 20
+    result = sweep(SMALL, ["erm"], grid, tmp_path, sampler=sampler, trials=number, seeds=2)
+    (row,) = result.entries
+    tried = [trial.params["lr"] for trial in row.trials]
+    assert len(set(tried)) == len(tried) == number
+    assert row.config.lr == min(tried, key=lambda lr: abs(math.log(lr / 0.03)))
+    assert [run for run in fake.runs if run.seed == 1] == [replace(row.config, seed=1, device="auto")]
+    assert row.scores == {0: 0.5, 1: 0.51}
+
+
+@pytest.mark.slow
+def test_tpe_samples_near_good_trials(tmp_path, fake):
+    def distance(sampler):
+        result = sweep(SMALL, ["erm"], {"lr": Range(1e-5, 10.0)}, tmp_path, sampler=sampler, trials=40, seeds=0)
+        return np.mean([trial.value for trial in result.entries[0].trials[20:]])
+
+    assert distance("tpe") < 0.5 * distance("random")
+
+
+def test_random_points_do_not_depend_on_who_draws_them(tmp_path, fake):
+    def points(out):
+        result = sweep(SMALL, ["sam"], grid, out, sampler="random", trials=4, seeds=0)
+        return [tuple(trial.params.values()) for trial in result.entries[0].trials]
+
+    grid = {"lr": Range(1e-3, 1.0), "rho": Range(1e-3, 1.0)}
+    first = points(tmp_path / "a")
+    assert first == points(tmp_path / "b")
+    assert all(lr != rho for lr, rho in first)
+
+
+def test_entries_get_equal_trials(tmp_path, fake):
+    grid = {**RATES, "rho": (0.1, 0.2, 0.5)}
+    result = sweep(SMALL, ["erm", "sam", "sam:average=true"], grid, tmp_path, trials=3, seeds=1)
+    assert [len(row.trials) for row in result.entries] == [3, 3, 3]
+    assert len(fake.runs) == 3 * 3 + 3
+    first, second = ([t.params for t in row.trials] for row in result.entries[1:])
+    assert first == second  # entries with the same grid try the same points
+    result = sweep(SMALL, ["erm", "sam"], grid, tmp_path, seeds=1)
+    assert [len(row.trials) for row in result.entries] == [3, 9]
+    assert result.notes[0] == "erm: its grid allows 3 of 9 trials"
+
+
+def test_trial_value_is_the_mean_over_seeds(tmp_path, fake):
+    fake.loss = lambda config: config.lr + config.seed
+    result = sweep(SMALL, ["erm"], RATES, tmp_path, trial_seeds=3, seeds=0)
+    assert sorted(t.value for t in result.entries[0].trials) == pytest.approx([1.01, 1.03, 1.1])
+    assert Counter(run.seed for run in fake.runs) == {0: 3, 1: 3, 2: 3}
+
+
+def test_search_stores_no_test_numbers(tmp_path, fake):
+    fake.score = lambda config: 0.987654
+    sweep(SMALL, ["erm"], RATES, tmp_path, seeds=0)
+    (study,) = studies(tmp_path).values()
+    assert "test" not in repr([(t.user_attrs, t.values, t.intermediate_values) for t in study.trials])
+    assert "0.987654" not in "".join(p.read_text() for p in tmp_path.rglob("sweep.json"))
+
+
+def test_final_budget_replaces_that_of_the_trials(tmp_path, fake):
+    base = replace(SMALL, passes=10.0)
+    (row,) = sweep(base, ["erm"], RATES, tmp_path, seeds=1, final_epochs=5).entries
+    assert (row.config.epochs, row.config.passes) == (5, None)
+    (row,) = sweep(base, ["erm"], RATES, tmp_path, seeds=1, final_passes=20).entries
+    assert (row.config.epochs, row.config.passes) == (math.inf, 20)
+
+
+@pytest.mark.parametrize(("seconds", "workers", "noted"), [(5.0, 2, True), (5.0, 1, False), (None, 2, False)])
+def test_shared_device_is_noted_with_a_budget_in_seconds(seconds, workers, noted, tmp_path, fake, monkeypatch):
+    monkeypatch.setattr("tiltsam.lab.sweep.run_processes", lambda *_, **__: None)
+    result = sweep(replace(SMALL, seconds=seconds), ["erm"], RATES, tmp_path, workers=workers, seeds=0)
+    assert any("workers share" in note for note in result.notes) == noted
+
+
+def test_edges_are_noted(tmp_path, fake):
+    fake.loss = lambda config: config.lr
+    grid = {"lr": (0.01, 0.03), "num_samples": (1, 3), "radius": (None, 1.0)}
+    result = sweep(SMALL, ["tsam"], grid, tmp_path, seeds=0)
+    assert result.entries[0].edges() == {"lr": "smallest"}
+    assert result.notes == ["tsam: lr=0.01 is the smallest value that was tried"]
+    grid = {"lr": Range(0.01, 1.0)}
+    result = sweep(SMALL, ["erm"], grid, tmp_path, sampler="random", trials=15, seeds=0)
+    assert result.entries[0].edges() == {"lr": "smallest"}
+    fake.loss = lambda config: abs(math.log10(config.lr) + 1)
+    result = sweep(replace(SMALL, epochs=2), ["erm"], grid, tmp_path, sampler="random", trials=15, seeds=0)
+    assert result.entries[0].edges() == {}
+
+
+# ---------------------------------------------------------------- diverged and pruned runs
+
+
+def test_diverged_trials_are_pruned_with_a_reason(tmp_path, fake):
+    def loss(config):
+        if config.lr > 0.05:
+            raise Diverged("the loss is not finite")
+        return config.lr
+
+    fake.loss = loss
+    result = sweep(SMALL, ["erm"], RATES, tmp_path, seeds=1)
+    states = {trial.params["lr"]: trial.state.name for trial in result.entries[0].trials}
+    assert states == {0.01: "COMPLETE", 0.03: "COMPLETE", 0.1: "PRUNED"}
+    written = json.loads(result.path.read_text())["methods"]["erm"]["trials"]
+    assert [t["reason"] for t in written if t["state"] == "pruned"] == ["the loss is not finite"]
+    runs = len(fake.runs)
+    sweep(SMALL, ["erm"], RATES, tmp_path, seeds=1)
+    assert len(fake.runs) == runs
+
+
+def test_no_finite_loss_ends_with_an_error(tmp_path, fake, capsys):
+    def loss(config):
+        raise Diverged("the loss is not finite")
+
+    fake.loss = loss
+    assert main(["sweep", "digits", "--methods", "erm", "--grid", "lr=1,2", "--out", str(tmp_path)]) == 2
+    assert "nothing was chosen" in capsys.readouterr().err
+
+
+def test_diverged_test_is_reported_and_not_averaged(tmp_path, fake):
+    def score(config):
+        if config.seed == 1:
+            raise Diverged("the loss is not finite")
+        return 0.5
+
+    fake.score = score
+    (row,) = sweep(SMALL, ["erm"], RATES, tmp_path, seeds=3).entries
+    assert row.scores == {0: 0.5, 2: 0.5}
+
+
+def test_halving_stops_runs_and_keeps_them_resumable(tmp_path):
+    base = replace(SMALL, epochs=8)
+    grid = {"lr": (1e-6, 1e-5, 1e-4, 0.01, 0.03, 0.1)}
+    result = sweep(base, ["erm"], grid, tmp_path, pruner="halving", seeds=0)
+    pruned = [t for t in result.entries[0].trials if t.state.name == "PRUNED"]
+    assert 1 <= len(pruned) <= 4
+    assert result.entries[0].best.params["lr"] in (0.03, 0.1)
+    for trial in pruned:
+        config = replace(base, method="erm", lr=trial.params["lr"])
+        record = Record.of(tmp_path, config)
+        rows, _ = record.metrics()
+        assert [row["epoch"] for row in rows] in ([1, 2], [1, 2, 3, 4])  # 25 % or 50 % of 8 epochs
+        assert record.result() is None
+        assert int(record.load().state["epoch"]) == rows[-1]["epoch"]
+    whole = train(replace(config, epochs=8), record)
+    assert whole["epoch"] == 8
+    assert len(record.metrics()[0]) == 8
+
+
+# ---------------------------------------------------------------- interruption and reuse
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, TrainError("no memory"), OSError(28, "disk full")])
+def test_interrupted_trial_is_run_again(error, tmp_path, fake):
+    def loss(config):
+        if len(fake.runs) == 2:
+            raise error
+        return config.lr
+
+    fake.loss = loss
+    with pytest.raises((KeyboardInterrupt, TrainError, OSError)):
+        sweep(SMALL, ["erm"], RATES, tmp_path, seeds=2)
+    (row,) = sweep(SMALL, ["erm"], RATES, tmp_path, seeds=2).entries
+    assert sorted(trial.params["lr"] for trial in row.trials) == [0.01, 0.03, 0.1]
+    assert row.scores.keys() == {0, 1}
+    assert len(fake.runs) == 3 + 1 + 2
+
+
+def test_interrupted_test_is_run_again(tmp_path, fake):
+    def score(config):
+        if len(fake.runs) == 5:
+            raise KeyboardInterrupt
+        return 0.5
+
+    fake.score = score
+    with pytest.raises(KeyboardInterrupt):
+        sweep(SMALL, ["erm"], RATES, tmp_path, seeds=3)
+    path = next(tmp_path.rglob("sweep.json"))
+    assert json.loads(path.read_text())["finished"] is False
+    (row,) = sweep(SMALL, ["erm"], RATES, tmp_path, seeds=3).entries
+    assert row.scores.keys() == {0, 1, 2}
+    assert json.loads(path.read_text())["finished"] is True
+
+
+def test_trial_whose_heartbeats_stopped_is_taken_over(tmp_path, fake):
+    """Another process failed and repeated the trial: its own result is dropped, and the sweep goes on."""
+
+    def loss(config):
+        if len(fake.runs) == 2:
+            (study,) = studies(tmp_path).values()
+            study.tell(len(study.trials) - 1, state=optuna.trial.TrialState.FAIL)
+            retry(study, study.trials[-1])
+        return config.lr
+
+    fake.loss = loss
+    (row,) = sweep(SMALL, ["erm"], RATES, tmp_path, seeds=0).entries
+    assert sorted(trial.params["lr"] for trial in row.trials) == [0.01, 0.03, 0.1]
+
+
+def test_more_seeds_reuse_the_search(tmp_path, fake):
+    sweep(SMALL, ["erm"], RATES, tmp_path, seeds=1)
+    runs = len(fake.runs)
+    sweep(SMALL, ["erm", "sam"], RATES, tmp_path, seeds=2)
+    assert len(fake.runs) == runs + 2 + 3 + 2  # ERM's tests, SAM's trials and tests
+
+
+def test_equal_points_are_trained_once(tmp_path, monkeypatch):
+    steps = []
+    monkeypatch.setattr("tiltsam.lab.train.Trainer.run", _counting(steps))
+    grid = {"lr": (0.01, 0.1), "sam:rho": (0.1, 0.5)}
+    result = sweep(SMALL, ["sam", "sam:rho=0.5"], grid, tmp_path, trials=4, seeds=2)
+    assert [len(row.trials) for row in result.entries] == [4, 2]
+    configs = {(c.key(), c.seed) for c in steps}
+    assert len(steps) == len(configs)
+
+
+def _counting(steps):
+    from tiltsam.lab.train import Trainer
+
+    run = Trainer.run
+
+    def counted(self, *arguments):
+        steps.append(self.config)
+        return run(self, *arguments)
+
+    return counted
+
+
+def test_changed_data_are_another_sweep(tmp_path, fake):
+    def write(seed):
+        rng = np.random.default_rng(seed)
+        np.savez(tmp_path / "a.npz", x=rng.normal(size=(60, 4)).astype("float32"), y=np.arange(60) % 3)
+
+    config, out = TrainConfig(f"npz:{tmp_path / 'a.npz'}", epochs=1), tmp_path / "runs"
+    write(0)
+    first = sweep(config, ["erm"], RATES, out, seeds=0)
+    write(1)
+    assert sweep(config, ["erm"], RATES, out, seeds=0).path != first.path
+    fake.loss = lambda c: write(len(fake.runs)) or 0.1
+    with pytest.raises(SweepError, match=r"a\.npz"):
+        sweep(replace(config, epochs=2), ["erm"], RATES, out, seeds=0)
+
+
+# ---------------------------------------------------------------- results
+
+
+def test_result_has_paired_differences_and_a_report(tmp_path, capsys):
+    arguments = [
+        "--grid",
+        "lr=0.03,0.1",
+        "--passes",
+        "20",
+        "--seeds",
+        "3",
+        "--batch-size",
+        "256",
+        "--out",
+        str(tmp_path),
+    ]
+    assert main(["sweep", "digits", "--methods", "erm", "sam", *arguments]) == 0
+    shown = capsys.readouterr().out
+    path = next(tmp_path.rglob("sweep.json"))
+    found = json.loads(path.read_text())
+    assert found["finished"] is True
+    scores = {}
+    for name, method in found["methods"].items():
+        results = [Record(tmp_path / run["run"]).result() for run in method["test"]["runs"]]
+        assert [r["passes"] for r in results] == [20] * 3
+        scores[name] = [100 * r["score"] for r in results]
+        for trial in method["trials"]:
+            assert trial["validation_loss"] == Record(tmp_path / trial["run"]).result()["validation_loss"]
+    differences = np.subtract(scores["sam"], scores["erm"])
+    half = 4.302653 * differences.std(ddof=1) / math.sqrt(3)  # 97.5 % point of Student's t, two degrees of freedom
+    test = found["methods"]["sam"]["test"]
+    assert 100 * test["difference"] == pytest.approx(differences.mean())
+    assert 100 * np.array(test["interval"]) == pytest.approx([differences.mean() - half, differences.mean() + half])
+    row = next(line for line in shown.splitlines() if line.startswith("| sam "))
+    assert f"{differences.mean():+.2f}" in row
+    assert f"[{differences.mean() - half:+.2f}, {differences.mean() + half:+.2f}]" in row
+    assert len(run_folders.tested_runs(path.parent)) == 6
+    assert (path.parent / "report" / "report.html").exists()
+    assert "run 10 of 10" in shown
+
+
+def test_table_without_tests(tmp_path, fake):
+    table = format_results(sweep(SMALL, ["erm", "sam"], RATES, tmp_path, seeds=0))
+    assert [row[0] for row in table] == ["method", "erm", "sam"]
+    assert table[1][-4:] == ["–", "", "", "0"]
+
+
+def test_display_counts_runs_and_time_left(capsys, monkeypatch):
+    clock = iter([0.0, 10.0, 20.0])
+    monkeypatch.setattr("tiltsam.lab.console.time.monotonic", lambda: next(clock))
+    with SweepDisplay() as display:
+        display.report(SweepStatus(0, 14, 0.0, []))
+        display.report(SweepStatus(5, 14, 0.0, ["sam lr=0.1: validation loss 0.5000"]))
+        display.report(SweepStatus(14, 14, 0.0, ["last"]))
+    first, last = capsys.readouterr().out.splitlines()
+    assert first == "run 5 of 14  sam lr=0.1: validation loss 0.5000  0:18 left"
+    assert last == "run 14 of 14  last"
+
+
+def test_devices_are_used_in_turn(tmp_path, monkeypatch):
+    started = []
+    monkeypatch.setattr(
+        "tiltsam.lab.sweep.run_processes", lambda function, arguments, *_, **__: started.extend(arguments)
+    )
+    sweep(replace(SMALL, device="cpu,cuda:1"), ["erm"], RATES, tmp_path, workers=3, seeds=0)
+    assert [device for _, device in started] == ["cpu", "cuda:1", "cpu"]
+
+
+# ---------------------------------------------------------------- TOML
+
+
+def test_toml_file_holds_the_arguments(tmp_path, fake, capsys):
+    path = tmp_path / "study.toml"
+    path.write_text(
+        'task = "digits"\nmethods = ["erm", "sam"]\ntrials = 2\nseeds = 1\nepochs = 1\naverage = true\n'
+        f'out = "{tmp_path / "runs"}"\n[grid]\nlr = [0.03, 0.1]\n"sam:rho" = 0.1\n'
+    )
+    assert main(["sweep", str(path), "--seeds", "2"]) == 0  # later arguments win
+    assert Counter((run.method, run.average) for run in fake.runs) == {("erm", True): 4, ("sam", True): 4}
+    assert "tested with 2 seeds" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("text", ["lr = [", "methods = ['sam']", None])
+def test_damaged_toml_file_is_one_line(text, tmp_path, capsys):
+    path = tmp_path / "study.toml"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(UserError, match=r"study\.toml"):
+        _read_arguments(path)
+    assert main(["sweep", str(path)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "study.toml" in line
+
+
+@pytest.mark.parametrize("path", sorted(STUDIES.glob("*.toml")), ids=lambda path: path.stem)
+def test_shipped_studies_give_entries_equal_trials(path):
+    args = _parse(["sweep", str(path)])
+    base = from_arguments(args, epochs=math.inf, device="cpu")
+    grid = parse_grid(args.grid, args.methods)
+    entries, notes = make_entries(base, args.methods, grid, args.trials, args.trial_sampler)
+    assert len({entry.trials for entry in entries}) == 1
+    assert not notes

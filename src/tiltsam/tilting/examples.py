@@ -136,8 +136,8 @@ class ExampleTilt:
     def _tilt(self, losses: Tensor, groups: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the weights of the examples and the tilted loss of all ranks; set the attributes."""
         x = losses if losses.dtype == torch.float64 else losses.float()
-        finite = x.isfinite()
-        x = x.masked_fill(~finite, 0.0)
+        finite = (x - x) == 0  # as isfinite, with two kernels instead of four
+        x = torch.where(finite, x, 0.0)
         t = self._t_on(x.device, x.dtype)
         if self.min_ess:
             t = self._largest_tilt(x, finite, t)
@@ -150,7 +150,7 @@ class ExampleTilt:
             between = t if self._between is None else torch.full_like(t, self._between)
             value, shares = _tilt_groups(risks, sizes, between)
             weights, squares = shares @ inside, (shares.square() * squares_inside).sum()
-        self.t_used, self.num_nonfinite = t, (~finite).sum()
+        self.t_used, self.num_nonfinite = t, finite.numel() - finite.sum()
         self.effective_sample_size = 1 / squares
         return weights, value
 
@@ -161,51 +161,54 @@ class ExampleTilt:
             The weights of this rank's elements; and of each row, over all ranks, the tilted loss, the number of
             members and the sum of squared weights.
         """
-        sign, tilt = torch.where(t < 0, -1.0, 1.0).to(x.dtype), t.abs()
-        y = sign * x  # log-sum-exp with a negative tilt is that of the negative losses
+        sign, tilt = t.sign(), t.abs()  # log-sum-exp with a negative tilt is that of the negative losses
+        y = sign * x
         top = _top(y, members)
-        arg = (tilt * (y - top[:, None])).masked_fill(~members, -math.inf)
-        masses = arg.exp()
-        own = [top, masses.sum(1), masses.square().sum(1), arg.expm1().masked_fill(~members, 0.0).sum(1)]
-        own += [members.sum(1).to(x.dtype), x.masked_fill(~members, 0.0).sum(1)]
-        tops, mass, squares, excess, count, total = self._gather(torch.stack(own)).unbind(1)
-        shift = tops.amax(0)
-        fade = tilt * (tops - shift)  # from each rank's shift to the common one
-        mass, squares = (mass * fade.exp()).sum(0), (squares * (2 * fade).exp()).sum(0)
-        excess = (excess * fade.exp() + count * fade.expm1()).sum(0)
-        count, total = count.sum(0), total.sum(0)
+        arg = tilt * (y - top[:, None]).clamp_max(0)  # those above are not members
+        masses = arg.exp() * members
+        # One sum over all rows instead of five: kernels this small cost what launching them costs.
+        columns = torch.stack([masses, masses.square(), arg.expm1() * members, members.to(x.dtype), x * members])
+        own = torch.cat([top[None], columns.sum(-1)])
+        shift, (mass, squares, excess, count, total) = top, own[1:]
+        if self._world_size() > 1:
+            tops, *sums = self._gather(own).unbind(1)
+            shift = tops.amax(0)
+            fade = tilt * (tops - shift)  # from each rank's shift to the common one
+            faded = fade.exp()
+            mass, squares = (sums[0] * faded).sum(0), (sums[1] * faded.square()).sum(0)
+            excess = (sums[2] * faded + sums[3] * fade.expm1()).sum(0)
+            count, total = sums[3].sum(0), sums[4].sum(0)
+            masses = masses * (tilt * (top - shift)).exp()[:, None]
         # log(mass/count): by log1p of the excess if that is small (small t), else directly.
         ratio = excess / count
         log_mean = torch.where(ratio > -0.5, ratio.clamp_min(-0.5).log1p(), (mass / count).log())
-        value = torch.where(tilt == 0, total / count, sign * (shift + log_mean / tilt.masked_fill(tilt == 0, 1.0)))
+        value = torch.where(tilt == 0, total / count, sign * (shift + log_mean / tilt))
         whole = mass.clamp_min(_TINY)
-        weights = masses * ((tilt * (top - shift)).exp() / whole)[:, None]
-        return weights, value, count, squares / whole.square()
+        return masses / whole[:, None], value, count, squares / whole.square()
 
     def _largest_tilt(self, x: Tensor, finite: Tensor, t: Tensor) -> Tensor:
         """Return ``t``, or the largest tilt of its sign whose effective sample size is at least ``min_ess``.
 
         The size never increases with the tilt, so each round keeps one interval between candidates.
         """
-        y = torch.where(t < 0, -x, x)
+        y = t.sign() * x
         top = _top(y[None], finite[None])
-        gap = (y - top).masked_fill(~finite, -math.inf)
+        gap = (y - top).clamp_max(0)
         low, high = torch.zeros_like(t), t.abs()
         smallest = self.min_ess * self._gather(finite.sum().to(x.dtype)).sum()
         steps = torch.linspace(0, 1, _CANDIDATES, dtype=x.dtype, device=x.device)
         for _ in range(_ROUNDS):
-            tilts = low + (high - low) * steps
-            masses = (tilts[:, None] * gap).nan_to_num(0.0, neginf=-math.inf).exp() * finite
-            own = torch.stack([masses.sum(1), masses.square().sum(1), top.expand(_CANDIDATES)])
-            mass, squares, tops = self._gather(own).unbind(1)
-            fade = tilts * (tops - tops.amax(0))
-            sizes = (mass * fade.exp()).sum(0).square() / (squares * (2 * fade).exp()).sum(0).clamp_min(_TINY)
-            kept = (sizes >= smallest).sum().clamp(1, _CANDIDATES) - 1
-            both = torch.stack(
-                [kept, (kept + 1).clamp_max(_CANDIDATES - 1)]
-            )  # a scalar index would be read by the host
-            low, high = tilts.index_select(0, both).unbind()
-        return torch.where(t < 0, -low, low)
+            tilts = torch.lerp(low, high, steps)
+            masses = (tilts[:, None] * gap).exp() * finite
+            mass, squares = masses.sum(1), masses.square().sum(1)
+            if self._world_size() > 1:
+                tops, masses, several = self._gather(torch.stack([top.expand(_CANDIDATES), mass, squares])).unbind(1)
+                faded = (tilts * (tops - tops.amax(0))).exp()
+                mass, squares = (masses * faded).sum(0), (several * faded.square()).sum(0)
+            kept = (mass.square() >= smallest * squares).sum().clamp_min(1)  # the first candidates, and at least one
+            both = torch.stack([kept - 1, kept]).clamp_max(_CANDIDATES - 1)
+            low, high = tilts.index_select(0, both).unbind()  # a scalar index would be read by the host
+        return t.sign() * low
 
     def _t_on(self, device: torch.device, dtype: torch.dtype) -> Tensor:
         """Return ``t`` in memory that stays the same, so that a captured step sees later values."""
@@ -245,8 +248,7 @@ def _tilt_groups(risks: Tensor, sizes: Tensor, t: Tensor) -> tuple[Tensor, Tenso
 
 def _top(y: Tensor, members: Tensor) -> Tensor:
     """Return the largest member of each row; of a row without members, the lowest number."""
-    lowest = torch.finfo(y.dtype).min / 4  # differences of two stay finite
-    return y.masked_fill(~members, lowest).amax(1)
+    return torch.where(members, y, torch.finfo(y.dtype).min / 4).amax(1)  # differences of two stay finite
 
 
 def _clamp(name: str, t: float) -> float:

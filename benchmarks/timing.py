@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 import tiltsam
-from tiltsam.lab.provenance import code_digest
+from tiltsam.lab.records import code_digest
 
 
 def best_of(

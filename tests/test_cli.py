@@ -11,7 +11,7 @@ import torch
 import tiltsam
 from tiltsam.cli import main
 from tiltsam.lab.config import TILT_HAS_NO_EFFECT
-from tiltsam.lab.provenance import code_digest
+from tiltsam.lab.records import code_digest
 
 
 def run(*arguments, **options):

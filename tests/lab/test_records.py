@@ -1,4 +1,4 @@
-"""Records that are valid JSON of the wrong shape: one line that names the file, never a traceback."""
+"""Records: damaged files are reported in one line that names the file; the code versions that a run records."""
 
 import hashlib
 import json
@@ -6,6 +6,7 @@ import os
 import resource
 import shutil
 import warnings
+from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
 from unittest.mock import patch
@@ -13,6 +14,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
+import tiltsam
 from tiltsam.cli import main
 from tiltsam.lab import flatness as lab_flatness
 from tiltsam.lab.compare import compare_configs, format_rows
@@ -20,7 +22,7 @@ from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.data import load
 from tiltsam.lab.errors import DataError, RecordError
 from tiltsam.lab.flatness import FlatnessPlan, find_runs, measure_runs, save_flatness
-from tiltsam.lab.records import Record
+from tiltsam.lab.records import Record, code_digest, digest_of
 from tiltsam.lab.report import write_report
 from tiltsam.lab.train import train
 
@@ -269,3 +271,67 @@ def test_damaged_result_is_refused(content, tmp_path):
     (tmp_path / "result.json").write_bytes(content)
     with pytest.raises(RecordError, match=r"result.json is damaged: remove it to train again"):
         Record(tmp_path).result()
+
+
+def test_digest_changes_with_any_source_file(tmp_path):
+    copy = tmp_path / "elsewhere"
+    shutil.copytree(Path(tiltsam.__file__).parent, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    assert digest_of(copy) == code_digest()
+    seen = {code_digest()}
+    source = copy / "samplers" / "ascent.py"
+    source.write_text(source.read_text() + "\n")
+    seen.add(digest_of(copy))
+    source.rename(source.with_name("other.py"))
+    seen.add(digest_of(copy))
+    source.with_name("noise.py").unlink()
+    seen.add(digest_of(copy))
+    assert len(seen) == 4
+
+
+def test_digest_ignores_editor_locks(tmp_path):
+    (tmp_path / "a.py").write_text("a = 1\n")
+    alone = digest_of(tmp_path)
+    (tmp_path / ".#a.py").symlink_to("someone@somewhere.1234:5678")  # Emacs creates it while changes are unsaved
+    assert digest_of(tmp_path) == alone
+
+
+def test_run_records_code_digest(tmp_path):
+    config = TrainConfig("digits", "erm", epochs=1)
+    train(config, Record(tmp_path))
+    assert json.loads((tmp_path / "environment.json").read_text())["code"] == code_digest()
+
+
+def test_resumed_run_records_both_digests(tmp_path, monkeypatch):
+    config, record = TrainConfig("digits", "erm", epochs=4), Record(tmp_path)
+    train(config, record, until=1 / 4)
+    assert "before" not in record.environment()
+    train(config, record, until=2 / 4)
+    begun = record.environment()
+    assert begun["code"] == code_digest()
+    assert "before" not in begun  # resumed with the same code
+    monkeypatch.setattr("tiltsam.lab.records.code_digest", lambda: "other")
+    train(config, record, until=3 / 4)
+    train(config, record)
+    assert record.environment() == {**begun, "code": "other", "since": 2, "before": [begun]}
+
+
+def test_run_drops_digest_of_lost_epochs(tmp_path, monkeypatch):
+    config, record = TrainConfig("digits", "erm", epochs=4), Record(tmp_path)
+    mine = code_digest()
+
+    def killed(progress):
+        raise KeyboardInterrupt
+
+    def attempt(code, until=1.0, report=lambda progress: None):
+        monkeypatch.setattr("tiltsam.lab.records.code_digest", lambda: code)
+        with suppress(KeyboardInterrupt):
+            train(config, record, until=until, report=report)
+        found = record.environment()
+        return [(one["code"], one.get("since", 0)) for one in (*found.get("before", ()), found)]
+
+    assert attempt("lost", report=killed) == [("lost", 0)]
+    assert attempt(mine, until=2 / 4) == [(mine, 0)]
+    assert attempt("lost", report=killed) == [(mine, 0), ("lost", 2)]
+    assert attempt("other", until=3 / 4) == [(mine, 0), ("other", 2)]
+    assert attempt("lost", report=killed) == [(mine, 0), ("other", 2), ("lost", 3)]
+    assert attempt("other") == [(mine, 0), ("other", 2)]

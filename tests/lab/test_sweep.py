@@ -11,13 +11,12 @@ import optuna
 import pytest
 
 from tiltsam.cli import _parse, _read_arguments, main
-from tiltsam.lab import run_folders
 from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.console import SweepDisplay
 from tiltsam.lab.errors import Diverged, SweepError, TrainError, UserError
 from tiltsam.lab.flags import from_arguments
 from tiltsam.lab.grids import PAPER, Range, make_entries, parse_grid
-from tiltsam.lab.records import Record
+from tiltsam.lab.records import Record, tested_runs
 from tiltsam.lab.studies import retry, sqlite_url
 from tiltsam.lab.sweep import SweepStatus, format_results, sweep
 from tiltsam.lab.train import Progress, train
@@ -439,7 +438,7 @@ def test_result_has_paired_differences_and_a_report(tmp_path, capsys):
     row = next(line for line in shown.splitlines() if line.startswith("| sam "))
     assert f"{differences.mean():+.2f}" in row
     assert f"[{differences.mean() - half:+.2f}, {differences.mean() + half:+.2f}]" in row
-    assert len(run_folders.tested_runs(path.parent)) == 6
+    assert len(tested_runs(path.parent)) == 6
     assert (path.parent / "report" / "report.html").exists()
     assert "run 10 of 10" in shown
 

@@ -36,10 +36,9 @@ from tiltsam.lab.errors import ConfigError, RecordError
 from tiltsam.lab.evaluate import task_loss
 from tiltsam.lab.files import drafted, parse_json
 from tiltsam.lab.models import load_model
-from tiltsam.lab.records import Record
+from tiltsam.lab.records import Record, find_run_folders
 from tiltsam.lab.report.runs import RunRecord
 from tiltsam.lab.report.summary import summarize
-from tiltsam.lab.run_folders import find_run_folders
 from tiltsam.landscape import Slice1D, Slice2D, random_direction, slice_1d, slice_2d
 from tiltsam.sharpness import Neighborhood, WorstCase, m_sharpness, neighborhood
 

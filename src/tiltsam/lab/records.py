@@ -17,6 +17,7 @@ Files that are written once are written atomically, see :mod:`tiltsam.lab.files`
 from __future__ import annotations
 
 import errno
+import functools
 import hashlib
 import json
 import math
@@ -24,7 +25,7 @@ import os
 import platform
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -39,15 +40,18 @@ from tiltsam.lab.checkpoints import Checkpoint
 from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.errors import ConfigError, RecordError
 from tiltsam.lab.files import drafted, drop_drafts, load_tensors, parse_json, save_tensors, write_json
-from tiltsam.lab.provenance import code_digest
 
 __all__ = [
     "Checkpoint",
     "Record",
     "check_result",
+    "code_digest",
+    "digest_of",
+    "find_run_folders",
     "is_number",
     "read_metrics",
     "task_folder",
+    "tested_runs",
 ]
 
 LONGEST_NAME = 200  # bytes of a folder's name; file systems allow 255, and a sweep appends to it
@@ -365,3 +369,96 @@ def _environment(device: torch.device) -> dict[str, Any]:
     if device.type == "cuda":
         found["gpu"] = torch.cuda.get_device_name(device)
     return found
+
+
+@functools.cache
+def code_digest() -> str:
+    """Return twelve hexadecimal digits that identify the source files of ``tiltsam``, lab included.
+
+    Runs record it, because one version number covers many commits. The same sources have the same digest wherever they
+    are installed. ``tiltsam --version`` prints it.
+    """
+    return digest_of(Path(__file__).parents[1])
+
+
+def digest_of(package: Path) -> str:
+    """Return the digest of the names and contents of the Python files in a folder."""
+    digest = hashlib.sha256()
+    sources = (path for path in package.rglob("*.py") if path.is_file())  # an editor's lock is a broken link
+    for name, path in sorted((path.relative_to(package).as_posix(), path) for path in sources):
+        content = path.read_bytes()
+        digest.update(f"{name} {len(content)}\n".encode() + content)
+    return digest.hexdigest()[:12]
+
+
+# ---------------------------------------------------------------- folders of runs
+
+
+def find_run_folders(roots: Iterable[Path]) -> list[Path]:
+    """Return the run folders among and below the given folders, each once.
+
+    Runs may be in progress. The folder of a sweep stands for the runs that tested its choices.
+
+    Args:
+        roots: The folders.
+
+    Raises:
+        RecordError: If one of the folders contains no run.
+    """
+    found: dict[Path, Path] = {}
+    for root in roots:
+        places, sweeps, seen = [], [], set()
+        for place, folders, files in os.walk(root, followlinks=True):  # skips what vanishes meanwhile
+            if (real := os.path.realpath(place)) in seen:  # links may form a cycle
+                folders.clear()
+                continue
+            seen.add(real)
+            if "config.json" in files:
+                places.append(Path(place))
+                folders.clear()
+            elif "sweep.json" in files:
+                sweeps.append(Path(place))
+                places += [run for run in tested_runs(Path(place)) if (run / "config.json").exists()]
+                folders.clear()
+        if not places and sweeps:
+            raise RecordError(_why_no_tested_run(sweeps[0]))
+        if not places:
+            raise RecordError(f"no run in {root}: a run is a folder with config.json, as tiltsam train writes it")
+        for folder in sorted(places):
+            found.setdefault(folder.resolve(), folder)
+    return list(found.values())
+
+
+def tested_runs(folder: Path) -> dict[Path, tuple[str, str]]:
+    """Return the runs that tested the choices of a sweep; some may be on other machines.
+
+    Args:
+        folder: The folder of the sweep.
+
+    Returns:
+        By run folder, a label of the method and seed, and the state of the run.
+
+    Raises:
+        RecordError: If ``sweep.json`` is damaged.
+    """
+    path = folder / "sweep.json"
+    try:
+        methods = parse_json(path.read_text())["methods"].items()
+        tests = [(name, run) for name, method in methods for run in method["test"]["runs"]]
+        return {_out(folder) / run["run"]: (f"{name}, seed {run['seed']}", run["state"]) for name, run in tests}
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise RecordError(f"{path} is not what tiltsam sweep writes") from None
+
+
+def _out(sweep: Path) -> Path:
+    """Return the OUT of ``OUT/sweeps/STUDY``, which may be given as ``.`` or ``../STUDY``, or as a link."""
+    out = sweep / ".." / ".."
+    plain = Path(os.path.normpath(out))  # shorter, but wrong if the path contains a link
+    return plain if plain.samefile(out) else out.resolve()
+
+
+def _why_no_tested_run(sweep: Path) -> str:
+    if not tested_runs(sweep):
+        return f"{sweep / 'sweep.json'} has no tests, or none yet"
+    missing = f"none of the runs that {sweep / 'sweep.json'} tested is below {_out(sweep)}"
+    return f"{missing}: they are on another machine, or this folder was in another OUT/sweeps"

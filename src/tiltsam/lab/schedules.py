@@ -1,4 +1,4 @@
-"""Schedules of the learning rate, of rho and of the tilt over a run."""
+"""The budget of a run, and the schedules of the learning rate, of rho and of the tilt over it."""
 
 from __future__ import annotations
 
@@ -6,9 +6,82 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tiltsam.lab.config import TrainConfig
+import torch
+from torch import Tensor
 
-__all__ = ["example_tilt", "rate_factor", "set_rates"]
+from tiltsam.lab.config import TrainConfig
+from tiltsam.lab.distributed import DistributedContext
+from tiltsam.optim import StepInfo
+
+__all__ = ["Budget", "example_tilt", "passes_of", "passes_per_step", "rate_factor", "set_rates"]
+
+ROUNDING = 1e-9  # relative rounding error of sums of thirds of passes
+
+
+def passes_of(info: StepInfo, ascent_fraction: float = 1.0) -> float:
+    """Return the forward+backward passes of a step over the mini-batch; a forward pass alone counts a third.
+
+    Args:
+        info: The step.
+        ascent_fraction: The fraction of the batch that gradients of an ascent were computed on.
+    """
+    forwards_alone = info.num_forwards - info.num_backwards
+    passes = info.num_backwards - (1 - ascent_fraction) * info.num_ascents + forwards_alone / 3
+    return passes / info.num_parts
+
+
+def passes_per_step(config: TrainConfig) -> float:
+    """Count the forward+backward passes of a step, as :func:`passes_of` does, by taking ``every`` steps on two weights.
+
+    Example:
+        >>> passes_per_step(TrainConfig(method="tsam", options={"num_samples": 5}))
+        10.0
+        >>> passes_per_step(TrainConfig(method="sam", ascent_fraction=0.25))
+        1.25
+    """
+    weights = torch.nn.Parameter(torch.ones(2))
+    optimizer = config.wrap(torch.optim.SGD([weights], lr=0.1), parallel=None)
+
+    def closure() -> Tensor:
+        loss = weights.square().sum()
+        loss.backward()
+        return loss
+
+    passes = []
+    for _ in range(config.every):
+        optimizer.step([closure] * optimizer.num_samples if config.split else closure)
+        passes.append(passes_of(optimizer.info, config.ascent_fraction))
+    return math.fsum(passes) / len(passes)
+
+
+class Budget:
+    """The limits of a run: epochs, and passes or seconds if the config limits them.
+
+    Args:
+        config: The run.
+        distributed: The ranks that train the run together, and must stop at the same step.
+    """
+
+    def __init__(self, config: TrainConfig, distributed: DistributedContext) -> None:
+        self._epochs, self._passes, self._seconds = config.epochs, config.passes, config.seconds
+        self._distributed = distributed
+
+    def used(self, epoch: float, passes: float, seconds: float) -> float:
+        """Return the fraction of the budget that is used up, by whichever limit is nearest.
+
+        Args:
+            epoch: Epochs so far.
+            passes: Passes so far of this rank; those of rank 0 count.
+            seconds: Seconds so far of this rank; those of rank 0 count.
+        """
+        fractions = [epoch / self._epochs]
+        # All ranks use rank 0's values, or some would stop while others wait for them.
+        if self._passes is not None:
+            fractions.append(self._distributed.broadcast(passes) / self._passes)
+        if self._seconds is not None:
+            fractions.append(self._distributed.broadcast(seconds) / self._seconds)
+        done = max(fractions)
+        return done if done < 1 - ROUNDING else max(done, 1.0)
 
 
 def rate_factor(config: TrainConfig, done: float) -> float:

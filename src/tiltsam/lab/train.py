@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 import tiltsam
-from tiltsam.lab.budget import Budget, passes_of
 from tiltsam.lab.checkpoints import seconds_between
 from tiltsam.lab.config import TrainConfig, has_setting
 from tiltsam.lab.data import Data, LoadingCallback, Split, find_task, fingerprint, load
@@ -30,7 +29,7 @@ from tiltsam.lab.evaluate import evaluate, evaluated_weights, reestimate_batchno
 from tiltsam.lab.files import write_json
 from tiltsam.lab.models import build, resolve_name
 from tiltsam.lab.records import Checkpoint, Record
-from tiltsam.lab.schedules import example_tilt, set_rates
+from tiltsam.lab.schedules import Budget, example_tilt, passes_of, set_rates
 from tiltsam.lab.shutdown import StopFlag, defer_signals
 from tiltsam.lab.tensorboard import TensorBoardWriter
 

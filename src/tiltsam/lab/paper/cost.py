@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 import tiltsam
-from tiltsam.lab.budget import passes_per_step
 from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.console import print_table
 from tiltsam.lab.data import find_task
@@ -23,6 +22,7 @@ from tiltsam.lab.flatness import PAPER_STDS
 from tiltsam.lab.models import MODELS
 from tiltsam.lab.paper.reproduce import ReproductionPlan
 from tiltsam.lab.paper.settings import COLUMNS, DISTILBERT, VIT, training_examples
+from tiltsam.lab.schedules import passes_per_step
 
 __all__ = ["measuring_passes", "num_passes", "num_steps", "print_costs", "seconds_per_pass"]
 

@@ -1,22 +1,21 @@
 """Print the mean score of some runs of a record, or the difference between two groups of runs, paired by seed.
 
-    python benchmarks/differences.py records/2026-11-16_digits_below "sam lr=0.01 rho=0.5 average=false"
+    python benchmarks/differences.py benchmarks/records/2026-11-16_digits_below "sam lr=0.01 rho=0.5 average=false"
     python benchmarks/differences.py RECORD [RECORD ...] "sam lr=0.01 rho=0.5" --minus "erm lr=0.001"
 
-Runs are selected by their method and by settings of their config; each seed must be selected once. A switch that the
-config of an early record lacks was off. Scores are times 100, at the end of training and at the epoch that was best on
-validation, as mean ± standard error.
+Runs are selected by their method and by settings of their config and options; each seed must be selected once. Scores
+are times 100, at the end of training and at the epoch that was best on validation, as mean ± standard error.
 """
 
 from __future__ import annotations
 
 import argparse
-import gzip
 import json
 from collections.abc import Hashable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from record import read_runs
 from tiltsam.lab.stats import Mean, mean_of, paired_difference
 
 SCORES = {"at the end": "score", "at the best epoch": "score_at_best_validation"}
@@ -30,7 +29,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--minus", help="the runs to compare with")
     parser.add_argument("--seeds", type=int, help="use only the first seeds")
     args = parser.parse_args(argv)
-    entries = [entry for record in args.records for entry in read_runs(record)]
+    runs = [run for record in args.records for run in read_runs(record / "runs.jsonl.gz")]
+    entries = [run for run in runs if "result" in run]
     first = select_runs(entries, args.runs, args.seeds)
     second = select_runs(entries, args.minus, args.seeds) if args.minus else {}
     for label, key in SCORES.items():
@@ -39,12 +39,6 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(f"{label}: {format_mean(paired_difference(scores, others), '+')}")
         else:
             print(f"{label}: {format_mean(mean_of(list(scores.values())))}")
-
-
-def read_runs(record: Path) -> list[dict[str, Any]]:
-    """Return the finished runs of a record."""
-    lines = gzip.decompress((record / "runs.jsonl.gz").read_bytes()).splitlines()
-    return [entry for line in lines if "result" in (entry := json.loads(line))]
 
 
 def select_runs(
@@ -61,15 +55,17 @@ def select_runs(
     }
     found: dict[Hashable, dict[str, Any]] = {}
     for entry in entries:
-        config = entry["config"]
-        if config["method"] != method or any(config.get(key, False) != value for key, value in wanted.items()):
+        config = {**entry["config"], **entry["config"]["options"]}
+        if config["method"] != method or any(config.get(key) != value for key, value in wanted.items()):
             continue
         seed = config["seed"]
         if seeds is not None and seed >= seeds:
             continue
         if seed in found:
-            other = found[seed]["config"]
-            differing = {key: (other.get(key), value) for key, value in config.items() if other.get(key) != value}
+            other = {**found[seed]["config"], **found[seed]["config"]["options"]}
+            differing = {
+                key: (other.get(key), v) for key, v in config.items() if key != "options" and other.get(key) != v
+            }
             raise SystemExit(f"{query!r} matches several runs of seed {seed}, which differ in {differing or 'nothing'}")
         found[seed] = entry
     if not found:

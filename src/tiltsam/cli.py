@@ -128,11 +128,12 @@ def _add_lab(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     train = commands.add_parser(
         "train",
         help="train one model with one method",
-        description="Train a model. Ctrl-C and SIGTERM save a checkpoint after the current step (a second Ctrl-C exits "
-        "at once). The same command resumes from there, or after a kill from the last checkpoint.",
+        description="Train a model and test it. Ctrl-C and SIGTERM save a checkpoint after the current step (a second\n"
+        "Ctrl-C exits at once). The same command resumes from there, or after a kill from the last\ncheckpoint.",
         epilog=(
             "examples:\n"
-            "  tiltsam train digits --method tsam --num-samples 3 --t 20 --rho 0.5 --seed 1\n"
+            "  tiltsam train digits --method sam --rho 0.5 --seed 1\n"
+            "  tiltsam train digits --method tsam:num_samples=1,rho=0.5 --average\n"
             "  tiltsam train glue/rte --model minilm --optimizer adamw --lr 5e-5 --epochs 3\n"
             "  torchrun --nproc-per-node 3 -m tiltsam train cifar100 --method tsam --num-samples 3 --parallel samples"
         ),
@@ -140,7 +141,9 @@ def _add_lab(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    train.add_argument("task", help="the task (see: tiltsam tasks)")
+    train.add_argument(
+        "task", metavar="TASK", help="a name printed by tiltsam tasks, or images:DIR, text:FILE, npz:FILE"
+    )
     add_arguments(train, leave_out=("task",))
     train.add_argument(
         "--parallel",
@@ -160,26 +163,35 @@ def _add_lab(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     compare = commands.add_parser(
         "compare",
         help="train several methods and compare them",
-        description="Train several methods with several seeds and print mean ± standard error. Finished runs are kept.",
-        epilog="example: tiltsam compare digits --methods erm sam tsam --seeds 3",
+        description="Train several methods with several seeds, print mean ± standard error, and write a report. "
+        "Finished runs are reused; the same command resumes.",
+        epilog="example: tiltsam compare digits --methods erm sam:rho=0.5 tsam:num_samples=1,rho=0.5 --seeds 3",
         usage="tiltsam compare [-h] TASK [options]",
         allow_abbrev=False,  # otherwise --seed would mean --seeds
     )
-    compare.add_argument("task", help="the task (see: tiltsam tasks)")
+    compare.add_argument(
+        "task", metavar="TASK", help="a name printed by tiltsam tasks, or images:DIR, text:FILE, npz:FILE"
+    )
     compare.add_argument(
         "--methods",
         nargs="+",
         default=list(tiltsam.METHODS),
         metavar="METHOD",
-        help="methods, maybe with their own settings: asam:rho=5 or tsam:num_samples=3,t=100 (default: all)",
+        help="methods, maybe with settings of their own, as in asam:rho=5 or tsam:num_samples=3,t=100 (default: all)",
     )
-    compare.add_argument("--seeds", type=int, default=2, help="runs per method: seeds 0, 1, … (default: %(default)s)")
+    compare.add_argument(
+        "--seeds", type=int, default=2, metavar="INT", help="runs per method: seeds 0, 1, … (default: %(default)s)"
+    )
     add_arguments(compare, leave_out=("task", "method", "seed"))
     compare.set_defaults(run=_compare)
 
     for command in (train, compare):
-        command.add_argument("--out", type=Path, default=Path("runs"), help="folder of the runs (default: %(default)s)")
-        command.add_argument("--data-root", type=Path, help="folder of the data sets (default: $TILTSAM_DATA, or data)")
+        command.add_argument(
+            "--out", type=Path, default=Path("runs"), metavar="DIR", help="folder of the runs (default: %(default)s)"
+        )
+        command.add_argument(
+            "--data-root", type=Path, metavar="DIR", help="folder of the data sets (default: $TILTSAM_DATA, or data)"
+        )
         command.add_argument("--download", action="store_true", help="download missing data sets and models")
         command.add_argument("--tensorboard", action="store_true", help="also write the metrics for TensorBoard")
 
@@ -200,7 +212,9 @@ def _add_lab(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     sharpness.add_argument("--samples", type=int, default=50, help="draws per noise level (default: %(default)s)")
     sharpness.add_argument("--t", type=float, default=1.0, help="tilt of the tilted losses (default: %(default)s)")
     sharpness.add_argument("--device", default="auto", help="cpu, cuda, cuda:1 (default: a GPU if there is one)")
-    sharpness.add_argument("--data-root", type=Path, help="folder of the data sets (default: $TILTSAM_DATA, or data)")
+    sharpness.add_argument(
+        "--data-root", type=Path, metavar="DIR", help="folder of the data sets (default: $TILTSAM_DATA, or data)"
+    )
     sharpness.add_argument(
         "--out", type=Path, default=Path("flatness"), help="folder of the figures (default: %(default)s)"
     )
@@ -256,8 +270,12 @@ def _add_reproduce(commands: argparse._SubParsersAction[argparse.ArgumentParser]
         "--precision", choices=("fp32", "bf16"), default="fp32", help="bf16 uses autocast (default: %(default)s)"
     )
     parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1 (default: a GPU if there is one)")
-    parser.add_argument("--out", type=Path, default=Path("runs"), help="folder of the runs (default: %(default)s)")
-    parser.add_argument("--data-root", type=Path, help="folder of the data sets (default: $TILTSAM_DATA, or data)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs"), metavar="DIR", help="folder of the runs (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--data-root", type=Path, metavar="DIR", help="folder of the data sets (default: $TILTSAM_DATA, or data)"
+    )
     parser.add_argument("--download", action="store_true", help="download missing data sets and models")
     parser.set_defaults(run=_reproduce)
 
@@ -268,9 +286,9 @@ def _add_sweep(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = commands.add_parser(
         "sweep",
         help="tune several methods alike, then test each choice",
-        description="Give every METHOD the same number of trials, choose by validation loss, train each choice with "
-        "several seeds and test it. The same command resumes an interrupted sweep. Started several times, here or on "
-        "machines with the same --storage, it shares the work. Other flags hold for every trial.",
+        description="Give every METHOD the same number of trials, choose by validation loss, train each choice with\n"
+        "several seeds and test it. The same command resumes an interrupted sweep. Started several times, here\n"
+        "or on machines with the same --storage, it shares the work. Other flags hold for every trial.",
         epilog="examples:\n"
         "  tiltsam sweep digits --methods sam tsam:num_samples=1 --grid lr=0.01,0.03,0.1 rho=0.05,0.1,0.2 --workers 2\n"
         "  tiltsam sweep digits --methods sam --grid lr=1e-3..1e-1 rho=0.01..1 --sampler tpe --trials 30\n"
@@ -279,13 +297,13 @@ def _add_sweep(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("task", help="the task (see: tiltsam tasks), or a TOML file of arguments")
+    parser.add_argument("task", metavar="TASK", help="a task as for tiltsam train, or a TOML file of arguments")
     parser.add_argument(
         "--methods",
         nargs="+",
         default=list(tiltsam.METHODS),
         metavar="METHOD",
-        help="methods, maybe with their own settings, which no grid changes: tsam:num_samples=1 (default: all)",
+        help="methods, maybe with settings of their own that no grid changes, as in tsam:num_samples=1 (default: all)",
     )
     parser.add_argument(
         "--grid",
@@ -301,20 +319,28 @@ def _add_sweep(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         dest="trial_sampler",  # "sampler" is a setting of TSAM
         choices=("grid", "random", "tpe"),
         default="grid",
-        help="how trials are chosen (default: grid)",
+        help="how trials are chosen (default: grid); TSAM's own sampler is set as in tsam:sampler=hmc",
     )
-    parser.add_argument("--trials", type=int, help="trials per METHOD (default: the size of the largest grid)")
+    parser.add_argument(
+        "--trials", type=int, metavar="INT", help="trials per METHOD (default: the size of the largest grid)"
+    )
     parser.add_argument(
         "--pruner",
         choices=("none", "halving"),
         default="none",
         help="halving stops the worse half of the trials at 25%% and at 50%% of the budget (default: none)",
     )
-    parser.add_argument("--trial-seeds", type=int, default=1, help="runs per trial: seeds 0, 1, … (default: 1)")
-    parser.add_argument("--seeds", type=int, default=3, help="tests of each choice: seeds 0, 1, … (default: 3)")
+    parser.add_argument(
+        "--trial-seeds", type=int, default=1, metavar="INT", help="runs per trial: seeds 0, 1, … (default: 1)"
+    )
+    parser.add_argument(
+        "--seeds", type=int, default=3, metavar="INT", help="runs that test each choice: seeds 0, 1, … (default: 3)"
+    )
     for name in ("epochs", "passes", "seconds"):
-        parser.add_argument(f"--final-{name}", type=float, help=f"{name} of the tests, instead of the trials' budget")
-    parser.add_argument("--workers", type=int, default=1, help="processes on this machine (default: 1)")
+        parser.add_argument(
+            f"--final-{name}", type=float, metavar="FLOAT", help=f"{name} of the tests, instead of the trials' budget"
+        )
+    parser.add_argument("--workers", type=int, default=1, metavar="INT", help="processes on this machine (default: 1)")
     parser.add_argument(
         "--storage",
         metavar="URL",
@@ -325,11 +351,16 @@ def _add_sweep(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--heartbeat",
         type=int,
         default=10,
-        help="seconds between heartbeats; after six missing ones others take over a trial (default: 10)",
+        metavar="INT",
+        help="seconds between heartbeats; after six missing ones another process takes over (default: 10)",
     )
     add_arguments(parser, leave_out=("task", "method", "sampler", "seed"))
-    parser.add_argument("--out", type=Path, default=Path("runs"), help="folder of the runs (default: %(default)s)")
-    parser.add_argument("--data-root", type=Path, help="folder of the data sets (default: $TILTSAM_DATA, or data)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs"), metavar="DIR", help="folder of the runs (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--data-root", type=Path, metavar="DIR", help="folder of the data sets (default: $TILTSAM_DATA, or data)"
+    )
     parser.add_argument("--download", action="store_true", help="download missing data sets and models")
     parser.set_defaults(run=_sweep)
 

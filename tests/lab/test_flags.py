@@ -54,9 +54,37 @@ def test_flags_have_the_help_of_the_constructors(monkeypatch):
     assert help_of("--eta").startswith("asam: η >= 0 in T = |w| + η")
     assert help_of("--eta").endswith("(default: 0.01)")
     assert help_of("--rho").startswith("sam, asam, esam2, pgn, rsam, tsam, friendly: Length of the ascent")
-    assert "default" not in help_of("--rho")  # methods have their own
+    assert "(default: 0.05 for sam" in help_of("--rho")  # methods have their own
+    assert "0.5 for asam" in help_of("--rho")
     assert help_of("--lam").startswith("rsam, friendly: ")
     assert "`" not in "".join(help_of(flag) for flag in ("--delta", "--ascent-steps", "--sampler"))
+
+
+def test_help_of_an_option_is_one_sentence(monkeypatch):
+    class Mine(tiltsam.SAM):
+        """Take SAM's step.
+
+        Args:
+            base: The optimizer.
+            width: Width of 0.5 i.e. wide. The rest is for readers of the docstring.
+            depth: Depth
+        """
+
+        def __init__(self, base, *, width: float = 1.0, depth: float | None = None, model=None):
+            super().__init__(base, model=model)
+
+    monkeypatch.setitem(tiltsam.METHODS, "mine", Mine)
+    assert help_of("--width") == "mine: Width of 0.5 i.e. wide. (default: 1.0)"
+    assert help_of("--depth") == "mine: Depth"
+
+
+def test_method_flag_accepts_options():
+    config = from_arguments(parsed("--method", "tsam:num_samples=1,rho=0.5,average=true", "--lr", "0.1"))
+    assert config == TrainConfig(method="tsam", lr=0.1, average=True, options={"num_samples": 1, "rho": 0.5})
+    with pytest.raises(ConfigError, match="tsam has no num_sample; its options: t, rho"):
+        from_arguments(parsed("--method", "tsam:num_sample=1"))
+    with pytest.raises(ConfigError, match="rho must be given once"):
+        from_arguments(parsed("--method", "tsam:rho=0.5", "--rho", "0.2"))
 
 
 def test_only_given_flags_are_settings():

@@ -56,7 +56,8 @@ class TrainConfig:
     task: str = "digits"
     """The task: a name printed by `tiltsam tasks`, or images:PATH, text:PATH, npz:PATH."""
     method: str = "tsam"
-    """A name in tiltsam.METHODS: erm, sam, asam, esam2, pgn, rsam, tsam, or your own."""
+    """A name in tiltsam.METHODS: erm, sam, asam, esam2, pgn, rsam, tsam, or your own; the flag also
+    takes options, as in tsam:num_samples=1,rho=0.5."""
     model: str = "auto"
     """mlp, cnn, resnet18, resnet34, wrn16-8, vit-s; pretrained: minilm, hf:FOLDER-OR-NAME; auto depends on the task."""
 

@@ -61,12 +61,13 @@ def field_docs(cls: type) -> dict[str, str]:
 
 
 def _argument_docs(constructor: Callable[..., Any]) -> dict[str, str]:
-    """Return what the section ``Args:`` of a docstring says about each argument, without markup."""
+    """Return the first sentence about each argument in the section ``Args:`` of a docstring, without markup."""
     text = inspect.getdoc(constructor.func if isinstance(constructor, partial) else constructor) or ""
     section = re.search(r"^Args:\n((?: .*\n?|\n)*)", text, re.MULTILINE)
     entries = re.findall(r"^    (\w+): (.*(?:\n     +.*)*)", section[1], re.MULTILINE) if section else []
     plain = ((name, re.sub(r"(:\w+:)?`+~?([^`]*)`+", r"\2", words)) for name, words in entries)
-    return {name: " ".join(words.split()) for name, words in plain}
+    lines = ((name, " ".join(words.split())) for name, words in plain)
+    return {name: re.split(r"(?<=[.!]) (?=[A-Z\"])", words)[0] for name, words in lines}
 
 
 def add_arguments(parser: ArgumentParser, *, leave_out: tuple[str, ...] = ()) -> None:
@@ -91,11 +92,17 @@ def _add_options(part: _ActionsContainer, leave_out: tuple[str, ...]) -> None:
                 owners.setdefault(name, []).append(method)
     for name, methods in owners.items():
         parameters = [method_options(method)[name] for method in methods]
-        first, defaults = parameters[0], {str(p.default) for p in parameters}
         text = _argument_docs(tiltsam.METHODS[methods[0]]).get(name, "")
-        if len(defaults) == 1 and first.default not in (None, first.empty):
-            text += f" (default: {first.default})"
-        _add_flag(part, name, first.annotation, f"{', '.join(methods)}: {text}")
+        if defaults := {m: str(p.default) for m, p in zip(methods, parameters, strict=True) if _is_shown(p)}:
+            values = {value: [m for m in defaults if defaults[m] == value] for value in defaults.values()}
+            by_method = [f"{value} for {', '.join(names)}" for value, names in values.items()]
+            text += f" (default: {'; '.join(values if len(values) == 1 else by_method)})"
+        _add_flag(part, name, parameters[0].annotation, f"{', '.join(methods)}: {text}")
+
+
+def _is_shown(parameter: inspect.Parameter) -> bool:
+    """Return whether an argument has a default to print; what None means is in the docstring."""
+    return parameter.default not in (None, parameter.empty)
 
 
 def _add_flag(part: _ActionsContainer, name: str, hint: Any, text: str) -> None:
@@ -119,10 +126,18 @@ def given(args: Any) -> dict[str, Any]:
 
 
 def from_arguments(args: Any) -> TrainConfig:
-    """Return the config given by flags; those that its method does not have are ignored."""
+    """Return the config given by flags; those that its method does not have are ignored.
+
+    Raises:
+        ConfigError: If ``--method`` is not what :func:`parse_method` takes, or has a setting that a flag also has.
+    """
     settings = given(args)
-    method = settings.get("method", TrainConfig.method)
-    return TrainConfig.from_settings({name: v for name, v in settings.items() if has_setting(method, name)})
+    text = settings.pop("method", TrainConfig.method)
+    own = parse_method(text)
+    if twice := own.keys() & settings.keys():
+        raise ConfigError(f"{', '.join(sorted(twice))} must be given once, got a flag and --method {text}")
+    shared = {name: value for name, value in settings.items() if has_setting(own["method"], name)}
+    return TrainConfig.from_settings({**shared, **own})
 
 
 def shared_settings(args: Any) -> tuple[TrainConfig, dict[str, Any]]:

@@ -73,18 +73,19 @@ class TSAM(SharpnessAware):
 
     Args:
         base: The optimizer that does the update, an instance.
-        t: Tilt >= 0, a number or a callable of the step. 0 averages the samples, a large t follows the worst.
+        t: Tilt >= 0: 0 averages the samples, a large t follows the worst. A number or a callable of the step.
         rho: Length of the ascent, >= 0, with the meaning and scale it has in SAM. A group's own ``rho`` wins. The
             samplers ``"uniform"``, ``"gaussian"`` and ``"hmc"`` have no ascent and do not use it.
-        radius: Radius R of the random start; ``None`` means 0.003·√d, d the number of trainable coordinates.
-        num_samples: s >= 1. With one sample TSAM is SAM from a random start, at SAM's cost, and t has no effect; step
-            for step this did as well as three samples (docs/evidence.md).
-        delta: The part of the tilt that the sampler accounts for, ``0 <= delta <= t``; sample weights use
-            ``t − delta``. ``None`` means t/2 as in the paper, or 0 for naive sampling, whose draws follow μ itself.
-        sampler: ``"ascent"`` (Algorithm 2), ``"uniform"`` or ``"gaussian"`` (naive sampling), ``"hmc"``, or an instance
-            of a sampler.
+        radius: Radius R of the random start; by default 0.003·√d, where d is the number of trainable coordinates.
+        num_samples: Number of samples, s >= 1. With one sample TSAM is SAM from a random start, at SAM's cost, and t
+            has no effect; step for step this did as well as three samples (docs/evidence.md).
+        delta: The part of the tilt that the sampler accounts for, in [0, t]; by default t/2 as in the paper, or 0 for
+            naive sampling. Sample weights use ``t − delta``. Draws of naive sampling follow μ itself.
+        sampler: How samples are drawn: ``"ascent"`` is Algorithm 2, ``"uniform"`` and ``"gaussian"`` are naive
+            sampling, ``"hmc"`` is Hamiltonian Monte Carlo. An instance of a sampler is accepted, too.
         share_ascent: Use one ascent gradient, at θ, for all samples: s+1 passes instead of 2s.
-        ascent_steps: The paper's N: N ascents of ρ/N per sample, N+1 passes. Short for ``sampler=Ascent(num_steps=N)``.
+        ascent_steps: The paper's N: N ascents of length ρ/N per sample, N+1 passes. Short for
+            ``sampler=Ascent(num_steps=N)``.
         model: See :class:`SharpnessAware`, like all following arguments.
         seed: Seed of the noise.
         buffers_once: Whether buffers keep the values of the first pass.
@@ -232,7 +233,7 @@ class SAM(SharpnessAware):
 
     Args:
         base: The optimizer that does the update, an instance.
-        rho: Length of the ascent, >= 0, a number or a callable of the step; a group's own ``rho`` wins.
+        rho: Length of the ascent, >= 0. A number or a callable of the step; a group's own ``rho`` wins.
         model: See :class:`SharpnessAware`, like all following arguments.
         seed: Not used: there is no noise.
         buffers_once: Whether buffers keep the values of the first pass.
@@ -272,7 +273,7 @@ class ASAM(SharpnessAware):
     Args:
         base: The optimizer that does the update, an instance.
         rho: Length in the adaptive metric, typically 0.5 to 2.
-        eta: η >= 0 in T = |w| + η, keeps small weights movable.
+        eta: η >= 0 in T = |w| + η; it keeps small weights movable.
         model: See :class:`SharpnessAware`, like all following arguments.
         seed: Not used: there is no noise.
         buffers_once: Whether buffers keep the values of the first pass.
@@ -318,7 +319,8 @@ class LineSearchSAM(SharpnessAware):
     Args:
         base: The optimizer that does the update, an instance.
         rho: The longest step, >= 0.
-        num_points: K >= 1; 10 forward passes cost about as much as two more samples of TSAM.
+        num_points: Number of points tried, K >= 1, at a forward pass each. Ten cost about as much as two more samples
+            of TSAM.
         model: See :class:`SharpnessAware`, like all following arguments.
         seed: Not used: there is no noise.
         buffers_once: Whether buffers keep the values of the first pass.
@@ -425,7 +427,7 @@ class RSAM(SharpnessAware):
     Args:
         base: The optimizer that does the update, an instance.
         rho: Length of the perturbation, >= 0.
-        gamma: γ >= 0, size of the noise relative to each filter; a callable of the step makes it grow.
+        gamma: γ >= 0, size of the noise relative to each filter. A callable of the step makes it grow.
         lam: λ >= 0, weight of the gradient in the direction.
         model: See :class:`SharpnessAware`, like all following arguments.
         seed: Seed of the noise.

@@ -11,12 +11,13 @@ import optuna
 import pytest
 
 from tiltsam.cli import _parse, _read_arguments, main
+from tiltsam.lab import records
 from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.console import SweepDisplay
 from tiltsam.lab.errors import Diverged, SweepError, TrainError, UserError
 from tiltsam.lab.flags import from_arguments
 from tiltsam.lab.grids import PAPER, Range, make_entries, parse_grid
-from tiltsam.lab.records import Record, tested_runs
+from tiltsam.lab.records import Record
 from tiltsam.lab.studies import retry, sqlite_url
 from tiltsam.lab.sweep import SweepStatus, format_results, sweep
 from tiltsam.lab.train import Progress, train
@@ -93,7 +94,7 @@ def test_make_entries_counts_equal_values_once():
 def test_make_entries_leaves_out_what_an_entry_sets():
     entries, notes = make_entries(SMALL, ["sam", "sam:rho=0.3"], {**RATES, "rho": (0.1, 0.5)}, 3, "grid")
     assert set(entries[1].space) == {"lr"}
-    assert entries[1].config.rho == 0.3
+    assert entries[1].config.options == {"rho": 0.3}
     assert len(notes) == 1
     assert notes[0].startswith("sam:rho=0.3: sets rho")
 
@@ -438,7 +439,7 @@ def test_result_has_paired_differences_and_a_report(tmp_path, capsys):
     row = next(line for line in shown.splitlines() if line.startswith("| sam "))
     assert f"{differences.mean():+.2f}" in row
     assert f"[{differences.mean() - half:+.2f}, {differences.mean() + half:+.2f}]" in row
-    assert len(tested_runs(path.parent)) == 6
+    assert len(records.tested_runs(path.parent)) == 6
     assert (path.parent / "report" / "report.html").exists()
     assert "run 10 of 10" in shown
 

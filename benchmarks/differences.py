@@ -61,7 +61,7 @@ def select_runs(
     }
     found: dict[Hashable, dict[str, Any]] = {}
     for entry in entries:
-        config = entry["config"]
+        config = {**entry["config"], **entry["config"].get("options", {})}
         if config["method"] != method or any(config.get(key, False) != value for key, value in wanted.items()):
             continue
         seed = config["seed"]

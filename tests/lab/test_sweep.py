@@ -15,7 +15,7 @@ from tiltsam.lab import records
 from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.console import SweepDisplay
 from tiltsam.lab.errors import Diverged, SweepError, TrainError, UserError
-from tiltsam.lab.flags import from_arguments
+from tiltsam.lab.flags import shared_settings
 from tiltsam.lab.grids import PAPER, Range, make_entries, parse_grid
 from tiltsam.lab.records import Record
 from tiltsam.lab.studies import retry, sqlite_url
@@ -101,7 +101,7 @@ def test_make_entries_leaves_out_what_an_entry_sets():
 
 MISTAKES = [
     (["--grid", "lr"], "'lr'"),
-    (["--grid", "lrr=1"], "'lrr'"),
+    (["--grid", "lrr=1"], "no lrr"),
     (["--grid", "lr=big"], "'big'"),
     (["--grid", "lr=-1,0.1"], "got -1"),
     (["--grid", "lr=0.1,-1"], "got -1"),
@@ -500,8 +500,16 @@ def test_damaged_toml_file_is_one_line(text, tmp_path, capsys):
 @pytest.mark.parametrize("path", sorted(STUDIES.glob("*.toml")), ids=lambda path: path.stem)
 def test_shipped_studies_give_entries_equal_trials(path):
     args = _parse(["sweep", str(path)])
-    base = from_arguments(args, epochs=math.inf, device="cpu")
+    base, settings = shared_settings(args)
+    base = replace(base, epochs=math.inf, device="cpu")
     grid = parse_grid(args.grid, args.methods)
-    entries, notes = make_entries(base, args.methods, grid, args.trials, args.trial_sampler)
+    entries, notes = make_entries(base, args.methods, grid, args.trials, args.trial_sampler, settings)
     assert len({entry.trials for entry in entries}) == 1
     assert not notes
+
+
+def test_settings_hold_for_the_methods_that_have_them():
+    entries, _ = make_entries(SMALL, ["erm", "sam", "asam:rho=2"], RATES, None, "grid", {"rho": 0.3})
+    assert [entry.config.options for entry in entries] == [{}, {"rho": 0.3}, {"rho": 2.0}]
+    with pytest.raises(SweepError, match="none of erm has rho"):
+        make_entries(SMALL, ["erm"], RATES, None, "grid", {"rho": 0.3})

@@ -171,9 +171,11 @@ def default_signals():
 
 
 @pytest.mark.usefixtures("default_signals")
-@pytest.mark.parametrize("average", [False, True])
-def test_interrupt_within_an_epoch_saves_the_step_and_resumes_bitwise(average, tmp_path, monkeypatch):
-    config = small(method="tsam", epochs=3, optimizer="adamw", lr=0.01, schedule="cosine", average=average)
+@pytest.mark.parametrize(
+    "settings", [{}, {"average": True}, {"example_tilt": -2.0, "example_ess": 0.7, "example_tilt_warmup": 0.5}], ids=str
+)
+def test_interrupt_within_an_epoch_saves_the_step_and_resumes_bitwise(settings, tmp_path, monkeypatch):
+    config = small(method="tsam", epochs=3, optimizer="adamw", lr=0.01, schedule="cosine", **settings)
     data = load(config)
     train(config, Record(tmp_path / "unbroken"), data=lambda _: data)
     broken, original, taken = Record(tmp_path / "broken"), Trainer.take_step, []
@@ -198,6 +200,16 @@ def test_interrupt_within_an_epoch_saves_the_step_and_resumes_bitwise(average, t
     assert same(weights(Record(tmp_path / "unbroken")), weights(broken))
     one, two = (Record(tmp_path / name).metrics()[0] for name in ("unbroken", "broken"))
     assert [{**row, "seconds": 0} for row in one] == [{**row, "seconds": 0} for row in two]
+
+
+def test_example_tilt_learns_from_wrong_labels(tmp_path):
+    scores = []
+    for settings in ({}, {"example_tilt": -2.0, "example_ess": 0.3}):
+        config = TrainConfig("digits", "erm", noise=0.4, label_smoothing=0.1, epochs=40, evaluate_every=10, **settings)
+        record = Record.of(tmp_path, config)
+        scores.append(train(config, record)["score"])
+    assert scores[1] > scores[0] + 0.05
+    assert all(0.3 <= row["example_ess"] < 1 for row in record.metrics()[0])
 
 
 @pytest.mark.usefixtures("default_signals")
@@ -544,11 +556,12 @@ def test_user_errors_are_one_line_and_exit_2(arguments, says, tmp_path, capsys):
     assert not list(tmp_path.iterdir())
 
 
-def test_label_smoothing_of_regression_is_refused(tmp_path, capsys):
+@pytest.mark.parametrize(("flag", "says"), [("label-smoothing", "must be 0"), ("class-tilt", "must be None")])
+def test_settings_of_classifications_are_refused_for_a_regression(flag, says, tmp_path, capsys):
     np.savez(tmp_path / "a.npz", x=np.random.default_rng(0).normal(size=(40, 2)), y=np.arange(40) / 7)
-    arguments = ["train", f"npz:{tmp_path / 'a.npz'}", "--label-smoothing", "0.1", "--out", str(tmp_path / "runs")]
+    arguments = ["train", f"npz:{tmp_path / 'a.npz'}", f"--{flag}", "0.1", "--out", str(tmp_path / "runs")]
     assert main(arguments) == 2
-    assert "label_smoothing must be 0" in capsys.readouterr().err
+    assert f"{flag.replace('-', '_')} {says}" in capsys.readouterr().err
     assert not list((tmp_path / "runs").iterdir())
 
 

@@ -183,9 +183,29 @@ def test_schedules():
 
 
 def test_bad_arguments():
-    with pytest.raises(ValueError, match="finite number >= 0, got -1"):
-        tilted_loss(torch.ones(2), -1.0)
+    with pytest.raises(ValueError, match="finite, got nan"):
+        tilted_loss(torch.ones(2), math.nan)
     with pytest.raises(ValueError, match="empty"):
         tilted_loss(torch.ones(0), 1.0)
     with pytest.raises(ValueError, match="no loss was added"):
         StreamingTilt(1.0).loss()
+
+
+@EXAMPLES
+@given(LOSSES, st.floats(1e-9, 1e6))
+def test_negative_tilt_is_that_of_negative_losses(x, t):
+    for found, mirrored in (
+        (tilted_loss(x, -t), -tilted_loss(-x, t)),
+        (tilted_mean(x, -t), -tilted_mean(-x, t)),
+        (tilted_var(x, -t), tilted_var(-x, t)),
+        (tilted_weights(x, -t), tilted_weights(-x, t)),
+        (tilted_loss(x, torch.tensor(-t)), -tilted_loss(-x, torch.tensor(t))),
+    ):
+        assert torch.equal(found, mirrored)
+    assert x.min() - 1e-9 * (1 + x.abs().max()) <= tilted_loss(x, -t) <= x.mean() + 1e-9 * (1 + x.abs().max())
+    tilt = StreamingTilt(-t)
+    for loss in x:
+        tilt.add(loss)
+    close(tilt.loss(), tilted_loss(x, -t), 1e4)
+    close(tilt.mean(), tilted_mean(x, -t), 1e4)
+    close(tilt.weights(x), tilted_weights(x, -t))

@@ -1,6 +1,6 @@
 """Exponential tilting of losses: the soft maximum that TSAM descends.
 
-For losses ``x_1 .. x_s`` and a tilt ``t >= 0``
+For losses ``x_1 .. x_s`` and a real tilt ``t``
 
     tilted loss      (1/t) log (1/s) sum_j exp(t x_j)      (Eq. 3 of the paper, its mean over μ by s draws)
     tilted weights   w_j = exp(t x_j) / sum_k exp(t x_k)
@@ -8,9 +8,10 @@ For losses ``x_1 .. x_s`` and a tilt ``t >= 0``
     tilted variance  sum_j w_j (x_j - tilted mean)^2       (Definitions 3.4, 3.5: t-sharpness)
 
 At ``t = 0`` these are the plain mean, uniform weights, the mean and the (biased) variance; as ``t`` grows the tilted
-loss tends to the maximum. Everything is computed by :class:`StreamingTilt`, a log-sum-exp shifted by the running
-maximum of the *losses* (not of ``t`` times the losses: the difference of two losses is exact where the difference of
-two huge products is rounding error), so ``t = 1e6`` with losses of 1e4 stays finite and accurate. A tilt beyond the
+loss tends to the maximum, as it falls to the minimum: a tilt of -t over x is one of t over -x, with its sign changed.
+Everything is computed by :class:`StreamingTilt`, a log-sum-exp shifted by the running maximum of the *losses* (not of
+``t`` times the losses: the difference of two losses is exact where the difference of two huge products is rounding
+error), so ``t = 1e6`` with losses of 1e4 stays finite and accurate. A tilt beyond the
 range of float32 is clamped to it, which gives the limit to the last digit. Losses of +inf share all the weight if
 ``t > 0``, and make the tilted loss and mean infinite.
 """
@@ -49,7 +50,7 @@ class StreamingTilt:
     Keeps six scalars whatever the number of losses, and reads no value back to the host.
 
     Args:
-        t: The tilt, ``>= 0``; a 0-dim tensor is not checked.
+        t: The tilt. A 0-dim tensor must be ``>= 0``, and is not checked.
 
     Example:
         >>> tilt = StreamingTilt(t=2.0)
@@ -60,6 +61,8 @@ class StreamingTilt:
 
     def __init__(self, t: Tilt) -> None:
         self.t = t if isinstance(t, Tensor) else _check_tilt(t)
+        self._negative = not isinstance(t, Tensor) and t < 0
+        self._tilt = abs(self.t) if self._negative else self.t  # of the negative losses
         self._state: _State | None = None
 
     def add(self, losses: Tensor, valid: Tensor | None = None) -> Tensor:
@@ -73,7 +76,7 @@ class StreamingTilt:
             The share of the added losses in the total weight so far, a scalar in [0, 1]. A running weighted mean is
             ``mean += share * (new - mean)``.
         """
-        losses, old = _working(losses), self._state
+        losses, old = -_working(losses) if self._negative else _working(losses), self._state
         if valid is not None and valid.dim() == 0 and valid.device.type == "cpu" and valid:
             valid = None  # as in a step: reading one flag on the host is cheaper than masking
         top = losses.detach() if valid is None else losses.detach().masked_fill(~valid, -math.inf)
@@ -82,7 +85,7 @@ class StreamingTilt:
             top = torch.maximum(old.top, top)
         shift = _finite(top)
         gap = _finite(losses if valid is None else torch.where(valid, losses, shift)) - shift
-        arg = self.t * gap
+        arg = self._tilt * gap
         masses, excesses = arg.exp(), arg.expm1()
         if valid is None:
             number = torch.full_like(top, losses.numel())
@@ -93,7 +96,7 @@ class StreamingTilt:
         excess, weighted = _total(excesses), _total(gap * masses)
         if old is not None:
             down = torch.where(old.number > 0, old.shift, shift) - shift
-            fade = self.t * down
+            fade = self._tilt * down
             faded = fade.exp()
             weighted = weighted + faded * (old.weighted + down * old.mass)
             excess = excess + old.excess * faded + old.number * fade.expm1()
@@ -108,22 +111,26 @@ class StreamingTilt:
         # log(mass/count): by log1p of the excess if that is small (small t), else directly.
         ratio = state.excess / state.number
         log_mean = torch.where(ratio > -0.5, ratio.clamp_min(-0.5).log1p(), (state.mass / state.number).log())
-        if isinstance(self.t, Tensor) and self.t.device.type != "cpu":  # reading it would wait for the device
-            tilted = state.top + log_mean / self.t.masked_fill(self.t == 0, 1.0)
-            return torch.where(self.t == 0, self.mean(), tilted)
-        return state.top + log_mean / self.t if self.t > 0 else self.mean()
+        if isinstance(self._tilt, Tensor) and self._tilt.device.type != "cpu":  # reading it would wait for the device
+            tilted = state.top + log_mean / self._tilt.masked_fill(self._tilt == 0, 1.0)
+            return torch.where(self._tilt == 0, self.mean(), tilted)
+        if self._tilt == 0:
+            return self.mean()
+        tilted = state.top + log_mean / self._tilt
+        return -tilted if self._negative else tilted
 
     def mean(self) -> Tensor:
         """Return the tilted mean of all added losses; NaN if none was valid."""
         state = self._added()
-        return state.top + state.weighted / state.mass
+        mean = state.top + state.weighted / state.mass
+        return -mean if self._negative else mean
 
     def weights(self, losses: Tensor, valid: Tensor | None = None) -> Tensor:
         """Return the weights of ``losses`` relative to all added losses; 0 where not valid."""
         state = self._added()
-        losses = _working(losses)
+        losses = -_working(losses) if self._negative else _working(losses)
         ok = torch.ones_like(losses, dtype=torch.bool) if valid is None else valid
-        arg = self.t * (_finite(torch.where(ok, losses, state.shift)) - state.shift)
+        arg = self._tilt * (_finite(torch.where(ok, losses, state.shift)) - state.shift)
         return torch.where(ok, arg.exp() / state.mass.clamp_min(_TINY), 0.0)
 
     def _added(self) -> _State:
@@ -146,15 +153,15 @@ class _State(NamedTuple):
 def tilted_loss(losses: Tensor, t: Tilt) -> Tensor:
     """Return the tilted loss ``(1/t) log mean exp(t * losses)`` over all elements.
 
-    Never below the mean, never above the maximum, and at least ``max - log(s)/t``. Differentiable: its gradient
-    with respect to ``losses`` is :func:`tilted_weights`.
+    Between the mean and the maximum for ``t > 0``, at least ``max - log(s)/t``; between the minimum and the mean for
+    ``t < 0``. Differentiable: its gradient with respect to ``losses`` is :func:`tilted_weights`.
 
     Args:
         losses: Any shape, at least one element.
-        t: The tilt, ``>= 0``; at 0 the plain mean.
+        t: The tilt; at 0 the plain mean.
 
     Raises:
-        ValueError: If ``losses`` is empty or ``t`` is negative or not finite.
+        ValueError: If ``losses`` is empty or ``t`` is not finite.
 
     Example:
         >>> tilted_loss(torch.tensor([1.0, 3.0]), t=0.0)
@@ -162,9 +169,10 @@ def tilted_loss(losses: Tensor, t: Tilt) -> Tensor:
         >>> tilted_loss(torch.tensor([1.0, 3.0]), t=1e6)
         tensor(3.0000)
     """
-    tilt = StreamingTilt(t)
-    tilt.add(_nonempty(losses))
-    return tilt.loss()
+    sign, size = _split_sign(t)
+    tilt = StreamingTilt(size)
+    tilt.add(sign * _nonempty(losses))
+    return sign * tilt.loss()
 
 
 def tilted_weights(losses: Tensor, t: Tilt, valid: Tensor | None = None) -> Tensor:
@@ -172,23 +180,25 @@ def tilted_weights(losses: Tensor, t: Tilt, valid: Tensor | None = None) -> Tens
 
     Args:
         losses: Any shape, at least one element.
-        t: The tilt, ``>= 0``; at 0 the weights are uniform.
+        t: The tilt; at 0 the weights are uniform.
         valid: Mask of the losses that count; the others get weight 0. If none counts, all weights are 0.
 
     Example:
         >>> tilted_weights(torch.tensor([0.0, 0.0]), t=5.0)
         tensor([0.5000, 0.5000])
     """
-    tilt = StreamingTilt(t)
-    tilt.add(_nonempty(losses), valid)
+    sign, size = _split_sign(t)
+    losses, tilt = sign * _nonempty(losses), StreamingTilt(size)
+    tilt.add(losses, valid)
     return tilt.weights(losses, valid)
 
 
 def tilted_mean(x: Tensor, t: Tilt) -> Tensor:
     """Return the tilted mean ``sum w x`` with ``w`` proportional to ``exp(t * x)`` (Definition 3.4)."""
-    tilt = StreamingTilt(t)
-    tilt.add(_nonempty(x))
-    return tilt.mean()
+    sign, size = _split_sign(t)
+    tilt = StreamingTilt(size)
+    tilt.add(sign * _nonempty(x))
+    return sign * tilt.mean()
 
 
 def tilted_var(x: Tensor, t: Tilt) -> Tensor:
@@ -197,8 +207,9 @@ def tilted_var(x: Tensor, t: Tilt) -> Tensor:
     A point is *t-sharper* than another if the tilted variance of the losses around it is larger. Computed about
     the mean, not as ``sum w x^2 - mean^2``, which loses all digits when losses are large and close together.
     """
-    tilt = StreamingTilt(t)
-    losses = _nonempty(x)
+    sign, size = _split_sign(t)
+    tilt = StreamingTilt(size)
+    losses = sign * _nonempty(x)
     tilt.add(losses)
     weights = tilt.weights(losses)
     # A loss without weight may be infinite: 0 times inf would be NaN.
@@ -243,10 +254,17 @@ def linear_down(value: float, num_steps: int) -> Linear:
 
 
 def _check_tilt(t: float) -> float:
-    if not (math.isfinite(t) and t >= 0):
-        raise ValueError(f"t must be a finite number >= 0, got {t}")
+    if not math.isfinite(t):
+        raise ValueError(f"t must be finite, got {t}")
     limits = torch.finfo(torch.float32)
-    return 0.0 if t < limits.tiny else min(float(t), limits.max)
+    return 0.0 if abs(t) < limits.tiny else math.copysign(min(abs(t), limits.max), t)
+
+
+def _split_sign(t: Tilt) -> tuple[float | Tensor, Tilt]:
+    """Return the sign and the size of a tilt: one of negative losses stands for a negative tilt."""
+    if isinstance(t, Tensor):
+        return torch.where(t < 0, -1.0, 1.0), t.abs()
+    return (-1.0, -t) if t < 0 else (1.0, t)
 
 
 def _nonempty(losses: Tensor) -> Tensor:

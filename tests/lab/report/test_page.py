@@ -206,7 +206,7 @@ def test_headline_verdicts(tmp_path):
     assert "single run" in headline_of("single", erm=[0.5], sam=[0.7])
     assert headline_of("tie", erm=[0.7, 0.71], sam=[0.7, 0.71]).endswith("sam reaches the same.")
     plain = headline_of("plain", erm=[0.5, 0.51], sam=[0.7, 0.71], tsam=[0.72, 0.73])
-    assert plain.startswith("tsam has the highest test accuracy: 64.44 ± 0.44 %. sam is ")
+    assert plain.startswith("tsam (rho=0.1) has the highest test accuracy: 64.44 ± 0.44 %. sam (rho=0.05) is ")
     assert plain.endswith("Plain training (erm) reaches 44.89 ± 0.44.")
     assert headline_of("alone", erm=[0.9]).startswith("erm reaches a test accuracy of 80.00")
     assert "No run has finished" in headline_of("none", erm=[0])

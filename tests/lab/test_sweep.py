@@ -14,7 +14,7 @@ from tiltsam.cli import _parse, _read_arguments, main
 from tiltsam.lab import records
 from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.console import SweepDisplay
-from tiltsam.lab.errors import Diverged, SweepError, TrainError, UserError
+from tiltsam.lab.errors import ConfigError, Diverged, SweepError, TrainError, UserError
 from tiltsam.lab.flags import shared_settings
 from tiltsam.lab.grids import PAPER, Range, make_entries, parse_grid
 from tiltsam.lab.records import Record
@@ -97,6 +97,12 @@ def test_make_entries_leaves_out_what_an_entry_sets():
     assert entries[1].config.options == {"rho": 0.3}
     assert len(notes) == 1
     assert notes[0].startswith("sam:rho=0.3: sets rho")
+
+
+def test_parse_grid_reports_wrong_methods_as_such():
+    for method, value in (("esam1", "unknown method 'esam1'"), ("sam:rh=1", "'sam:rh=1': sam has no rh")):
+        with pytest.raises(ConfigError, match=f"^{value}"):
+            parse_grid(["rho=1,2"], ["tsam", method])
 
 
 MISTAKES = [

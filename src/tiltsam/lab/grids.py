@@ -63,12 +63,16 @@ def parse_grid(texts: Sequence[str], methods: Sequence[str]) -> dict[str, Values
         texts: The grids.
         methods: The entries of the sweep, whose methods define the types of the values.
 
+    Raises:
+        ConfigError: If an entry of ``methods`` is wrong.
+        SweepError: If a grid is wrong, or no method has its setting.
+
     Example:
         >>> parse_grid(["lr=0.1,0.3", "tsam:t=1,20", "rho=0.01..1"], ["sam", "tsam:num_samples=3"])
         {'lr': (0.1, 0.3), 'tsam:t': (1.0, 20.0), 'rho': Range(low=0.01, high=1.0)}
     """
     grid: dict[str, Values] = {}
-    names = list(dict.fromkeys(text.partition(":")[0] for text in methods))
+    names = list(dict.fromkeys(parse_method(text)["method"] for text in methods))
     for text in texts:
         if text == "paper":
             grid |= PAPER

@@ -9,8 +9,15 @@ from scipy import stats
 from sklearn import metrics as reference
 from torch import nn
 
-from tiltsam.lab.data.dataset import Split
-from tiltsam.lab.evaluate import METRICS, reestimate_batchnorm, task_loss
+from tiltsam.lab.data.dataset import Data, Split
+from tiltsam.lab.evaluate import (
+    METRICS,
+    calibration_error,
+    class_accuracies,
+    evaluate,
+    reestimate_batchnorm,
+    task_loss,
+)
 
 
 def logits_of(classes, num_classes, generator):
@@ -75,6 +82,59 @@ def test_metrics_refuse_wrong_shapes(name):
 def test_f1_refuses_three_classes():
     with pytest.raises(ValueError, match="3, 3"):
         METRICS["f1"](torch.zeros(3, 3), torch.zeros(3, dtype=torch.int64))
+
+
+def naive_calibration_error(outputs, targets, num_bins=15):
+    """Return the error of Guo et al. 2017, equation 3: bin m is ((m - 1) / M, m / M]."""
+    probabilities = outputs.double().softmax(1)
+    total = 0.0
+    for m in range(num_bins):
+        inside = [p for p in range(len(targets)) if m / num_bins < probabilities[p].max() <= (m + 1) / num_bins]
+        if inside:
+            accuracy = sum(int(probabilities[p].argmax() == targets[p]) for p in inside) / len(inside)
+            confidence = sum(probabilities[p].max().item() for p in inside) / len(inside)
+            total += len(inside) / len(targets) * abs(accuracy - confidence)
+    return total
+
+
+@pytest.mark.parametrize("num_classes", [2, 10])
+@pytest.mark.parametrize("scale", [0.1, 1.0, 20.0])
+def test_calibration_error_equals_naive_twin(num_classes, scale):
+    outputs = scale * torch.randn(300, num_classes)
+    targets = torch.randint(num_classes, (300,))
+    assert calibration_error(outputs, targets) == pytest.approx(naive_calibration_error(outputs, targets), abs=1e-6)
+
+
+def test_calibration_error_of_known_confidences():
+    certain = torch.tensor([[100.0, 0.0]] * 4)
+    assert calibration_error(certain, torch.tensor([0, 0, 0, 0])) == 0
+    assert calibration_error(certain, torch.tensor([0, 0, 0, 1])) == pytest.approx(0.25)
+    even = torch.zeros(4, 2)  # confidence 1/2, class 0 predicted
+    assert calibration_error(even, torch.tensor([0, 1, 0, 1])) == 0
+    assert calibration_error(even, torch.tensor([0, 0, 0, 0])) == pytest.approx(0.5)
+
+
+def test_class_accuracies_agree_with_recall():
+    true, chosen = torch.randint(5, (2, 97))
+    outputs = logits_of(chosen, 6, torch.Generator().manual_seed(0))  # class 5 has no examples
+    found = class_accuracies(outputs, true)
+    assert found[:5].tolist() == pytest.approx(reference.recall_score(true, chosen, average=None))
+    assert math.isnan(found[5])
+
+
+@pytest.mark.parametrize("num_classes", [1, 5])
+def test_evaluate_adds_metrics_of_classifications(num_classes):
+    outputs = torch.randn(1000, num_classes)
+    targets = torch.randint(4, (1000,)) if num_classes > 1 else torch.randn(1000)
+    split = Split({"x": outputs}, targets)
+    metrics = ("accuracy",) if num_classes > 1 else ("pearson",)
+    found = evaluate(lambda part: part.inputs["x"], Data("made", split, split, split, num_classes, metrics), split)
+    assert list(found)[:2] == [*metrics, "loss"]
+    if num_classes == 1:
+        assert len(found) == 2
+    else:
+        assert found["ece"] == calibration_error(outputs, targets)
+        assert found["worst_class_accuracy"] == class_accuracies(outputs, targets)[:4].min()
 
 
 def test_task_loss_by_number_of_classes():

@@ -668,6 +668,30 @@ def test_no_best_epoch_without_validation(tmp_path):
     assert format_rows(summarise([config], tmp_path))[1][2] == "–"
 
 
+def test_rows_and_result_have_calibration_and_class_accuracies(tmp_path):
+    config = small(method="erm")
+    record = Record(tmp_path)
+    result = train(config, record)
+    assert record.result() == result
+    by_class = result["test_class_accuracies"]
+    assert len(by_class) == 10
+    assert result["test_worst_class_accuracy"] == min(by_class)
+    counts = load(config).test.targets.bincount(minlength=10) / 599
+    assert result["score"] == result["test_accuracy"] == pytest.approx(torch.dot(counts, torch.tensor(by_class)).item())
+    for row in record.metrics()[0]:
+        assert list(row).index("test_accuracy") < list(row).index("test_ece")  # the first one is the score
+        for name in ("validation_ece", "validation_worst_class_accuracy", "test_ece", "test_worst_class_accuracy"):
+            assert 0 <= row[name] <= 1
+        assert "test_class_accuracies" not in row
+
+
+def test_regression_has_no_class_accuracies(tmp_path):
+    x = np.random.default_rng(0).normal(size=(60, 4)).astype(np.float32)
+    np.savez(tmp_path / "a.npz", x=x, y=x.sum(1))
+    result = train(small(task=f"npz:{tmp_path / 'a.npz'}", method="erm", batch_size=16), Record(tmp_path / "run"))
+    assert not [name for name in result if "class" in name or "ece" in name]
+
+
 def test_every_field_is_documented_and_on_the_command_line(capsys):
     docs = field_docs(TrainConfig)
     assert set(docs) == set(TrainConfig.__dataclass_fields__)

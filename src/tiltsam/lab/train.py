@@ -26,7 +26,14 @@ from tiltsam.lab.data.loader import Batches
 from tiltsam.lab.devices import RunAheadLimit, resolve_device, torch_settings
 from tiltsam.lab.distributed import DistributedContext
 from tiltsam.lab.errors import ConfigError, Diverged, Interrupted, RecordError, TrainError
-from tiltsam.lab.evaluate import evaluate, evaluated_weights, reestimate_batchnorm, task_loss
+from tiltsam.lab.evaluate import (
+    class_accuracies,
+    evaluate,
+    evaluated_weights,
+    reestimate_batchnorm,
+    split_outputs,
+    task_loss,
+)
 from tiltsam.lab.files import write_json
 from tiltsam.lab.models import build, resolve_name
 from tiltsam.lab.records import Checkpoint, Record
@@ -182,6 +189,7 @@ class Trainer:
         self.saved = f"nothing of {record.folder} is saved: the same command starts again"
         self._interrupted_epoch = EpochSeries()
         self.estimated: dict[str, Tensor] = {}
+        self._final: dict[str, Any] = {}  # what the result has beyond the last row
         self.batches = Batches(self.data, config.batch_size)
         self.budget = Budget(config, self.distributed)
         self.distributed.check_config(self.batches.size, config.passes)
@@ -428,9 +436,19 @@ class Trainer:
                 for metric, value in evaluate(self._outputs, self.data, getattr(self.data, name)).items():
                     row[f"{name}_{metric}"] = value
                 self._check_finite(row.get(f"{name}_loss", 0.0), f"after epoch {math.ceil(self.progress.epoch)}")
+            if self.progress.done >= 1:
+                self._final = self._final_numbers()
             kept = self.model.state_dict().keys()  # non-persistent buffers are not in it
             self.estimated = {name: b.detach().clone() for name, b in self.model.named_buffers() if name in kept}
         return row
+
+    def _final_numbers(self) -> dict[str, Any]:
+        """Return the accuracy of each class, at the evaluated weights; None for one without test examples."""
+        data = self.data
+        if data.num_classes == 1:
+            return {}
+        by_class = class_accuracies(split_outputs(self._outputs, data.test), data.test.targets).tolist()
+        return {"test_class_accuracies": [None if math.isnan(value) else value for value in by_class]}
 
     def _choose(self, row: dict[str, Any]) -> None:
         """Keep the row with the best validation score."""
@@ -505,6 +523,7 @@ class Trainer:
         final = self._last_row()
         numbers = {
             **final,
+            **self._final,
             "captured": getattr(self.step, "reason", None) is None,
             "metric": self.data.metrics[0],
             "score": final[f"test_{self.data.metrics[0]}"],

@@ -44,6 +44,22 @@ def test_runs_table_equals_records(tmp_path):
         assert row[table.headings.index("seconds")].value == run.rows[-1]["seconds"]
 
 
+def test_results_table_has_optional_columns_if_a_run_has_them(tmp_path):
+    more = ["ECE (%)", "worst class (%)"]
+    write_run(tmp_path, method="sam", seed=0)
+    (task,) = summarize(*read_runs([tmp_path]))
+    table = results_table(task)
+    final = rows(6)[-1]
+    assert [column(table, name)[0].value for name in more] == pytest.approx(
+        [100 * final["test_ece"], 100 * final["test_worst_class_accuracy"]]
+    )
+    older = [{k: v for k, v in row.items() if "ece" not in k and "worst" not in k} for row in rows(6)]
+    write_run(tmp_path / "older", method="sam", lines=older)
+    (task,) = summarize(*read_runs([tmp_path / "older"]))
+    assert not set(more) & set(results_table(task).headings)
+    assert "ECE" not in results_table(task).caption
+
+
 def test_comparable_flatness_needs_the_same_examples(tmp_path):
     write_runs(tmp_path)
     odd = next(tmp_path.rglob("erm-*/seed-2")) / "flatness.json"

@@ -86,15 +86,22 @@ def methods_table(task: TaskSummary) -> ReportTable:
 
 def results_table(task: TaskSummary) -> ReportTable:
     """Return one row per setting: the final numbers, mean ± standard error over seeds."""
+    optional = [
+        NumberColumn("ECE (%)", lambda s: s.final("test_ece", 100), 1, highest=False),
+        NumberColumn("worst class (%)", lambda s: s.final("test_worst_class_accuracy", 100), 1),
+    ]
     columns = [
         NumberColumn(f"test {task.metric} ({task.unit})", lambda s: s.final("score", 100)),
         NumberColumn("at best validation", lambda s: s.final("score_at_best_validation", 100)),
         NumberColumn("test loss", lambda s: s.final("test_loss"), 3, highest=False),
+        *_present(optional, task.settings),
         NumberColumn("train loss", lambda s: s.final("train_loss"), 3, highest=None),
         NumberColumn("passes", lambda s: s.final("passes"), 0, highest=None),
         NumberColumn("seconds", lambda s: s.final("seconds"), 1, highest=None),
     ]
     caption = f"{task.name}: numbers at the end of training, {MEANS}; losses in {task.loss_unit}. {BOLD}"
+    if any(column.heading == "ECE (%)" for column in columns):
+        caption += " ECE: expected calibration error on test; worst class: the lowest test accuracy of a class."
     table = _settings_table("results", caption, task.settings, columns)
     for row, setting in zip(table.rows, task.settings, strict=True):
         done, total = len(setting.finished), len(setting.runs)
@@ -200,7 +207,7 @@ def flatness_table(settings: Sequence[SettingSummary], task: TaskSummary, std: f
         NumberColumn("λ1", scalar("eigenvalues", "values"), None, highest=False),
         NumberColumn("trace", scalar("trace", "value"), None, highest=False),
     ]
-    columns = [c for c in columns if any(math.isfinite(c.mean(s).value) for s in settings)]
+    columns = _present(columns, settings)
     runs = [run for setting in settings for run in setting.runs]
     about = _about(runs[0])
     where = f"{about.get('examples', '?')} {about.get('split', '?')} examples of {about.get('task', '?')}"
@@ -266,6 +273,11 @@ def _settings_table(
         for i, (row, mean, text) in enumerate(zip(rows, means, texts, strict=True)):
             row.append(replace(number_cell(mean, column.digits, best=i == best), text=text))
     return ReportTable(name, caption, headings, rows, [False, *([False] if differ else []), *(True for _ in columns)])
+
+
+def _present(columns: Sequence[NumberColumn], settings: Sequence[SettingSummary]) -> list[NumberColumn]:
+    """Return the columns in which some setting has a number."""
+    return [c for c in columns if any(math.isfinite(c.mean(s).value) for s in settings)]
 
 
 def _common_notation(means: Sequence[Mean]) -> tuple[int, list[str]]:

@@ -16,8 +16,10 @@ from tiltsam.lab.evaluate import (
     class_accuracies,
     evaluate,
     reestimate_batchnorm,
+    silenced_examples,
     task_loss,
 )
+from tiltsam.tilting import ExampleTilt
 
 
 def logits_of(classes, num_classes, generator):
@@ -135,6 +137,43 @@ def test_evaluate_adds_metrics_of_classifications(num_classes):
     else:
         assert found["ece"] == calibration_error(outputs, targets)
         assert found["worst_class_accuracy"] == class_accuracies(outputs, targets)[:4].min()
+
+
+def labelled(num_wrong):
+    """Return data of 50 examples whose first labels are wrong, and whose inputs are logits."""
+    split = Split({"x": 3 * torch.randn(50, 4)}, torch.randint(4, (50,)))
+    wrong = None if num_wrong is None else torch.arange(50) < num_wrong
+    return Data("made", split, split[:0], split, 4, mislabelled=wrong)
+
+
+@pytest.mark.parametrize("t", [-1.0, 0.5])
+@pytest.mark.parametrize("groups", [False, True])
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_silenced_examples_equal_naive_twin(t, groups, smoothing):
+    data = labelled(20)
+    tilt = ExampleTilt(t, between=0.0, num_groups=4) if groups else ExampleTilt(t)
+    found = silenced_examples(lambda part: part.inputs["x"], data, tilt, 16, smoothing)
+    x, y = data.train.inputs["x"], data.train.targets
+    losses = nn.functional.cross_entropy(x, y, label_smoothing=smoothing, reduction="none").double()
+    silenced = set()
+    order = torch.randperm(50, generator=torch.Generator().manual_seed(0)).tolist()
+    for batch in (order[:16], order[16:32], order[32:48], order[48:]):
+        for i in batch:
+            others = [k for k in batch if y[k] == y[i]] if groups else batch
+            share = math.exp(t * losses[i]) / sum(math.exp(t * losses[k]) for k in others)
+            if share * len(others) < 0.5:  # classes count by their size
+                silenced.add(i)
+    hits = len([i for i in silenced if i < 20])
+    assert 0 < hits < len(silenced)
+    assert found == {"silenced_precision": hits / len(silenced), "silenced_recall": hits / 20}
+
+
+def test_silenced_examples_without_any():
+    def found(num_wrong):
+        return silenced_examples(lambda part: part.inputs["x"], labelled(num_wrong), ExampleTilt(0.0), 16)
+
+    assert found(None) == found(0) == {}
+    assert found(20) == {"silenced_recall": 0}  # equal weights
 
 
 def test_task_loss_by_number_of_classes():

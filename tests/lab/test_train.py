@@ -685,6 +685,16 @@ def test_rows_and_result_have_calibration_and_class_accuracies(tmp_path):
         assert "test_class_accuracies" not in row
 
 
+def test_negative_tilt_silences_mislabelled_examples(tmp_path):
+    config = small(method="erm", epochs=5, batch_size=64, noise=0.4, example_tilt=-1.0)
+    result = train(config, Record(tmp_path / "tilted"))
+    assert result["silenced_precision"] > 0.8  # by chance both are 0.4
+    assert result["silenced_recall"] > 0.8
+    for name, other in {"plain": {"example_tilt": 0.0}, "clean": {"noise": 0.0}}.items():
+        result = train(config.with_settings({**other, "epochs": 1}), Record(tmp_path / name))
+        assert not [key for key in result if "silenced" in key]
+
+
 def test_regression_has_no_class_accuracies(tmp_path):
     x = np.random.default_rng(0).normal(size=(60, 4)).astype(np.float32)
     np.savez(tmp_path / "a.npz", x=x, y=x.sum(1))

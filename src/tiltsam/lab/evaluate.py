@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from tiltsam.averaging import WeightAverage
 from tiltsam.lab.data.dataset import Data, Split
 from tiltsam.space.model_state import restored_buffers
+from tiltsam.tilting import ExampleTilt
 
 __all__ = [
     "METRICS",
@@ -23,6 +24,7 @@ __all__ = [
     "evaluate",
     "evaluated_weights",
     "reestimate_batchnorm",
+    "silenced_examples",
     "split_outputs",
     "task_loss",
 ]
@@ -81,6 +83,40 @@ def evaluate(outputs_of: OutputsOf, data: Data, split: Split) -> dict[str, float
 def split_outputs(outputs_of: OutputsOf, split: Split) -> Tensor:
     """Return the model's outputs for all examples of a split."""
     return torch.cat([outputs_of(split[i : i + EVAL_BATCH]) for i in range(0, len(split), EVAL_BATCH)])
+
+
+@torch.no_grad()
+def silenced_examples(
+    outputs_of: OutputsOf, data: Data, tilt: ExampleTilt, batch_size: int, label_smoothing: float = 0.0
+) -> dict[str, float]:
+    """Return how many of the training examples that a tilt silences are mislabelled, and the reverse.
+
+    An example is silenced if its weight is below half of the mean weight of its batch. The batches are the same in
+    every call; the last one may be smaller.
+
+    Args:
+        outputs_of: Returns the model's outputs for some examples, in eval mode.
+        data: The task, with ``mislabelled``.
+        tilt: The tilt over the examples of a batch, for one process.
+        batch_size: Examples in a batch.
+        label_smoothing: That of the training loss.
+
+    Returns:
+        ``silenced_precision``, the fraction of the silenced examples that are mislabelled, left out if none is
+        silenced; and ``silenced_recall``, the fraction of the mislabelled examples that are silenced. Empty if none is
+        mislabelled.
+    """
+    if data.mislabelled is None or not data.mislabelled.any():
+        return {}
+    silenced = torch.zeros_like(data.mislabelled)
+    for rows in data.train.fixed_permutation().split(batch_size):
+        part = data.train[rows]
+        losses = task_loss(outputs_of(part), part.targets, data.num_classes, label_smoothing, reduction="none")
+        tilt(losses, None if tilt.num_groups is None else part.targets)
+        assert tilt.weights is not None
+        silenced[rows] = tilt.weights < 0.5 * tilt.weights.mean()
+    both, chosen, wrong = (x.sum().item() for x in (silenced & data.mislabelled, silenced, data.mislabelled))
+    return ({"silenced_precision": both / chosen} if chosen else {}) | {"silenced_recall": both / wrong}
 
 
 @torch.no_grad()

@@ -31,6 +31,7 @@ from tiltsam.lab.evaluate import (
     evaluate,
     evaluated_weights,
     reestimate_batchnorm,
+    silenced_examples,
     split_outputs,
     task_loss,
 )
@@ -181,7 +182,7 @@ class Trainer:
         self._passing = torch.compile(self.trained) if config.compile else self.trained
         self.optimizer = self._optimizer()
         self.average = tiltsam.WeightAverage(self.model) if config.average else None
-        self.tilt = self._example_tilt()
+        self.tilt = self._example_tilt(sync=self.distributed.divides_batches)
         group = self.optimizer.param_groups[0]
         self._initial: dict[str, float] = {name: group[name] for name in ("rho", "t") if name in group}
         self.progress = Progress()
@@ -221,7 +222,7 @@ class Trainer:
             base.register_step_pre_hook(lambda *_: _clip(self.model, max_norm))
         return config.wrap(base, model=self.trained, seed=config.seed, parallel=self.distributed.parallel())
 
-    def _example_tilt(self) -> tiltsam.ExampleTilt | None:
+    def _example_tilt(self, *, sync: bool) -> tiltsam.ExampleTilt | None:
         config = self.config
         if not config.example_tilt and config.class_tilt is None:
             return None
@@ -232,7 +233,7 @@ class Trainer:
             min_ess=config.example_ess,
             between=config.class_tilt,
             num_groups=None if config.class_tilt is None else self.data.num_classes,
-            sync=self.distributed.divides_batches,
+            sync=sync,
         )
 
     # ---------------------------------------------------------------- the loop
@@ -443,12 +444,19 @@ class Trainer:
         return row
 
     def _final_numbers(self) -> dict[str, Any]:
-        """Return the accuracy of each class, at the evaluated weights; None for one without test examples."""
-        data = self.data
+        """Return what the result has beyond the last row, at the evaluated weights.
+
+        For a classification the test accuracy of each class, None for one without examples; with a tilt over examples
+        and label noise, how many of the examples that it silences are mislabelled, and the reverse.
+        """
+        config, data = self.config, self.data
         if data.num_classes == 1:
             return {}
         by_class = class_accuracies(split_outputs(self._outputs, data.test), data.test.targets).tolist()
-        return {"test_class_accuracies": [None if math.isnan(value) else value for value in by_class]}
+        numbers: dict[str, Any] = {"test_class_accuracies": [None if math.isnan(x) else x for x in by_class]}
+        if tilt := self._example_tilt(sync=False):
+            numbers |= silenced_examples(self._outputs, data, tilt, self.batches.size, config.label_smoothing)
+        return numbers
 
     def _choose(self, row: dict[str, Any]) -> None:
         """Keep the row with the best validation score."""

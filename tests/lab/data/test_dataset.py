@@ -38,6 +38,16 @@ def test_seed_changes_validation_split_but_not_test_set():
     assert torch.equal(one.test.inputs["image"], other.test.inputs["image"])
 
 
+@pytest.mark.parametrize("seed", [0, 1])
+def test_mislabelled_training_examples_are_known(seed):
+    noisy, clean = (load("digits", seed=seed, noise=noise) for noise in (0.4, 0.0))
+    assert clean.mislabelled is None
+    assert torch.equal(noisy.mislabelled, noisy.train.targets != clean.train.targets)
+    assert 0.35 < noisy.mislabelled.double().mean() < 0.45
+    assert noisy.to("meta").mislabelled.is_meta
+    assert clean.to("meta").mislabelled is None
+
+
 def test_validation_fraction_may_be_zero():
     data = load("digits", validation=0.0)
     check(data)

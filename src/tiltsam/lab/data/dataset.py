@@ -66,11 +66,13 @@ class Data:
     """Augmentation of training images: names of :data:`tiltsam.lab.data.loader.AUGMENTATIONS`."""
     fingerprint: str = ""
     """Digest of the user's files when they were read; empty for a public data set."""
+    mislabelled: Tensor | None = None
+    """Which training examples have a label that was replaced by a wrong one, (n,) bool; None without label noise."""
 
     def to(self, device: torch.device | str) -> Data:
         """Return a copy on a device."""
         moved = {name: getattr(self, name).to(device) for name in ("train", "validation", "test")}
-        return replace(self, **moved)
+        return replace(self, **moved, mislabelled=None if self.mislabelled is None else self.mislabelled.to(device))
 
 
 @dataclass(frozen=True)
@@ -164,10 +166,12 @@ def assemble(
             raise DataError(f"{request.name} must have at least 4 examples to split off a test set, got {len(pool)}")
         kept, held_out = split_at_random(len(pool), test_fraction, _generator(0, 2))
         pool, test = pool[kept], pool[held_out]
+    wrong: Tensor | None = None
     if request.noise:
         if num_classes < 2:
             raise DataError(f"{request.name} is a regression: noise must be 0, got {request.noise:g}")
         labels = noisy_labels(pool.targets, request.noise, num_classes, _generator(request.seed, 1))
+        wrong = labels != pool.targets
         pool = replace(pool, targets=labels)
     if num_validation is not None:
         first, second = torch.arange(len(pool)).split([len(pool) - num_validation, num_validation])
@@ -175,7 +179,18 @@ def assemble(
         first, second = split_at_random(len(pool), request.validation, _generator(request.seed, 0))
     train = pool[first]
     mean, std = _channel_statistics(train.inputs["image"]) if "image" in train.inputs else ((), ())
-    return Data(request.name, train, pool[second], test, num_classes, tuple(metrics), mean, std, tuple(augment))
+    return Data(
+        request.name,
+        train,
+        pool[second],
+        test,
+        num_classes,
+        tuple(metrics),
+        mean,
+        std,
+        tuple(augment),
+        mislabelled=None if wrong is None else wrong[first],
+    )
 
 
 def _generator(seed: int, purpose: int) -> torch.Generator:

@@ -18,6 +18,7 @@ __all__ = [
     "ReportTable",
     "TableCell",
     "comparable_flatness",
+    "examples_table",
     "flatness_table",
     "latex_table",
     "markdown_table",
@@ -107,6 +108,24 @@ def results_table(task: TaskSummary) -> ReportTable:
         done, total = len(setting.finished), len(setting.runs)
         row.append(TableCell(f"{done}" if done == total else f"{done} of {total}", done))
     return replace(table, headings=[*table.headings, "runs"], numeric=[*table.numeric, True])
+
+
+def examples_table(task: TaskSummary) -> ReportTable | None:
+    """Return one row per setting with final numbers about some of the examples; None if no run has such numbers."""
+    columns = [
+        NumberColumn("silenced precision (%)", lambda s: s.final("silenced_precision", 100), 1),
+        NumberColumn("silenced recall (%)", lambda s: s.final("silenced_recall", 100), 1),
+    ]
+    columns = _present(columns, task.settings)
+    settings = [s for s in task.settings if any(math.isfinite(c.mean(s).value) for c in columns)]
+    if not settings:
+        return None
+    caption = (
+        f"{task.name}: training examples that a tilt silences at the end of training, with less than half of the mean "
+        f"weight of their batch; {MEANS}. Precision: fraction of the silenced that are mislabelled; recall: fraction "
+        f"of the mislabelled that are silenced. {BOLD}"
+    )
+    return _settings_table("examples", caption, settings, columns)
 
 
 def overview_table(tasks: Sequence[TaskSummary]) -> ReportTable:

@@ -15,6 +15,7 @@ from tiltsam.lab.evaluate import (
     calibration_error,
     class_accuracies,
     evaluate,
+    few_shot_accuracy,
     reestimate_batchnorm,
     silenced_examples,
     task_loss,
@@ -122,6 +123,15 @@ def test_class_accuracies_agree_with_recall():
     found = class_accuracies(outputs, true)
     assert found[:5].tolist() == pytest.approx(reference.recall_score(true, chosen, average=None))
     assert math.isnan(found[5])
+
+
+def test_few_shot_accuracy_is_of_the_rarest_third():
+    targets = torch.tensor([0] * 9 + [1] * 2 + [2] * 5 + [3] * 4 + [4] * 8 + [6])  # 5 has none, 6 one
+    accuracies = torch.tensor([0.9, 0.1, 0.8, 0.4, 0.7, 0.3, 0.2])
+    assert few_shot_accuracy(accuracies, targets) == pytest.approx((0.3 + 0.2) / 2)
+    accuracies[5] = torch.nan  # no test examples
+    assert few_shot_accuracy(accuracies, targets) == pytest.approx(0.2)
+    assert few_shot_accuracy(torch.tensor([0.9, 0.5]), torch.tensor([0, 0, 1])) == 0.5
 
 
 @pytest.mark.parametrize("num_classes", [1, 5])

@@ -695,6 +695,31 @@ def test_negative_tilt_silences_mislabelled_examples(tmp_path):
         assert not [key for key in result if "silenced" in key]
 
 
+def test_long_tailed_task_has_few_shot_accuracy(tmp_path):
+    result = train(small(task="digits-lt", method="erm", epochs=5, batch_size=32), Record(tmp_path / "tailed"))
+    assert result["test_few_shot_accuracy"] == pytest.approx(sum(result["test_class_accuracies"][7:]) / 3)
+    assert result["test_few_shot_accuracy"] < result["test_accuracy"]
+    assert "test_few_shot_accuracy" not in train(small(method="erm", epochs=1), Record(tmp_path / "usual"))
+
+
+@pytest.mark.parametrize(
+    ("tilts", "message"),
+    [
+        ({"example_tilt": -50.0}, r"^example_tilt -50 leaves .* [0-9]% of the batch: .*tilt or --example-ess$"),
+        ({"example_tilt": -50.0, "class_tilt": -50.0}, r"^example_tilt -50 with class_tilt -50 .* use a smaller tilt$"),
+    ],
+)
+def test_small_example_ess_warns_once(tilts, message, tmp_path):
+    with pytest.warns(RuntimeWarning, match=message) as caught:
+        train(small(method="erm", epochs=3, **tilts), Record(tmp_path))
+    assert len(caught) == 1
+
+
+def test_bounded_example_ess_does_not_warn(tmp_path):
+    result = train(small(method="erm", example_tilt=-50.0, example_ess=0.3), Record(tmp_path))
+    assert result["example_ess"] >= 0.3
+
+
 def test_regression_has_no_class_accuracies(tmp_path):
     x = np.random.default_rng(0).normal(size=(60, 4)).astype(np.float32)
     np.savez(tmp_path / "a.npz", x=x, y=x.sum(1))

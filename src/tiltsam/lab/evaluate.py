@@ -23,6 +23,7 @@ __all__ = [
     "class_accuracies",
     "evaluate",
     "evaluated_weights",
+    "few_shot_accuracy",
     "reestimate_batchnorm",
     "silenced_examples",
     "split_outputs",
@@ -210,6 +211,17 @@ def class_accuracies(outputs: Tensor, targets: Tensor) -> Tensor:
     correct = _predicted(outputs, targets) == targets
     counts, hits = (x.bincount(minlength=outputs.shape[1]).double() for x in (targets, targets[correct]))
     return hits / counts
+
+
+def few_shot_accuracy(accuracies: Tensor, targets: Tensor) -> float:
+    """Return the mean accuracy of the third of the classes with the fewest training examples.
+
+    Args:
+        accuracies: Test accuracy of each class; a class with NaN does not count.
+        targets: Classes of the training examples.
+    """
+    rarest = targets.bincount(minlength=len(accuracies)).argsort(stable=True)
+    return accuracies[rarest[: max(1, len(rarest) // 3)]].nanmean().item()
 
 
 def worst_class(outputs: Tensor, targets: Tensor) -> float:

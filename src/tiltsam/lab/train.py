@@ -7,6 +7,7 @@ import dataclasses
 import math
 import signal
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ from tiltsam.lab.evaluate import (
     class_accuracies,
     evaluate,
     evaluated_weights,
+    few_shot_accuracy,
     reestimate_batchnorm,
     silenced_examples,
     split_outputs,
@@ -45,6 +47,7 @@ from tiltsam.lab.tensorboard import TensorBoardWriter
 __all__ = ["Progress", "Trainer", "train"]
 
 TICK_SECONDS = 0.5  # between progress reports within an epoch
+SMALL_ESS = 0.1  # a tilt over examples that leaves less of a batch gets a warning
 
 
 @dataclass
@@ -191,6 +194,7 @@ class Trainer:
         self._interrupted_epoch = EpochSeries()
         self.estimated: dict[str, Tensor] = {}
         self._final: dict[str, Any] = {}  # what the result has beyond the last row
+        self._warned = False
         self.batches = Batches(self.data, config.batch_size)
         self.budget = Budget(config, self.distributed)
         self.distributed.check_config(self.batches.size, config.passes)
@@ -278,6 +282,7 @@ class Trainer:
                 self._choose(self.progress.row)
             if not self.distributed.is_main:
                 continue
+            self._check_example_ess(means)
             if evaluated:
                 self.record.log(**self.progress.row)
             self.optimizer.check_nonfinite()
@@ -372,6 +377,20 @@ class Trainer:
             remedy = "lr or rho" if has_setting(self.config.method, "rho") else "lr"
             raise Diverged(f"the loss is not finite {where} of {run}: lower {remedy}")
 
+    def _check_example_ess(self, means: dict[str, float]) -> None:
+        """Warn, once, if the tilt over examples leaves little of the batches of an epoch."""
+        if self._warned or not means.get("example_ess", 1.0) < SMALL_ESS:
+            return
+        self._warned = True
+        tilt, between = self.config.example_tilt, self.config.class_tilt
+        name = f"example_tilt {tilt:g}" if between is None else f"example_tilt {tilt:g} with class_tilt {between:g}"
+        warnings.warn(
+            f"{name} leaves an effective sample size of {means['example_ess']:.0%} of the batch: use a smaller tilt"
+            + (" or --example-ess" if between is None else ""),  # which cannot be combined with class_tilt
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
     def take_step(self, batch: Sequence[Tensor]) -> Tensor:
         """Take one step on a batch, update the averaged weights, and return the loss."""
         loss = self.step(*batch) if not self.config.compile else self._compiled_step(batch)
@@ -446,14 +465,17 @@ class Trainer:
     def _final_numbers(self) -> dict[str, Any]:
         """Return what the result has beyond the last row, at the evaluated weights.
 
-        For a classification the test accuracy of each class, None for one without examples; with a tilt over examples
-        and label noise, how many of the examples that it silences are mislabelled, and the reverse.
+        For a classification the test accuracy of each class, None for one without examples; for a long-tailed task that
+        of its rare classes; with a tilt over examples and label noise, how many of the examples that it silences are
+        mislabelled, and the reverse.
         """
         config, data = self.config, self.data
         if data.num_classes == 1:
             return {}
-        by_class = class_accuracies(split_outputs(self._outputs, data.test), data.test.targets).tolist()
-        numbers: dict[str, Any] = {"test_class_accuracies": [None if math.isnan(x) else x for x in by_class]}
+        by_class = class_accuracies(split_outputs(self._outputs, data.test), data.test.targets)
+        numbers: dict[str, Any] = {"test_class_accuracies": [None if math.isnan(x) else x for x in by_class.tolist()]}
+        if find_task(config.task).imbalance > 1:
+            numbers["test_few_shot_accuracy"] = few_shot_accuracy(by_class, data.train.targets)
         if tilt := self._example_tilt(sync=False):
             numbers |= silenced_examples(self._outputs, data, tilt, self.batches.size, config.label_smoothing)
         return numbers

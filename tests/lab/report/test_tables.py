@@ -72,9 +72,19 @@ def test_examples_table_has_the_settings_with_a_tilt(tmp_path):
     table = examples_table(task)
     assert [cell.text for cell in table.rows[0]] == ["sam", "example_tilt=-1", "90.0", "71.0"]
     assert len(table.rows) == 1
+    assert "Few-shot" not in table.caption
     report = write_report([tmp_path], tmp_path / "report", figures=False)
     assert "<h3>Examples</h3>" in report.page.read_text()
     assert tmp_path / "report" / "tables" / "examples.md" in report.tables
+
+
+def test_examples_table_has_few_shot_accuracy(tmp_path):
+    write_run(tmp_path, task="digits-lt", lines=[row | {"test_few_shot_accuracy": 0.5} for row in rows(6)])
+    (task,) = summarize(*read_runs([tmp_path]))
+    table = examples_table(task)
+    assert column(table, "few-shot accuracy (%)")[0].value == 50
+    assert "third of the classes" in table.caption
+    assert "ilenced" not in table.caption
 
 
 def test_comparable_flatness_needs_the_same_examples(tmp_path):

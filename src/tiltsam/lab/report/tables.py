@@ -113,6 +113,7 @@ def results_table(task: TaskSummary) -> ReportTable:
 def examples_table(task: TaskSummary) -> ReportTable | None:
     """Return one row per setting with final numbers about some of the examples; None if no run has such numbers."""
     columns = [
+        NumberColumn("few-shot accuracy (%)", lambda s: s.final("test_few_shot_accuracy", 100)),
         NumberColumn("silenced precision (%)", lambda s: s.final("silenced_precision", 100), 1),
         NumberColumn("silenced recall (%)", lambda s: s.final("silenced_recall", 100), 1),
     ]
@@ -120,11 +121,15 @@ def examples_table(task: TaskSummary) -> ReportTable | None:
     settings = [s for s in task.settings if any(math.isfinite(c.mean(s).value) for c in columns)]
     if not settings:
         return None
-    caption = (
-        f"{task.name}: training examples that a tilt silences at the end of training, with less than half of the mean "
-        f"weight of their batch; {MEANS}. Precision: fraction of the silenced that are mislabelled; recall: fraction "
-        f"of the mislabelled that are silenced. {BOLD}"
-    )
+    caption = f"{task.name}: numbers at the end of training, {MEANS}. {BOLD}"
+    headings = [column.heading for column in columns]
+    if "few-shot accuracy (%)" in headings:
+        caption += " Few-shot accuracy: test accuracy of the third of the classes with the fewest training examples."
+    if "silenced recall (%)" in headings:
+        caption += (
+            " Silenced: training examples with less than half of the mean weight of their batch. Precision: fraction "
+            "of the silenced that are mislabelled; recall: fraction of the mislabelled that are silenced."
+        )
     return _settings_table("examples", caption, settings, columns)
 
 

@@ -19,8 +19,12 @@ def rows(epochs, score=0.8, loss=1.0, cost=1):
             "effective_sample_size": 2 + 1 / epoch,
             "validation_accuracy": (score - 0.01) * (1 - 1 / (3 * epoch)),
             "validation_loss": 1.1,
+            "validation_ece": 0.13 / epoch,
+            "validation_worst_class_accuracy": (score - 0.2) * (1 - 1 / (3 * epoch)),
             "test_accuracy": score * (1 - 1 / (3 * epoch)),
             "test_loss": 1.2 / epoch,
+            "test_ece": 0.11 / epoch,
+            "test_worst_class_accuracy": (score - 0.1) * (1 - 1 / (3 * epoch)),
         }
         for epoch in range(1, epochs + 1)
     ]

@@ -9,8 +9,18 @@ from scipy import stats
 from sklearn import metrics as reference
 from torch import nn
 
-from tiltsam.lab.data.dataset import Split
-from tiltsam.lab.evaluate import METRICS, reestimate_batchnorm, task_loss
+from tiltsam.lab.data.dataset import Data, Split
+from tiltsam.lab.evaluate import (
+    METRICS,
+    calibration_error,
+    class_accuracies,
+    evaluate,
+    few_shot_accuracy,
+    reestimate_batchnorm,
+    silenced_examples,
+    task_loss,
+)
+from tiltsam.tilting import ExampleTilt
 
 
 def logits_of(classes, num_classes, generator):
@@ -75,6 +85,105 @@ def test_metrics_refuse_wrong_shapes(name):
 def test_f1_refuses_three_classes():
     with pytest.raises(ValueError, match="3, 3"):
         METRICS["f1"](torch.zeros(3, 3), torch.zeros(3, dtype=torch.int64))
+
+
+def naive_calibration_error(outputs, targets, num_bins=15):
+    """Return the error of Guo et al. 2017, equation 3: bin m is ((m - 1) / M, m / M]."""
+    probabilities = outputs.double().softmax(1)
+    total = 0.0
+    for m in range(num_bins):
+        inside = [p for p in range(len(targets)) if m / num_bins < probabilities[p].max() <= (m + 1) / num_bins]
+        if inside:
+            accuracy = sum(int(probabilities[p].argmax() == targets[p]) for p in inside) / len(inside)
+            confidence = sum(probabilities[p].max().item() for p in inside) / len(inside)
+            total += len(inside) / len(targets) * abs(accuracy - confidence)
+    return total
+
+
+@pytest.mark.parametrize("num_classes", [2, 10])
+@pytest.mark.parametrize("scale", [0.1, 1.0, 20.0])
+def test_calibration_error_equals_naive_twin(num_classes, scale):
+    outputs = scale * torch.randn(300, num_classes)
+    targets = torch.randint(num_classes, (300,))
+    assert calibration_error(outputs, targets) == pytest.approx(naive_calibration_error(outputs, targets), abs=1e-6)
+
+
+def test_calibration_error_of_known_confidences():
+    certain = torch.tensor([[100.0, 0.0]] * 4)
+    assert calibration_error(certain, torch.tensor([0, 0, 0, 0])) == 0
+    assert calibration_error(certain, torch.tensor([0, 0, 0, 1])) == pytest.approx(0.25)
+    even = torch.zeros(4, 2)  # confidence 1/2, class 0 predicted
+    assert calibration_error(even, torch.tensor([0, 1, 0, 1])) == 0
+    assert calibration_error(even, torch.tensor([0, 0, 0, 0])) == pytest.approx(0.5)
+
+
+def test_class_accuracies_agree_with_recall():
+    true, chosen = torch.randint(5, (2, 97))
+    outputs = logits_of(chosen, 6, torch.Generator().manual_seed(0))  # class 5 has no examples
+    found = class_accuracies(outputs, true)
+    assert found[:5].tolist() == pytest.approx(reference.recall_score(true, chosen, average=None))
+    assert math.isnan(found[5])
+
+
+def test_few_shot_accuracy_is_of_the_rarest_third():
+    targets = torch.tensor([0] * 9 + [1] * 2 + [2] * 5 + [3] * 4 + [4] * 8 + [6])  # 5 has none, 6 one
+    accuracies = torch.tensor([0.9, 0.1, 0.8, 0.4, 0.7, 0.3, 0.2])
+    assert few_shot_accuracy(accuracies, targets) == pytest.approx((0.3 + 0.2) / 2)
+    accuracies[5] = torch.nan  # no test examples
+    assert few_shot_accuracy(accuracies, targets) == pytest.approx(0.2)
+    assert few_shot_accuracy(torch.tensor([0.9, 0.5]), torch.tensor([0, 0, 1])) == 0.5
+
+
+@pytest.mark.parametrize("num_classes", [1, 5])
+def test_evaluate_adds_metrics_of_classifications(num_classes):
+    outputs = torch.randn(1000, num_classes)
+    targets = torch.randint(4, (1000,)) if num_classes > 1 else torch.randn(1000)
+    split = Split({"x": outputs}, targets)
+    metrics = ("accuracy",) if num_classes > 1 else ("pearson",)
+    found = evaluate(lambda part: part.inputs["x"], Data("made", split, split, split, num_classes, metrics), split)
+    assert list(found)[:2] == [*metrics, "loss"]
+    if num_classes == 1:
+        assert len(found) == 2
+    else:
+        assert found["ece"] == calibration_error(outputs, targets)
+        assert found["worst_class_accuracy"] == class_accuracies(outputs, targets)[:4].min()
+
+
+def labelled(num_wrong):
+    """Return data of 50 examples whose first labels are wrong, and whose inputs are logits."""
+    split = Split({"x": 3 * torch.randn(50, 4)}, torch.randint(4, (50,)))
+    wrong = None if num_wrong is None else torch.arange(50) < num_wrong
+    return Data("made", split, split[:0], split, 4, mislabelled=wrong)
+
+
+@pytest.mark.parametrize("t", [-1.0, 0.5])
+@pytest.mark.parametrize("groups", [False, True])
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_silenced_examples_equal_naive_twin(t, groups, smoothing):
+    data = labelled(20)
+    tilt = ExampleTilt(t, between=0.0, num_groups=4) if groups else ExampleTilt(t)
+    found = silenced_examples(lambda part: part.inputs["x"], data, tilt, 16, smoothing)
+    x, y = data.train.inputs["x"], data.train.targets
+    losses = nn.functional.cross_entropy(x, y, label_smoothing=smoothing, reduction="none").double()
+    silenced = set()
+    order = torch.randperm(50, generator=torch.Generator().manual_seed(0)).tolist()
+    for batch in (order[:16], order[16:32], order[32:48], order[48:]):
+        for i in batch:
+            others = [k for k in batch if y[k] == y[i]] if groups else batch
+            share = math.exp(t * losses[i]) / sum(math.exp(t * losses[k]) for k in others)
+            if share * len(others) < 0.5:  # classes count by their size
+                silenced.add(i)
+    hits = len([i for i in silenced if i < 20])
+    assert 0 < hits < len(silenced)
+    assert found == {"silenced_precision": hits / len(silenced), "silenced_recall": hits / 20}
+
+
+def test_silenced_examples_without_any():
+    def found(num_wrong):
+        return silenced_examples(lambda part: part.inputs["x"], labelled(num_wrong), ExampleTilt(0.0), 16)
+
+    assert found(None) == found(0) == {}
+    assert found(20) == {"silenced_recall": 0}  # equal weights
 
 
 def test_task_loss_by_number_of_classes():

@@ -681,6 +681,65 @@ def test_no_best_epoch_without_validation(tmp_path):
     assert format_rows(summarise([config], tmp_path))[1][2] == "–"
 
 
+def test_rows_and_result_have_calibration_and_class_accuracies(tmp_path):
+    config = small(method="erm")
+    record = Record(tmp_path)
+    result = train(config, record)
+    assert record.result() == result
+    by_class = result["test_class_accuracies"]
+    assert len(by_class) == 10
+    assert result["test_worst_class_accuracy"] == min(by_class)
+    counts = load(config).test.targets.bincount(minlength=10) / 599
+    assert result["score"] == result["test_accuracy"] == pytest.approx(torch.dot(counts, torch.tensor(by_class)).item())
+    for row in record.metrics()[0]:
+        assert list(row).index("test_accuracy") < list(row).index("test_ece")  # the first one is the score
+        for name in ("validation_ece", "validation_worst_class_accuracy", "test_ece", "test_worst_class_accuracy"):
+            assert 0 <= row[name] <= 1
+        assert "test_class_accuracies" not in row
+
+
+def test_negative_tilt_silences_mislabelled_examples(tmp_path):
+    config = small(method="erm", epochs=5, batch_size=64, noise=0.4, example_tilt=-1.0)
+    result = train(config, Record(tmp_path / "tilted"))
+    assert result["silenced_precision"] > 0.8  # by chance both are 0.4
+    assert result["silenced_recall"] > 0.8
+    for name, other in {"plain": {"example_tilt": 0.0}, "clean": {"noise": 0.0}}.items():
+        result = train(config.with_settings({**other, "epochs": 1}), Record(tmp_path / name))
+        assert not [key for key in result if "silenced" in key]
+
+
+def test_long_tailed_task_has_few_shot_accuracy(tmp_path):
+    result = train(small(task="digits-lt", method="erm", epochs=5, batch_size=32), Record(tmp_path / "tailed"))
+    assert result["test_few_shot_accuracy"] == pytest.approx(sum(result["test_class_accuracies"][7:]) / 3)
+    assert result["test_few_shot_accuracy"] < result["test_accuracy"]
+    assert "test_few_shot_accuracy" not in train(small(method="erm", epochs=1), Record(tmp_path / "usual"))
+
+
+@pytest.mark.parametrize(
+    ("tilts", "message"),
+    [
+        ({"example_tilt": -50.0}, r"^example_tilt -50 leaves .* [0-9]% of the batch: .*tilt or --example-ess$"),
+        ({"example_tilt": -50.0, "class_tilt": -50.0}, r"^example_tilt -50 with class_tilt -50 .* use a smaller tilt$"),
+    ],
+)
+def test_small_example_ess_warns_once(tilts, message, tmp_path):
+    with pytest.warns(RuntimeWarning, match=message) as caught:
+        train(small(method="erm", epochs=3, **tilts), Record(tmp_path))
+    assert len(caught) == 1
+
+
+def test_bounded_example_ess_does_not_warn(tmp_path):
+    result = train(small(method="erm", example_tilt=-50.0, example_ess=0.3), Record(tmp_path))
+    assert result["example_ess"] >= 0.3
+
+
+def test_regression_has_no_class_accuracies(tmp_path):
+    x = np.random.default_rng(0).normal(size=(60, 4)).astype(np.float32)
+    np.savez(tmp_path / "a.npz", x=x, y=x.sum(1))
+    result = train(small(task=f"npz:{tmp_path / 'a.npz'}", method="erm", batch_size=16), Record(tmp_path / "run"))
+    assert not [name for name in result if "class" in name or "ece" in name]
+
+
 def test_every_field_is_documented_and_on_the_command_line(capsys):
     docs = field_docs(TrainConfig)
     assert set(docs) == set(TrainConfig.__dataclass_fields__)

@@ -120,6 +120,13 @@ def test_groups_equal_the_hierarchical_formula(t, between):
     torch.testing.assert_close(*(torch.autograd.grad(x, losses)[0] for x in (found, expected)), rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_effective_sample_size_with_an_empty_group(dtype):
+    tilt = ExampleTilt(-1.0, between=1.0, num_groups=4)
+    tilt(torch.rand(30, dtype=dtype), torch.arange(30) % 3)
+    torch.testing.assert_close(tilt.effective_sample_size, 1 / tilt.weights.square().sum())
+
+
 def test_half_precision_losses_are_tilted_in_float32():
     losses = torch.rand(16).bfloat16().requires_grad_()
     value = ExampleTilt(-1.0)(losses)

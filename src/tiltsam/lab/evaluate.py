@@ -16,11 +16,23 @@ from torch import Tensor, nn
 from tiltsam.averaging import WeightAverage
 from tiltsam.lab.data.dataset import Data, Split
 from tiltsam.space.model_state import restored_buffers
+from tiltsam.tilting import ExampleTilt
 
-__all__ = ["METRICS", "evaluate", "evaluated_weights", "reestimate_batchnorm", "task_loss"]
+__all__ = [
+    "METRICS",
+    "class_accuracies",
+    "evaluate",
+    "evaluated_weights",
+    "few_shot_accuracy",
+    "reestimate_batchnorm",
+    "silenced_examples",
+    "split_outputs",
+    "task_loss",
+]
 
 EVAL_BATCH = 512
 BATCHNORM_BATCHES = 40  # enough for BatchNorm's statistics to settle, far less than an epoch of CIFAR
+CALIBRATION_BINS = 15  # as in Guo et al.
 
 OutputsOf = Callable[[Split], Tensor]
 
@@ -51,6 +63,8 @@ def evaluated_weights(model: nn.Module, average: WeightAverage | None) -> Abstra
 def evaluate(outputs_of: OutputsOf, data: Data, split: Split) -> dict[str, float]:
     """Return the task's metrics and its loss, without label smoothing, on all examples of a split.
 
+    Of a classification also ``ece`` and ``worst_class_accuracy``, which are never the score.
+
     Args:
         outputs_of: Returns the model's outputs for some examples, in eval mode.
         data: The task.
@@ -58,9 +72,52 @@ def evaluate(outputs_of: OutputsOf, data: Data, split: Split) -> dict[str, float
     """
     if not len(split):
         return {}
-    outputs = torch.cat([outputs_of(split[i : i + EVAL_BATCH]) for i in range(0, len(split), EVAL_BATCH)])
-    found = {name: METRICS[name](outputs, split.targets) for name in data.metrics}
-    return {**found, "loss": task_loss(outputs, split.targets, data.num_classes).item()}
+    outputs, targets = split_outputs(outputs_of, split), split.targets
+    found = {name: METRICS[name](outputs, targets) for name in data.metrics}
+    found["loss"] = task_loss(outputs, targets, data.num_classes).item()
+    if data.num_classes > 1:
+        found |= {"ece": calibration_error(outputs, targets), "worst_class_accuracy": worst_class(outputs, targets)}
+    return found
+
+
+@torch.no_grad()
+def split_outputs(outputs_of: OutputsOf, split: Split) -> Tensor:
+    """Return the model's outputs for all examples of a split."""
+    return torch.cat([outputs_of(split[i : i + EVAL_BATCH]) for i in range(0, len(split), EVAL_BATCH)])
+
+
+@torch.no_grad()
+def silenced_examples(
+    outputs_of: OutputsOf, data: Data, tilt: ExampleTilt, batch_size: int, label_smoothing: float = 0.0
+) -> dict[str, float]:
+    """Return how many of the training examples that a tilt silences are mislabelled, and the reverse.
+
+    An example is silenced if its weight is below half of the mean weight of its batch. The batches are the same in
+    every call; the last one may be smaller.
+
+    Args:
+        outputs_of: Returns the model's outputs for some examples, in eval mode.
+        data: The task, with ``mislabelled``.
+        tilt: The tilt over the examples of a batch, for one process.
+        batch_size: Examples in a batch.
+        label_smoothing: That of the training loss.
+
+    Returns:
+        ``silenced_precision``, the fraction of the silenced examples that are mislabelled, left out if none is
+        silenced; and ``silenced_recall``, the fraction of the mislabelled examples that are silenced. Empty if none is
+        mislabelled.
+    """
+    if data.mislabelled is None or not data.mislabelled.any():
+        return {}
+    silenced = torch.zeros_like(data.mislabelled)
+    for rows in data.train.fixed_permutation().split(batch_size):
+        part = data.train[rows]
+        losses = task_loss(outputs_of(part), part.targets, data.num_classes, label_smoothing, reduction="none")
+        tilt(losses, None if tilt.num_groups is None else part.targets)
+        assert tilt.weights is not None
+        silenced[rows] = tilt.weights < 0.5 * tilt.weights.mean()
+    both, chosen, wrong = (x.sum().item() for x in (silenced & data.mislabelled, silenced, data.mislabelled))
+    return ({"silenced_precision": both / chosen} if chosen else {}) | {"silenced_recall": both / wrong}
 
 
 @torch.no_grad()
@@ -127,6 +184,50 @@ def spearman(outputs: Tensor, targets: Tensor) -> float:
     from scipy.stats import spearmanr
 
     return _correlation(spearmanr, outputs, targets)
+
+
+def calibration_error(outputs: Tensor, targets: Tensor) -> float:
+    """Return the expected calibration error of Guo et al. 2017, "On calibration of modern neural networks".
+
+    The examples are divided into 15 bins of equal width by their confidence, the probability of the predicted class:
+
+    .. code-block:: text
+
+        ECE = sum_b (n_b / n) |accuracy of bin b - mean confidence of bin b|
+
+    Note:
+        It is biased upwards, most where a bin has few examples.
+    """
+    correct = _predicted(outputs, targets) == targets
+    confidence = outputs.softmax(1).amax(1).double()
+    inner_edges = torch.arange(1, CALIBRATION_BINS, device=outputs.device) / CALIBRATION_BINS
+    bins = nn.functional.one_hot(torch.bucketize(confidence, inner_edges), CALIBRATION_BINS)
+    gaps = (bins * (correct.double() - confidence)[:, None]).sum(0)  # n_b times the gap of each bin
+    return gaps.abs().sum().item() / len(targets)
+
+
+def class_accuracies(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Return the accuracy on the examples of each class, float64; NaN for a class without examples."""
+    correct = _predicted(outputs, targets) == targets
+    counts, hits = (x.bincount(minlength=outputs.shape[1]).double() for x in (targets, targets[correct]))
+    return hits / counts
+
+
+def few_shot_accuracy(accuracies: Tensor, targets: Tensor) -> float:
+    """Return the mean accuracy of the third of the classes with the fewest training examples.
+
+    Args:
+        accuracies: Test accuracy of each class; a class with NaN does not count.
+        targets: Classes of the training examples.
+    """
+    rarest = targets.bincount(minlength=len(accuracies)).argsort(stable=True)
+    return accuracies[rarest[: max(1, len(rarest) // 3)]].nanmean().item()
+
+
+def worst_class(outputs: Tensor, targets: Tensor) -> float:
+    """Return the lowest accuracy of a class, among those that have examples."""
+    accuracies = class_accuracies(outputs, targets)
+    return accuracies[~accuracies.isnan()].min().item()
 
 
 METRICS: dict[str, Callable[[Tensor, Tensor], float]] = {

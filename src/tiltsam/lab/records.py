@@ -269,7 +269,11 @@ def check_result(found: dict[str, Any]) -> dict[str, Any]:
     if "digest" in found and found["digest"] != _digest(numbers):
         raise ValueError("does not match its digest")
     for name, value in numbers.items():
-        if not (isinstance(value, str) if name == "metric" else isinstance(value, bool) or is_number(value)):
+        if isinstance(value, list):
+            fits = all(x is None or is_number(x) for x in value)
+        else:
+            fits = isinstance(value, str) if name == "metric" else isinstance(value, bool) or is_number(value)
+        if not fits:
             raise ValueError(f"{name!r} is {type(value).__name__}")
     if missing := {"metric", "score", "epoch", "passes", "seconds"} - numbers.keys():
         raise ValueError(f"{min(missing)!r} is missing")

@@ -7,6 +7,7 @@ import dataclasses
 import math
 import signal
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
@@ -25,7 +26,16 @@ from tiltsam.lab.data.loader import Batches
 from tiltsam.lab.devices import RunAheadLimit, resolve_device, torch_settings
 from tiltsam.lab.distributed import DistributedContext
 from tiltsam.lab.errors import ConfigError, Diverged, Interrupted, RecordError, TrainError
-from tiltsam.lab.evaluate import evaluate, evaluated_weights, reestimate_batchnorm, task_loss
+from tiltsam.lab.evaluate import (
+    class_accuracies,
+    evaluate,
+    evaluated_weights,
+    few_shot_accuracy,
+    reestimate_batchnorm,
+    silenced_examples,
+    split_outputs,
+    task_loss,
+)
 from tiltsam.lab.files import write_json
 from tiltsam.lab.models import build, resolve_name
 from tiltsam.lab.records import Checkpoint, Record
@@ -36,6 +46,7 @@ from tiltsam.lab.tensorboard import TensorBoardWriter
 __all__ = ["Progress", "Trainer", "train"]
 
 TICK_SECONDS = 0.5  # between progress reports within an epoch
+SMALL_ESS = 0.1  # a tilt over examples that leaves less of a batch gets a warning
 
 
 @dataclass
@@ -173,7 +184,7 @@ class Trainer:
         self._passing = torch.compile(self.trained) if config.compile else self.trained
         self.optimizer = self._optimizer()
         self.average = tiltsam.WeightAverage(self.model) if config.average else None
-        self.tilt = self._example_tilt()
+        self.tilt = self._example_tilt(sync=self.distributed.divides_batches)
         group = self.optimizer.param_groups[0]
         self._initial: dict[str, float] = {name: group[name] for name in ("rho", "t") if name in group}
         self.progress = Progress()
@@ -181,6 +192,8 @@ class Trainer:
         self.saved = f"nothing of {record.folder} is saved: the same command starts again"
         self._interrupted_epoch = EpochSeries()
         self.estimated: dict[str, Tensor] = {}
+        self._final: dict[str, Any] = {}  # what the result has beyond the last row
+        self._warned = False
         self.batches = Batches(self.data, config.batch_size)
         self.budget = Budget(config, self.distributed)
         self.distributed.check_config(self.batches.size, config.passes)
@@ -212,7 +225,7 @@ class Trainer:
             base.register_step_pre_hook(lambda *_: _clip(self.model, max_norm))
         return config.wrap(base, model=self.trained, seed=config.seed, parallel=self.distributed.parallel())
 
-    def _example_tilt(self) -> tiltsam.ExampleTilt | None:
+    def _example_tilt(self, *, sync: bool) -> tiltsam.ExampleTilt | None:
         config = self.config
         if not config.example_tilt and config.class_tilt is None:
             return None
@@ -223,7 +236,7 @@ class Trainer:
             min_ess=config.example_ess,
             between=config.class_tilt,
             num_groups=None if config.class_tilt is None else self.data.num_classes,
-            sync=self.distributed.divides_batches,
+            sync=sync,
         )
 
     # ---------------------------------------------------------------- the loop
@@ -268,6 +281,7 @@ class Trainer:
                 self._choose(self.progress.row)
             if not self.distributed.is_main:
                 continue
+            self._check_example_ess(means)
             if evaluated:
                 self.record.log(**self.progress.row)
             self.optimizer.check_nonfinite()
@@ -362,6 +376,20 @@ class Trainer:
             remedy = "lr or rho" if has_setting(self.config.method, "rho") else "lr"
             raise Diverged(f"the loss is not finite {where} of {run}: lower {remedy}")
 
+    def _check_example_ess(self, means: dict[str, float]) -> None:
+        """Warn, once, if the tilt over examples leaves little of the batches of an epoch."""
+        if self._warned or not means.get("example_ess", 1.0) < SMALL_ESS:
+            return
+        self._warned = True
+        tilt, between = self.config.example_tilt, self.config.class_tilt
+        name = f"example_tilt {tilt:g}" if between is None else f"example_tilt {tilt:g} with class_tilt {between:g}"
+        warnings.warn(
+            f"{name} leaves an effective sample size of {means['example_ess']:.0%} of the batch: use a smaller tilt"
+            + (" or --example-ess" if between is None else ""),  # which cannot be combined with class_tilt
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
     def take_step(self, batch: Sequence[Tensor]) -> Tensor:
         """Take one step on a batch, update the averaged weights, and return the loss."""
         loss = self.step(*batch) if not self.config.compile else self._compiled_step(batch)
@@ -427,9 +455,29 @@ class Trainer:
                 for metric, value in evaluate(self._outputs, self.data, getattr(self.data, name)).items():
                     row[f"{name}_{metric}"] = value
                 self._check_finite(row.get(f"{name}_loss", 0.0), f"after epoch {math.ceil(self.progress.epoch)}")
+            if self.progress.done >= 1:
+                self._final = self._final_numbers()
             kept = self.model.state_dict().keys()  # non-persistent buffers are not in it
             self.estimated = {name: b.detach().clone() for name, b in self.model.named_buffers() if name in kept}
         return row
+
+    def _final_numbers(self) -> dict[str, Any]:
+        """Return what the result has beyond the last row, at the evaluated weights.
+
+        For a classification the test accuracy of each class, None for one without examples; for a long-tailed task that
+        of its rare classes; with a tilt over examples and label noise, how many of the examples that it silences are
+        mislabelled, and the reverse.
+        """
+        config, data = self.config, self.data
+        if data.num_classes == 1:
+            return {}
+        by_class = class_accuracies(split_outputs(self._outputs, data.test), data.test.targets)
+        numbers: dict[str, Any] = {"test_class_accuracies": [None if math.isnan(x) else x for x in by_class.tolist()]}
+        if find_task(config.task).imbalance > 1:
+            numbers["test_few_shot_accuracy"] = few_shot_accuracy(by_class, data.train.targets)
+        if tilt := self._example_tilt(sync=False):
+            numbers |= silenced_examples(self._outputs, data, tilt, self.batches.size, config.label_smoothing)
+        return numbers
 
     def _choose(self, row: dict[str, Any]) -> None:
         """Keep the row with the best validation score."""
@@ -504,6 +552,7 @@ class Trainer:
         final = self._last_row()
         numbers = {
             **final,
+            **self._final,
             "captured": getattr(self.step, "reason", None) is None,
             "metric": self.data.metrics[0],
             "score": final[f"test_{self.data.metrics[0]}"],

@@ -29,7 +29,7 @@ from torch import Tensor
 __all__ = ["ExampleTilt"]
 
 _CANDIDATES, _ROUNDS = 128, 3  # the search for t resolves t / 127^3
-_TINY = 1e-30  # keeps 0/0 away where no loss is finite
+_TINY = 1e-15  # keeps 0/0 away where no loss is finite; its square is a float32, too
 
 
 class ExampleTilt:

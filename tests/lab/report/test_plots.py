@@ -43,6 +43,16 @@ def test_task_plots_equal_records(tmp_path):
     assert min(s.shade for s in figures["tilt-curves"].curves) >= 0.5  # paler lines are invisible
 
 
+def test_example_ess_is_plotted_if_a_run_has_it(tmp_path):
+    write_run(tmp_path, method="erm")
+    lines = [row | {"example_ess": 0.5 / row["epoch"]} for row in rows(6)]
+    write_run(tmp_path, method="erm", example_tilt=-2.0, lines=lines)
+    (task,) = summarize(*read_runs([tmp_path]))
+    (curve,) = next(plot for plot in task_plots(task) if plot.name == "example-ess").curves
+    assert curve.name == "erm example_tilt=-2"
+    assert curve.y == pytest.approx([50 / epoch for epoch in range(1, 7)])
+
+
 def test_user_methods_have_different_dashes(tmp_path):
     """Methods without a colour of their own share one, so their dashes must differ."""
     for name in ("mine", "yours"):

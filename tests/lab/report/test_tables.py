@@ -6,11 +6,13 @@ import statistics
 import pytest
 
 from helpers.report_runs import column, flatness, rows, write_run, write_runs
+from tiltsam.lab.report import write_report
 from tiltsam.lab.report.plots import flatness_plots
 from tiltsam.lab.report.runs import read_runs
 from tiltsam.lab.report.summary import summarize
 from tiltsam.lab.report.tables import (
     comparable_flatness,
+    examples_table,
     flatness_table,
     latex_table,
     markdown_table,
@@ -42,6 +44,47 @@ def test_runs_table_equals_records(tmp_path):
     for row, run in zip(table.rows, task.runs, strict=True):
         assert row[table.headings.index("test accuracy (%)")].value == 100 * run.result["score"]
         assert row[table.headings.index("seconds")].value == run.rows[-1]["seconds"]
+
+
+def test_results_table_has_optional_columns_if_a_run_has_them(tmp_path):
+    more = ["ECE (%)", "worst class (%)"]
+    write_run(tmp_path, method="sam", seed=0)
+    (task,) = summarize(*read_runs([tmp_path]))
+    table = results_table(task)
+    final = rows(6)[-1]
+    assert [column(table, name)[0].value for name in more] == pytest.approx(
+        [100 * final["test_ece"], 100 * final["test_worst_class_accuracy"]]
+    )
+    older = [{k: v for k, v in row.items() if "ece" not in k and "worst" not in k} for row in rows(6)]
+    write_run(tmp_path / "older", method="sam", lines=older)
+    (task,) = summarize(*read_runs([tmp_path / "older"]))
+    assert not set(more) & set(results_table(task).headings)
+    assert "ECE" not in results_table(task).caption
+
+
+def test_examples_table_has_the_settings_with_a_tilt(tmp_path):
+    write_run(tmp_path, method="sam")
+    (task,) = summarize(*read_runs([tmp_path]))
+    assert examples_table(task) is None
+    lines = [row | {"silenced_precision": 0.9, "silenced_recall": 0.71} for row in rows(6)]
+    write_run(tmp_path, method="sam", example_tilt=-1.0, lines=lines)
+    (task,) = summarize(*read_runs([tmp_path]))
+    table = examples_table(task)
+    assert [cell.text for cell in table.rows[0]] == ["sam", "example_tilt=-1", "90.0", "71.0"]
+    assert len(table.rows) == 1
+    assert "Few-shot" not in table.caption
+    report = write_report([tmp_path], tmp_path / "report", figures=False)
+    assert "<h3>Examples</h3>" in report.page.read_text()
+    assert tmp_path / "report" / "tables" / "examples.md" in report.tables
+
+
+def test_examples_table_has_few_shot_accuracy(tmp_path):
+    write_run(tmp_path, task="digits-lt", lines=[row | {"test_few_shot_accuracy": 0.5} for row in rows(6)])
+    (task,) = summarize(*read_runs([tmp_path]))
+    table = examples_table(task)
+    assert column(table, "few-shot accuracy (%)")[0].value == 50
+    assert "third of the classes" in table.caption
+    assert "ilenced" not in table.caption
 
 
 def test_comparable_flatness_needs_the_same_examples(tmp_path):

@@ -4,7 +4,8 @@ Public data sets are read from the files that their authors publish, in folders 
 The splits are:
 
 - ``train`` and ``validation``: the published training set, divided at random by the seed. Label noise, if any, is in
-  both. DTD publishes a validation set, which is used.
+  both. DTD publishes a validation set, which is used. Long-tailed tasks keep fewer examples of each class than of the
+  one before, the same ones for every seed.
 - ``test``: the published test set. The labels of GLUE's and Tiny ImageNet's test sets are not public, so that their
   development sets are the test sets here; they are never used for model selection. Data without a test set (``digits``,
   the user's own) is split once, in the same way for every seed.
@@ -46,6 +47,8 @@ __all__ = [
 ]
 
 PAPER_NOISE = 0.2  # the paper's fraction of wrong labels
+DIGITS_IMBALANCE = 15.0  # from 127 examples to 9, so that the rarest class has at least 5 after the validation split
+CIFAR_IMBALANCE = 100.0  # from 500 examples to 5, the strongest of Cao et al. 2019
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,8 @@ class Task:
     read: Callable[[Request], Data]
     noise: float = 0.0
     """Default fraction of wrong labels in training and validation."""
+    imbalance: float = 1.0
+    """Examples of the first class per example of the last, in training and validation; above 1 a long-tailed task."""
     image_size: int | None = None
     """Default height and width of image files; None if the task has no image files, whose size could be chosen."""
 
@@ -106,6 +111,7 @@ def load(
             seed=config.seed,
             validation=config.validation,
             noise=task.noise if config.noise is None else config.noise,
+            imbalance=task.imbalance,
             model=config.model,
             max_length=config.max_length,
             image_size=config.image_size or task.image_size or 0,
@@ -170,6 +176,13 @@ TASKS: dict[str, Task] = {
             noise=PAPER_NOISE,
         ),
         Task(
+            "digits-lt",
+            "the digits, long-tailed: 127 training examples of the 0, 9 of the 9",
+            "none: the data comes with scikit-learn",
+            vision.digits,
+            imbalance=DIGITS_IMBALANCE,
+        ),
+        Task(
             "fashion-mnist",
             "28x28 greyscale images of clothes, 10 classes",
             "fashion-mnist/{train,t10k}-{images-idx3,labels-idx1}-ubyte.gz",
@@ -183,6 +196,12 @@ TASKS: dict[str, Task] = {
         ),
         Task("cifar100", "32x32 photographs, 100 classes", *_CIFAR100),
         Task("cifar100-noisy", "CIFAR-100 with 20% of the labels wrong", *_CIFAR100, noise=PAPER_NOISE),
+        Task(
+            "cifar100-lt",
+            "CIFAR-100, long-tailed: 500 training examples of the first class, 5 of the last",
+            *_CIFAR100,
+            imbalance=CIFAR_IMBALANCE,
+        ),
         Task(
             "tiny-imagenet",
             "64x64 photographs, 200 classes",

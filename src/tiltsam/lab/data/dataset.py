@@ -1,4 +1,4 @@
-"""Data of a task as tensors, and what turns raw examples into it: label noise, random splits, statistics."""
+"""Data of a task as tensors, and what turns raw examples into it: long tails, label noise, splits, statistics."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tiltsam.lab.errors import DataError
 
-__all__ = ["Data", "LoadingCallback", "Request", "Split", "assemble", "noisy_labels", "split_at_random"]
+__all__ = ["Data", "LoadingCallback", "Request", "Split", "assemble", "long_tail", "noisy_labels", "split_at_random"]
 
 LoadingCallback = Callable[[str, int, int | None], None]
 """``callback("downloading a.zip", done, total)``; the total is None if it is not known."""
@@ -66,11 +66,13 @@ class Data:
     """Augmentation of training images: names of :data:`tiltsam.lab.data.loader.AUGMENTATIONS`."""
     fingerprint: str = ""
     """Digest of the user's files when they were read; empty for a public data set."""
+    mislabelled: Tensor | None = None
+    """Which training examples have a label that was replaced by a wrong one, (n,) bool; None without label noise."""
 
     def to(self, device: torch.device | str) -> Data:
         """Return a copy on a device."""
         moved = {name: getattr(self, name).to(device) for name in ("train", "validation", "test")}
-        return replace(self, **moved)
+        return replace(self, **moved, mislabelled=None if self.mislabelled is None else self.mislabelled.to(device))
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,8 @@ class Request:
     """Fraction of the training examples held out for validation."""
     noise: float
     """Fraction of training and validation labels replaced by wrong ones."""
+    imbalance: float
+    """Examples of the largest class per example of the smallest, in training and validation; 1 keeps all examples."""
     model: str
     """Name of the model, whose tokenizer splits texts."""
     max_length: int
@@ -120,6 +124,29 @@ def noisy_labels(labels: Tensor, fraction: float, num_classes: int, generator: t
     return out
 
 
+def long_tail(labels: Tensor, imbalance: float, num_classes: int, generator: torch.Generator) -> Tensor:
+    """Return the rows to keep so that the sizes of the classes fall exponentially (Cao et al. 2019).
+
+    Class c of C keeps round(n_max · imbalance^(-c / (C - 1))) examples, or all if it has fewer, where n_max is the size
+    of the largest class.
+
+    Args:
+        labels: Classes (n,), int64.
+        imbalance: Size of the first class divided by that of the last.
+        num_classes: Number of classes.
+        generator: Chooses which examples are kept.
+
+    Returns:
+        The rows, sorted.
+    """
+    order = torch.randperm(len(labels), generator=generator)
+    most = int(labels.bincount().max())
+    kept = [
+        order[labels[order] == c][: round(most * imbalance ** (-c / (num_classes - 1)))] for c in range(num_classes)
+    ]
+    return torch.cat(kept).sort().values
+
+
 def split_at_random(n: int, fraction: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Divide 0…n-1 at random into two sorted parts.
 
@@ -144,10 +171,10 @@ def assemble(
     metrics: Sequence[str] = ("accuracy",),
     augment: Sequence[str] = (),
 ) -> Data:
-    """Add label noise, split the examples and compute the statistics of images.
+    """Make classes rare, add label noise, split the examples and compute the statistics of images.
 
     Args:
-        request: Seed, noise and validation fraction.
+        request: Seed, imbalance, noise and validation fraction. An imbalance needs ``num_validation=None``.
         pool: The training and validation examples.
         test: The test set; None to take it from the pool, the same one for every seed.
         num_classes: Number of classes; 1 for a regression.
@@ -164,10 +191,14 @@ def assemble(
             raise DataError(f"{request.name} must have at least 4 examples to split off a test set, got {len(pool)}")
         kept, held_out = split_at_random(len(pool), test_fraction, _generator(0, 2))
         pool, test = pool[kept], pool[held_out]
+    if request.imbalance > 1:  # the same examples for every seed, as in a published data set
+        pool = pool[long_tail(pool.targets, request.imbalance, num_classes, _generator(0, 3))]
+    wrong: Tensor | None = None
     if request.noise:
         if num_classes < 2:
             raise DataError(f"{request.name} is a regression: noise must be 0, got {request.noise:g}")
         labels = noisy_labels(pool.targets, request.noise, num_classes, _generator(request.seed, 1))
+        wrong = labels != pool.targets
         pool = replace(pool, targets=labels)
     if num_validation is not None:
         first, second = torch.arange(len(pool)).split([len(pool) - num_validation, num_validation])
@@ -175,11 +206,22 @@ def assemble(
         first, second = split_at_random(len(pool), request.validation, _generator(request.seed, 0))
     train = pool[first]
     mean, std = _channel_statistics(train.inputs["image"]) if "image" in train.inputs else ((), ())
-    return Data(request.name, train, pool[second], test, num_classes, tuple(metrics), mean, std, tuple(augment))
+    return Data(
+        request.name,
+        train,
+        pool[second],
+        test,
+        num_classes,
+        tuple(metrics),
+        mean,
+        std,
+        tuple(augment),
+        mislabelled=None if wrong is None else wrong[first],
+    )
 
 
 def _generator(seed: int, purpose: int) -> torch.Generator:
-    """Return a generator for a purpose: 0 the validation split, 1 label noise, 2 the test split."""
+    """Return a generator for a purpose: 0 the validation split, 1 label noise, 2 the test split, 3 the long tail."""
     return torch.Generator().manual_seed((seed * 4 + purpose) % 2**63)
 
 

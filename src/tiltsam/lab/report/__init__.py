@@ -25,6 +25,7 @@ from tiltsam.lab.report.summary import TaskSummary, summarize
 from tiltsam.lab.report.tables import (
     ReportTable,
     comparable_flatness,
+    examples_table,
     flatness_table,
     latex_table,
     markdown_table,
@@ -105,6 +106,7 @@ def _section(task: TaskSummary) -> TaskSection:
         task=task,
         methods=methods_table(task),
         results=results_table(task),
+        examples=examples_table(task),
         runs=runs_table(task),
         plots=task_plots(task),
         flatness=flatness_table(measured, task) if measured else None,

@@ -46,6 +46,7 @@ class TaskSection:
     task: TaskSummary
     methods: ReportTable
     results: ReportTable
+    examples: ReportTable | None
     runs: ReportTable
     plots: list[Plot]
     flatness: ReportTable | None
@@ -55,7 +56,8 @@ class TaskSection:
     @property
     def tables(self) -> list[ReportTable]:
         """All tables of the section."""
-        return [table for table in (self.methods, self.results, self.flatness, self.runs) if table is not None]
+        tables = (self.methods, self.results, self.examples, self.flatness, self.runs)
+        return [table for table in tables if table is not None]
 
 
 def render_page(
@@ -127,6 +129,7 @@ def _section(section: TaskSection, number: int, plots: list[Plot], *, titled: bo
         _problems(section.problems),
         _facts(task_facts(task)),
         html_table(section.results),
+        f"<h3>Examples</h3>\n{html_table(section.examples)}" if section.examples is not None else "",
         "<h3>Methods</h3>",
         html_table(section.methods),
         f"<details><summary>Settings shared by all runs</summary>{_facts(shared)}</details>" if shared else "",

@@ -72,7 +72,7 @@ class Plot:
 
 
 def task_plots(task: TaskSummary) -> list[Plot]:
-    """Return the plots of convergence, cost, effective sample size, and the tilt if runs differ in it only."""
+    """Return the plots of convergence, cost, effective sample sizes, and the tilt if runs differ in it only."""
     score, loss = f"test {task.metric} ({task.unit})", f"train loss ({task.loss_unit})"
     test = f"test_{task.metric}"
     note = "The objective of each method: for SAM and TSAM, the loss at perturbed weights."
@@ -83,7 +83,7 @@ def task_plots(task: TaskSummary) -> list[Plot]:
         ("seconds", "Score against time", "training time (s)", score, "seconds", test, ""),
     ]
     found = [_metrics_plot(task, *arguments) for arguments in plots]
-    found += [_effective_samples(task), *_tilt(task, score, test)]
+    found += [_effective_samples(task), _example_ess(task), *_tilt(task, score, test)]
     return [plot for plot in found if plot.curves]
 
 
@@ -136,6 +136,22 @@ def _effective_samples(task: TaskSummary) -> Plot:
             [c for c in (_metrics_curve(setting, "epoch", "effective_sample_size") for setting in several) if c.x],
             "Effective sample size of the tilted weights: s if all are equal, 1 if one sample dominates.",
             y_bounds=(1.0, max((s.options["num_samples"] for s in several), default=1.0)),
+        ),
+        task,
+    )
+
+
+def _example_ess(task: TaskSummary) -> Plot:
+    curves = [_metrics_curve(setting, "epoch", "example_ess", 100) for setting in task.settings]
+    return _limit_visible(
+        Plot(
+            "example-ess",
+            "Effective sample size of the batch",
+            "epoch",
+            "effective examples (% of the batch)",
+            [curve for curve in curves if curve.x],
+            "Effective sample size of the tilt over the examples of a batch: 100 % if all weights are equal.",
+            y_bounds=(0.0, 100.0),
         ),
         task,
     )

@@ -18,6 +18,7 @@ __all__ = [
     "ReportTable",
     "TableCell",
     "comparable_flatness",
+    "examples_table",
     "flatness_table",
     "latex_table",
     "markdown_table",
@@ -86,20 +87,50 @@ def methods_table(task: TaskSummary) -> ReportTable:
 
 def results_table(task: TaskSummary) -> ReportTable:
     """Return one row per setting: the final numbers, mean ± standard error over seeds."""
+    optional = [
+        NumberColumn("ECE (%)", lambda s: s.final("test_ece", 100), 1, highest=False),
+        NumberColumn("worst class (%)", lambda s: s.final("test_worst_class_accuracy", 100), 1),
+    ]
     columns = [
         NumberColumn(f"test {task.metric} ({task.unit})", lambda s: s.final("score", 100)),
         NumberColumn("at best validation", lambda s: s.final("score_at_best_validation", 100)),
         NumberColumn("test loss", lambda s: s.final("test_loss"), 3, highest=False),
+        *_present(optional, task.settings),
         NumberColumn("train loss", lambda s: s.final("train_loss"), 3, highest=None),
         NumberColumn("passes", lambda s: s.final("passes"), 0, highest=None),
         NumberColumn("seconds", lambda s: s.final("seconds"), 1, highest=None),
     ]
     caption = f"{task.name}: numbers at the end of training, {MEANS}; losses in {task.loss_unit}. {BOLD}"
+    if any(column.heading == "ECE (%)" for column in columns):
+        caption += " ECE: expected calibration error on test; worst class: the lowest test accuracy of a class."
     table = _settings_table("results", caption, task.settings, columns)
     for row, setting in zip(table.rows, task.settings, strict=True):
         done, total = len(setting.finished), len(setting.runs)
         row.append(TableCell(f"{done}" if done == total else f"{done} of {total}", done))
     return replace(table, headings=[*table.headings, "runs"], numeric=[*table.numeric, True])
+
+
+def examples_table(task: TaskSummary) -> ReportTable | None:
+    """Return one row per setting with final numbers about some of the examples; None if no run has such numbers."""
+    columns = [
+        NumberColumn("few-shot accuracy (%)", lambda s: s.final("test_few_shot_accuracy", 100)),
+        NumberColumn("silenced precision (%)", lambda s: s.final("silenced_precision", 100), 1),
+        NumberColumn("silenced recall (%)", lambda s: s.final("silenced_recall", 100), 1),
+    ]
+    columns = _present(columns, task.settings)
+    settings = [s for s in task.settings if any(math.isfinite(c.mean(s).value) for c in columns)]
+    if not settings:
+        return None
+    caption = f"{task.name}: numbers at the end of training, {MEANS}. {BOLD}"
+    headings = [column.heading for column in columns]
+    if "few-shot accuracy (%)" in headings:
+        caption += " Few-shot accuracy: test accuracy of the third of the classes with the fewest training examples."
+    if "silenced recall (%)" in headings:
+        caption += (
+            " Silenced: training examples with less than half of the mean weight of their batch. Precision: fraction "
+            "of the silenced that are mislabelled; recall: fraction of the mislabelled that are silenced."
+        )
+    return _settings_table("examples", caption, settings, columns)
 
 
 def overview_table(tasks: Sequence[TaskSummary]) -> ReportTable:
@@ -200,7 +231,7 @@ def flatness_table(settings: Sequence[SettingSummary], task: TaskSummary, std: f
         NumberColumn("λ1", scalar("eigenvalues", "values"), None, highest=False),
         NumberColumn("trace", scalar("trace", "value"), None, highest=False),
     ]
-    columns = [c for c in columns if any(math.isfinite(c.mean(s).value) for s in settings)]
+    columns = _present(columns, settings)
     runs = [run for setting in settings for run in setting.runs]
     about = _about(runs[0])
     where = f"{about.get('examples', '?')} {about.get('split', '?')} examples of {about.get('task', '?')}"
@@ -266,6 +297,11 @@ def _settings_table(
         for i, (row, mean, text) in enumerate(zip(rows, means, texts, strict=True)):
             row.append(replace(number_cell(mean, column.digits, best=i == best), text=text))
     return ReportTable(name, caption, headings, rows, [False, *([False] if differ else []), *(True for _ in columns)])
+
+
+def _present(columns: Sequence[NumberColumn], settings: Sequence[SettingSummary]) -> list[NumberColumn]:
+    """Return the columns in which some setting has a number."""
+    return [c for c in columns if any(math.isfinite(c.mean(s).value) for s in settings)]
 
 
 def _common_notation(means: Sequence[Mean]) -> tuple[int, list[str]]:

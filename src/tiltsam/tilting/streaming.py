@@ -62,7 +62,7 @@ class StreamingTilt:
     def __init__(self, t: Tilt) -> None:
         self.t = t if isinstance(t, Tensor) else _check_tilt(t)
         self._negative = not isinstance(t, Tensor) and t < 0
-        self._tilt = abs(self.t) if self._negative else self.t  # of the negative losses
+        self._tilt: Tilt = -self.t if self._negative else self.t  # of the negative losses
         self._state: _State | None = None
 
     def add(self, losses: Tensor, valid: Tensor | None = None) -> Tensor:

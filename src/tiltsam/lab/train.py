@@ -378,7 +378,9 @@ class Trainer:
 
     def _check_example_ess(self, means: dict[str, float]) -> None:
         """Warn, once, if the tilt over examples leaves little of the batches of an epoch."""
-        if self._warned or not means.get("example_ess", 1.0) < SMALL_ESS:
+        # A model that predicts one class keeps the share of this class, which is one in num_classes.
+        smallest = max(SMALL_ESS, 1.5 / self.data.num_classes) if self.data.num_classes > 1 else SMALL_ESS
+        if self._warned or not means.get("example_ess", 1.0) < smallest:
             return
         self._warned = True
         tilt, between = self.config.example_tilt, self.config.class_tilt

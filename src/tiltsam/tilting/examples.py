@@ -225,9 +225,9 @@ class ExampleTilt:
         size = self._world_size()
         if size == 1:
             return x[None]
-        every = torch.empty(size * x.numel(), dtype=x.dtype, device=x.device)
-        dist.all_gather_into_tensor(every, x.reshape(-1), group=self.process_group)
-        return every.view(size, *x.shape)
+        every = [torch.empty_like(x) for _ in range(size)]
+        dist.all_gather(every, x.contiguous(), group=self.process_group)
+        return torch.stack(every)
 
 
 def _tilt_groups(risks: Tensor, sizes: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:

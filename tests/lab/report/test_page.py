@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import json
+import math
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -293,3 +294,9 @@ def test_page_noscript(made):
     runs, _ = made
     text = (runs / "report" / "report.html").read_text()
     assert text.index("<noscript>") < text.index("<section")
+
+
+def test_task_facts_leave_out_unlimited_epochs(tmp_path):
+    write_run(tmp_path, method="erm", epochs=math.inf, passes=1560.0)
+    (task,) = summarize(*read_runs([tmp_path]))
+    assert task_facts(task)["budget"] == "1560 passes"

@@ -176,7 +176,7 @@ def task_facts(task: TaskSummary) -> dict[str, str]:
     facts["budget"] = ", ".join(
         " or ".join(f"{limit:g}" for limit in limits) + f" {unit}"
         for unit in ("passes", "seconds", "epochs")
-        if (limits := [value for value in values(unit) if is_number(value)])
+        if (limits := [value for value in values(unit) if is_number(value) and math.isfinite(value)])
     )
     return {name: text for name, text in facts.items() if text}
 

@@ -286,9 +286,9 @@ def _add_sweep(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = commands.add_parser(
         "sweep",
         help="tune several methods alike, then test each choice",
-        description="Give every METHOD the same number of trials, choose by validation loss, train each choice with\n"
-        "several seeds and test it. The same command resumes an interrupted sweep. Started several times, here\n"
-        "or on machines with the same --storage, it shares the work. Other flags hold for every trial.",
+        description="Give every METHOD the same number of trials, choose on the validation split, train each choice\n"
+        "with several seeds and test it. The same command resumes an interrupted sweep. Started several times,\n"
+        "here or on machines with the same --storage, it shares the work. Other flags hold for every trial.",
         epilog="examples:\n"
         "  tiltsam sweep digits --methods sam tsam:num_samples=1 --grid lr=0.01,0.03,0.1 rho=0.05,0.1,0.2 --workers 2\n"
         "  tiltsam sweep digits --methods sam --grid lr=1e-3..1e-1 rho=0.01..1 --sampler tpe --trials 30\n"
@@ -329,6 +329,13 @@ def _add_sweep(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         choices=("none", "halving"),
         default="none",
         help="halving stops the worse half of the trials at 25%% and at 50%% of the budget (default: none)",
+    )
+    parser.add_argument(
+        "--choose-by",
+        choices=("loss", "score"),
+        default="loss",
+        help="choose the lowest validation loss, or the highest validation score, which is better if labels are wrong "
+        "(default: loss)",
     )
     parser.add_argument(
         "--trial-seeds", type=int, default=1, metavar="INT", help="runs per trial: seeds 0, 1, … (default: 1)"
@@ -503,6 +510,7 @@ def _sweep(args: argparse.Namespace) -> None:
             sampler=args.trial_sampler,
             trials=args.trials,
             pruner=args.pruner,
+            choose_by=args.choose_by,
             trial_seeds=args.trial_seeds,
             seeds=args.seeds,
             final_epochs=args.final_epochs,
@@ -520,7 +528,7 @@ def _sweep(args: argparse.Namespace) -> None:
         )
     seeds = "1 seed" if args.seeds == 1 else f"{args.seeds} seeds"
     tested = f", tested with {seeds}, mean ± standard error" if args.seeds else ""
-    print_table(f"{args.task}: chosen by validation loss{tested}", format_results(result))
+    print_table(f"{args.task}: chosen by validation {args.choose_by}{tested}", format_results(result))
     for note in result.notes:
         print(note)
     print(f"result: {result.path}")

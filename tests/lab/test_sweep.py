@@ -35,13 +35,14 @@ def fake(monkeypatch):
         def __init__(self):
             self.runs = []
             self.loss = lambda config: abs(math.log(config.lr / 0.03))
+            self.accuracy = lambda config: 0.5
             self.score = lambda config: 0.5 + config.seed / 100
 
         def __call__(self, config, record, *, data, report, tick, until):
             if self.runs[-1:] != [config] or until == 1:
                 self.runs.append(config)
             loss = self.loss(config)
-            row = {"epoch": until, "validation_loss": loss, "validation_accuracy": 0.5}
+            row = {"epoch": until, "validation_accuracy": self.accuracy(config), "validation_loss": loss}
             report(Progress(epoch=until, done=until, row=row))
             if until < 1:
                 return row
@@ -178,6 +179,20 @@ def test_samplers_choose_the_lowest_validation_loss(sampler, tmp_path, fake):
     assert row.config.lr == min(tried, key=lambda lr: abs(math.log(lr / 0.03)))
     assert [run for run in fake.runs if run.seed == 1] == [replace(row.config, seed=1, device="auto")]
     assert row.scores == {0: 0.5, 1: 0.51}
+
+
+def test_choose_by_score_ignores_the_loss(tmp_path, fake):
+    """Of wrong validation labels the model that is sure of the right ones has the highest loss."""
+    fake.accuracy = lambda config: config.lr
+    fake.loss = lambda config: config.lr
+    for choose_by, lr in (("loss", 0.01), ("score", 0.1)):
+        result = sweep(SMALL, ["erm"], RATES, tmp_path / choose_by, choose_by=choose_by, seeds=1)
+        assert result.entries[0].config.lr == lr
+    assert result.entries[0].best.value == pytest.approx(0.9)
+    assert format_results(result)[0][3] == "validation error"
+    content = json.loads(result.path.read_text())
+    assert content["choose_by"] == "score"
+    assert content["methods"]["erm"]["validation_error"] == pytest.approx(0.9)
 
 
 @pytest.mark.slow

@@ -1,7 +1,7 @@
 """Tune several methods alike on the validation split, then test each choice once: ``tiltsam sweep``.
 
-Every entry (a method with settings of its own) is an Optuna study with the same number of trials. The trial with the
-lowest validation loss is trained again with several seeds and tested. Any number of processes may work on one sweep,
+Every entry (a method with settings of its own) is an Optuna study with the same number of trials. The best trial
+on the validation split is trained again with several seeds and tested. Any number of processes may work on one sweep,
 see :mod:`tiltsam.lab.studies`; numbers travel through the database, weights stay in the records.
 """
 
@@ -35,6 +35,8 @@ from tiltsam.lab.train import Progress, train
 __all__ = ["EntryResult", "SweepResult", "SweepStatus", "format_results", "sweep"]
 
 PrunerName = Literal["none", "halving"]
+ChoiceName = Literal["loss", "score"]
+VALUE_NAMES = {"loss": "validation loss", "score": "validation error"}
 
 RUNGS = (0.25, 0.5, 1.0)  # fractions of the budget at which "halving" compares trials
 REPORTS = 20  # reports of a trial to the database: each is a transaction
@@ -48,6 +50,7 @@ class SweepPlan:
     entries: tuple[Entry, ...]
     sampler: SamplerName
     pruner: PrunerName
+    choose_by: ChoiceName
     trial_seeds: int
     seeds: int
     final: dict[str, float | None]
@@ -63,7 +66,8 @@ class SweepPlan:
     def study_name(self, entry: Entry) -> str:
         """Return the name of an entry's study: equal for equal trials, whatever the other entries and the tests."""
         space = {name: [v.low, v.high, "log"] if isinstance(v, Range) else v for name, v in entry.space.items()}
-        body = [entry.config.key(), space, entry.trials, self.sampler, self.pruner, self.trial_seeds, self.data]
+        body = [entry.config.key(), space, entry.trials, self.sampler, self.pruner, self.choose_by, self.trial_seeds]
+        body.append(self.data)
         return f"{task_folder(entry.config.task)} {entry.name[:200]} {_digest(body)}"
 
     @property
@@ -71,6 +75,18 @@ class SweepPlan:
         """The name of the sweep and of its folder."""
         body = [[self.study_name(entry) for entry in self.entries], self.seeds, self.final]
         return f"{task_folder(self.entries[0].config.task)}-{_digest(body)}"
+
+    def value(self, row: Mapping[str, Any]) -> float:
+        """Return what trials are compared by, the lower the better: validation loss, or 1 minus the validation score.
+
+        Raises:
+            SweepError: If the row has no validation numbers.
+        """
+        if "validation_loss" not in row:
+            raise SweepError(f"{self.entries[0].config.task} has no validation split to choose on")
+        if self.choose_by == "loss":
+            return float(row["validation_loss"])
+        return 1 - float(next(value for name, value in row.items() if name.startswith("validation_")))
 
     @property
     def folder(self) -> Path:
@@ -161,22 +177,20 @@ class SweepWorker:
         self.look(force=True)
 
     def _try(self, entry: Entry, trial: Trial) -> float:
-        """Return the mean of the final validation losses over the trial's seeds. Test numbers are not used here."""
+        """Return the mean of the final values over the trial's seeds. Test numbers are not used here."""
         for name, values in entry.space.items():
             if isinstance(values, Range):
                 trial.suggest_float(name, values.low, values.high, log=True)
             else:
                 trial.suggest_categorical(name, values)
         config = entry.config.with_settings(trial.params)
-        losses = []
+        found = []
         for seed in range(self.plan.trial_seeds):
             numbers = self._train(replace(config, seed=seed), trial, pruned=seed == 0)
-            if "validation_loss" not in numbers:
-                raise SweepError(f"{config.task} has no validation split to choose on")
-            losses.append(numbers["validation_loss"])
+            found.append(self.plan.value(numbers))
             numbers = {name: numbers[name] for name in numbers if name.startswith("validation_")}
             trial.set_user_attr(f"seed {seed}", numbers)
-        return mean_of(losses).value
+        return mean_of(found).value
 
     def _test(self, trial: Trial) -> float:
         """Return the test score of an entry's choice with one seed."""
@@ -198,7 +212,7 @@ class SweepWorker:
         def report(progress: Progress) -> None:
             step = int(min(progress.done, 1.0) * REPORTS) * 100 // REPORTS  # in per cent of the budget
             if pruned and step > steps[-1] and progress.row.get("epoch") == round(progress.epoch, 6):
-                trial.report(progress.row["validation_loss"], step)
+                trial.report(self.plan.value(progress.row), step)
                 steps.append(step)
             self._check()
             self.look()
@@ -231,7 +245,7 @@ class SweepWorker:
     # ---------------------------------------------------------------- what came out
 
     def chosen(self) -> dict[str, TrainConfig]:
-        """Return the config to test of each entry that has one: that of its lowest validation loss."""
+        """Return the config to test of each entry that has one: that of its best trial."""
         found = {}
         for entry in self.plan.entries:
             best = _best(self._searches[entry.name].trials())
@@ -266,7 +280,9 @@ class SweepWorker:
         self._reported |= {f"{name} {trial.number}" for name, trial in news}
         running = sum((t.last_step or 0) / 100 for _, t in trials if t.state is TrialState.RUNNING)
         total = sum(entry.trials for entry in self.plan.entries) + len(self.plan.entries) * self.plan.seeds
-        lines = [] if first else [f"{name}: {_outcome(trial)}" for name, trial in news]
+        lines = (
+            [] if first else [f"{name}: {_outcome(trial, VALUE_NAMES[self.plan.choose_by])}" for name, trial in news]
+        )
         self._report(SweepStatus(len(ended), total, running, lines))
         self._looked = time.monotonic()
 
@@ -303,12 +319,12 @@ def _best(trials: Sequence[FrozenTrial]) -> FrozenTrial | None:
     return min(complete, key=lambda trial: (trial.value, trial.number), default=None)
 
 
-def _outcome(trial: FrozenTrial) -> str:
+def _outcome(trial: FrozenTrial, value_name: str) -> str:
     if trial.state is TrialState.PRUNED:
         return str(trial.user_attrs.get("reason", "pruned"))
     if "result" in trial.user_attrs:
         return f"{trial.user_attrs['result']['metric']} {100 * trial.user_attrs['result']['score']:.2f}"
-    return f"validation loss {trial.value:.4f}"
+    return f"{value_name} {trial.value:.4f}"
 
 
 # ---------------------------------------------------------------- results
@@ -370,6 +386,8 @@ class SweepResult:
     path: Path
     """``sweep.json``."""
     entries: list[EntryResult]
+    value_name: str
+    """What trials were compared by."""
     notes: list[str] = field(default_factory=list)
     """Lines about the fairness of the comparison: smaller grids, choices at the edge of what was tried."""
 
@@ -386,7 +404,7 @@ def format_settings(settings: Mapping[str, Any]) -> str:
 def format_results(result: SweepResult) -> list[list[str]]:
     """Return the cells of a table, headings first; scores and differences are times 100."""
     first = result.entries[0].name
-    table = [["method", "trials", "chosen", "validation loss", "test ×100", f"minus {first}", "95% interval", "seeds"]]
+    table = [["method", "trials", "chosen", result.value_name, "test ×100", f"minus {first}", "95% interval", "seeds"]]
     for row in result.entries:
         pruned = sum(trial.state is TrialState.PRUNED for trial in row.trials)
         trials = f"{len(row.trials)}" + (f", {pruned} pruned" if pruned else "")
@@ -417,6 +435,7 @@ def _to_json(plan: SweepPlan, result: SweepResult, *, finished: bool) -> dict[st
         "task": plan.entries[0].config.task,
         "sampler": plan.sampler,
         "pruner": plan.pruner,
+        "choose_by": plan.choose_by,
         "trial_seeds": plan.trial_seeds,
         "finished": finished,
         "notes": result.notes,
@@ -438,7 +457,7 @@ def _entry_json(plan: SweepPlan, row: EntryResult, result: SweepResult) -> dict[
     return {
         "study": plan.study_name(row.entry),
         "settings": row.best.params if row.best else None,
-        "validation_loss": row.best.value if row.best else None,
+        VALUE_NAMES[plan.choose_by].replace(" ", "_"): row.best.value if row.best else None,
         "edges": row.edges(),
         "test": {
             "mean": _finite(test.value),
@@ -454,7 +473,9 @@ def _entry_json(plan: SweepPlan, row: EntryResult, result: SweepResult) -> dict[
         "trials": [
             {
                 "settings": trial.params,
-                "validation_loss": trial.value if trial.state is TrialState.COMPLETE else None,
+                VALUE_NAMES[plan.choose_by].replace(" ", "_"): (
+                    trial.value if trial.state is TrialState.COMPLETE else None
+                ),
                 "run": run(row.entry.config.with_settings(trial.params)),
                 **state(trial),
             }
@@ -479,6 +500,7 @@ def sweep(
     sampler: SamplerName = "grid",
     trials: int | None = None,
     pruner: PrunerName = "none",
+    choose_by: ChoiceName = "loss",
     trial_seeds: int = 1,
     seeds: int = 3,
     final_epochs: float | None = None,
@@ -494,7 +516,7 @@ def sweep(
     report: Callable[[SweepStatus], None] = lambda status: None,
     say: Callable[[str], None] = lambda line: None,
 ) -> SweepResult:
-    """Tune each method with the same number of trials, choose by validation loss, and test the choices.
+    """Tune each method with the same number of trials, choose on the validation split, and test the choices.
 
     The same call continues an interrupted sweep, and helps one that another process works on. Runs that exist in
     ``out`` are not trained again.
@@ -510,7 +532,9 @@ def sweep(
             ``"tpe"`` samples near good trials.
         trials: Trials per entry; by default the size of the largest grid.
         pruner: ``"halving"`` stops the worse half of the trials at 25 % and again at 50 % of the budget.
-        trial_seeds: Runs per trial, with seeds 0, 1, …; their validation losses are averaged.
+        choose_by: ``"loss"`` chooses the lowest validation loss, ``"score"`` the highest validation score. Where
+            validation labels are wrong, the loss favours models that are unsure, or have learnt nothing.
+        trial_seeds: Runs per trial, with seeds 0, 1, …; their losses or scores are averaged.
         seeds: Tests of each choice, with seeds 0, 1, …; 0 tests nothing.
         final_epochs: Epochs of the tests. A final budget replaces that of the trials.
         final_passes: Passes of the tests.
@@ -554,6 +578,7 @@ def sweep(
         entries=tuple(entries),
         sampler=sampler,
         pruner=pruner,
+        choose_by=choose_by,
         trial_seeds=trial_seeds,
         seeds=seeds,
         final=final,
@@ -603,7 +628,7 @@ def _final_budget(
 
 
 def _write_result(plan: SweepPlan, worker: SweepWorker, notes: Sequence[str]) -> SweepResult:
-    result = SweepResult(plan.folder / "sweep.json", worker.results(), list(notes))
+    result = SweepResult(plan.folder / "sweep.json", worker.results(), VALUE_NAMES[plan.choose_by], list(notes))
     for row in result.entries:
         for name, edge in row.edges().items():
             assert row.best is not None

@@ -186,13 +186,7 @@ def _add_lab(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     compare.set_defaults(run=_compare)
 
     for command in (train, compare):
-        command.add_argument(
-            "--out", type=Path, default=Path("runs"), metavar="DIR", help="folder of the runs (default: %(default)s)"
-        )
-        command.add_argument(
-            "--data-root", type=Path, metavar="DIR", help="folder of the data sets (default: $TILTSAM_DATA, or data)"
-        )
-        command.add_argument("--download", action="store_true", help="download missing data sets and models")
+        _add_folders(command)
         command.add_argument("--tensorboard", action="store_true", help="also write the metrics for TensorBoard")
 
     sharpness = commands.add_parser(
@@ -227,6 +221,17 @@ def _add_lab(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
 
     tasks = commands.add_parser("tasks", help="list the tasks and their data files", epilog="example: tiltsam tasks")
     tasks.set_defaults(run=_tasks)
+
+
+def _add_folders(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of all commands that train."""
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs"), metavar="DIR", help="folder of the runs (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--data-root", type=Path, metavar="DIR", help="folder of the data sets (default: $TILTSAM_DATA, or data)"
+    )
+    parser.add_argument("--download", action="store_true", help="download missing data sets and models")
 
 
 def _add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -270,13 +275,7 @@ def _add_reproduce(commands: argparse._SubParsersAction[argparse.ArgumentParser]
         "--precision", choices=("fp32", "bf16"), default="fp32", help="bf16 uses autocast (default: %(default)s)"
     )
     parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1 (default: a GPU if there is one)")
-    parser.add_argument(
-        "--out", type=Path, default=Path("runs"), metavar="DIR", help="folder of the runs (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--data-root", type=Path, metavar="DIR", help="folder of the data sets (default: $TILTSAM_DATA, or data)"
-    )
-    parser.add_argument("--download", action="store_true", help="download missing data sets and models")
+    _add_folders(parser)
     parser.set_defaults(run=_reproduce)
 
 
@@ -362,13 +361,7 @@ def _add_sweep(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="seconds between heartbeats; after six missing ones another process takes over (default: 10)",
     )
     add_arguments(parser, leave_out=("task", "method", "sampler", "seed"))
-    parser.add_argument(
-        "--out", type=Path, default=Path("runs"), metavar="DIR", help="folder of the runs (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--data-root", type=Path, metavar="DIR", help="folder of the data sets (default: $TILTSAM_DATA, or data)"
-    )
-    parser.add_argument("--download", action="store_true", help="download missing data sets and models")
+    _add_folders(parser)
     parser.set_defaults(run=_sweep)
 
 

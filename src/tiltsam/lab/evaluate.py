@@ -38,7 +38,11 @@ OutputsOf = Callable[[Split], Tensor]
 
 
 def task_loss(
-    outputs: Tensor, targets: Tensor, num_classes: int, label_smoothing: float = 0.0, *, reduction: str = "mean"
+    outputs: Tensor,
+    targets: Tensor,
+    num_classes: int,
+    label_smoothing: float = 0.0,
+    tilt: ExampleTilt | None = None,
 ) -> Tensor:
     """Return the loss of a task: the mean squared error of a regression, else the cross-entropy.
 
@@ -47,11 +51,14 @@ def task_loss(
         targets: The targets, (n,).
         num_classes: The classes of the task; 1 for a regression.
         label_smoothing: The fraction of the target spread over all classes.
-        reduction: ``"mean"`` over the examples, or ``"none"``.
+        tilt: Replaces the mean over the examples; its groups are the classes.
     """
+    reduction = "mean" if tilt is None else "none"
     if num_classes == 1:
-        return nn.functional.mse_loss(outputs.squeeze(1), targets, reduction=reduction)
-    return nn.functional.cross_entropy(outputs, targets, label_smoothing=label_smoothing, reduction=reduction)
+        loss = nn.functional.mse_loss(outputs.squeeze(1), targets, reduction=reduction)
+    else:
+        loss = nn.functional.cross_entropy(outputs, targets, label_smoothing=label_smoothing, reduction=reduction)
+    return loss if tilt is None else tilt(loss, None if tilt.num_groups is None else targets)
 
 
 def evaluated_weights(model: nn.Module, average: WeightAverage | None) -> AbstractContextManager[object]:
@@ -112,8 +119,7 @@ def silenced_examples(
     silenced = torch.zeros_like(data.mislabelled)
     for rows in data.train.fixed_permutation().split(batch_size):
         part = data.train[rows]
-        losses = task_loss(outputs_of(part), part.targets, data.num_classes, label_smoothing, reduction="none")
-        tilt(losses, None if tilt.num_groups is None else part.targets)
+        task_loss(outputs_of(part), part.targets, data.num_classes, label_smoothing, tilt)
         assert tilt.weights is not None
         silenced[rows] = tilt.weights < 0.5 * tilt.weights.mean()
     both, chosen, wrong = (x.sum().item() for x in (silenced & data.mislabelled, silenced, data.mislabelled))

@@ -36,7 +36,6 @@ __all__ = ["EntryResult", "SweepResult", "SweepStatus", "format_results", "sweep
 
 PrunerName = Literal["none", "halving"]
 ChoiceName = Literal["loss", "score"]
-VALUE_NAMES = {"loss": "validation loss", "score": "validation error"}
 
 RUNGS = (0.25, 0.5, 1.0)  # fractions of the budget at which "halving" compares trials
 REPORTS = 20  # reports of a trial to the database: each is a transaction
@@ -75,6 +74,11 @@ class SweepPlan:
         """The name of the sweep and of its folder."""
         body = [[self.study_name(entry) for entry in self.entries], self.seeds, self.final]
         return f"{task_folder(self.entries[0].config.task)}-{_digest(body)}"
+
+    @property
+    def value_name(self) -> str:
+        """The name of what trials are compared by."""
+        return "validation loss" if self.choose_by == "loss" else "validation error"
 
     def value(self, row: Mapping[str, Any]) -> float:
         """Return what trials are compared by, the lower the better: validation loss, or 1 minus the validation score.
@@ -280,9 +284,7 @@ class SweepWorker:
         self._reported |= {f"{name} {trial.number}" for name, trial in news}
         running = sum((t.last_step or 0) / 100 for _, t in trials if t.state is TrialState.RUNNING)
         total = sum(entry.trials for entry in self.plan.entries) + len(self.plan.entries) * self.plan.seeds
-        lines = (
-            [] if first else [f"{name}: {_outcome(trial, VALUE_NAMES[self.plan.choose_by])}" for name, trial in news]
-        )
+        lines = [] if first else [f"{name}: {_outcome(trial, self.plan.value_name)}" for name, trial in news]
         self._report(SweepStatus(len(ended), total, running, lines))
         self._looked = time.monotonic()
 
@@ -452,12 +454,13 @@ def _entry_json(plan: SweepPlan, row: EntryResult, result: SweepResult) -> dict[
             return {"state": "done"}
         return {"state": "pruned", "reason": trial.user_attrs.get("reason", "")}
 
+    key = plan.value_name.replace(" ", "_")
     test, difference = mean_of(list(row.scores.values())), result.difference(row)
     interval = confidence_interval(difference)
     return {
         "study": plan.study_name(row.entry),
         "settings": row.best.params if row.best else None,
-        VALUE_NAMES[plan.choose_by].replace(" ", "_"): row.best.value if row.best else None,
+        key: row.best.value if row.best else None,
         "edges": row.edges(),
         "test": {
             "mean": _finite(test.value),
@@ -473,9 +476,7 @@ def _entry_json(plan: SweepPlan, row: EntryResult, result: SweepResult) -> dict[
         "trials": [
             {
                 "settings": trial.params,
-                VALUE_NAMES[plan.choose_by].replace(" ", "_"): (
-                    trial.value if trial.state is TrialState.COMPLETE else None
-                ),
+                key: trial.value if trial.state is TrialState.COMPLETE else None,
                 "run": run(row.entry.config.with_settings(trial.params)),
                 **state(trial),
             }
@@ -628,7 +629,7 @@ def _final_budget(
 
 
 def _write_result(plan: SweepPlan, worker: SweepWorker, notes: Sequence[str]) -> SweepResult:
-    result = SweepResult(plan.folder / "sweep.json", worker.results(), VALUE_NAMES[plan.choose_by], list(notes))
+    result = SweepResult(plan.folder / "sweep.json", worker.results(), plan.value_name, list(notes))
     for row in result.entries:
         for name, edge in row.edges().items():
             assert row.best is not None

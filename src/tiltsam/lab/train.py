@@ -420,11 +420,7 @@ class Trainer:
 
     def _loss(self, *batch: Tensor) -> Tensor:
         outputs, targets = self._forward(self._passing, batch[:-1]), batch[-1]
-        classes, smoothing = self.data.num_classes, self.config.label_smoothing
-        if self.tilt is None:
-            return task_loss(outputs, targets, classes, smoothing)
-        losses = task_loss(outputs, targets, classes, smoothing, reduction="none")
-        return self.tilt(losses, None if self.tilt.num_groups is None else targets)
+        return task_loss(outputs, targets, self.data.num_classes, self.config.label_smoothing, self.tilt)
 
     def _part_loss(self, sample: int, *batch: Tensor) -> Tensor:
         """Return the loss on the part of the batch that belongs to a sample."""

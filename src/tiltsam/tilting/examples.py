@@ -19,12 +19,13 @@ which is the first formula again if both are equal.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from tiltsam.tilting.streaming import check_tilt, log_mean_mass
 
 __all__ = ["ExampleTilt"]
 
@@ -88,7 +89,7 @@ class ExampleTilt:
             raise ValueError(f"num_groups must be at least 1, and min_ess 0 with it, got {num_groups} and {min_ess}")
         self.min_ess, self.num_groups = min_ess, num_groups
         self.process_group, self.sync = process_group, sync
-        self._between = None if between is None else _clamp("between", between)
+        self._between = None if between is None else check_tilt(between, "between")
         self._device_t: Tensor | None = None
         self.t = t
         self.weights: Tensor | None = None
@@ -103,7 +104,7 @@ class ExampleTilt:
 
     @t.setter
     def t(self, value: float) -> None:
-        self._t = _clamp("t", value)
+        self._t = check_tilt(value)
         if self._device_t is not None:
             self._device_t.fill_(self._t)
 
@@ -161,30 +162,18 @@ class ExampleTilt:
             The weights of this rank's elements; and of each row, over all ranks, the tilted loss, the number of
             members and the sum of squared weights.
         """
-        sign, tilt = t.sign(), t.abs()  # log-sum-exp with a negative tilt is that of the negative losses
-        y = sign * x
-        top = _top(y, members)
-        arg = tilt * (y - top[:, None]).clamp_max(0)  # those above are not members
-        masses = arg.exp() * members
-        # One sum over all rows instead of five: kernels this small cost what launching them costs.
-        columns = torch.stack([masses, masses.square(), arg.expm1() * members, members.to(x.dtype), x * members])
-        own = torch.cat([top[None], columns.sum(-1)])
-        shift, (mass, squares, excess, count, total) = top, own[1:]
+        top, masses, sums = _sum_rows(x, members, t)
+        shift = top
         if self._world_size() > 1:
-            tops, *sums = self._gather(own).unbind(1)
+            tops, *parts = self._gather(torch.cat([top[None], sums])).unbind(1)
             shift = tops.amax(0)
-            fade = tilt * (tops - shift)  # from each rank's shift to the common one
+            fade = t.abs() * (tops - shift)  # from each rank's shift to the common one
             faded = fade.exp()
-            mass, squares = (sums[0] * faded).sum(0), (sums[1] * faded.square()).sum(0)
-            excess = (sums[2] * faded + sums[3] * fade.expm1()).sum(0)
-            count, total = sums[3].sum(0), sums[4].sum(0)
-            masses = masses * (tilt * (top - shift)).exp()[:, None]
-        # log(mass/count): by log1p of the excess if that is small (small t), else directly.
-        ratio = excess / count
-        log_mean = torch.where(ratio > -0.5, ratio.clamp_min(-0.5).log1p(), (mass / count).log())
-        value = torch.where(tilt == 0, total / count, sign * (shift + log_mean / tilt))
-        whole = mass.clamp_min(_TINY)
-        return masses / whole[:, None], value, count, squares / whole.square()
+            excess = parts[2] * faded + parts[3] * fade.expm1()
+            sums = torch.stack([parts[0] * faded, parts[1] * faded.square(), excess, *parts[3:]]).sum(1)
+            masses = masses * (t.abs() * (top - shift)).exp()[:, None]
+        mass, squares, count = sums[0].clamp_min(_TINY), sums[1], sums[3]
+        return masses / mass[:, None], _tilted_value(t, shift, sums), count, squares / mass.square()
 
     def _largest_tilt(self, x: Tensor, finite: Tensor, t: Tensor) -> Tensor:
         """Return ``t``, or the largest tilt of its sign whose effective sample size is at least ``min_ess``.
@@ -232,28 +221,31 @@ class ExampleTilt:
 
 def _tilt_groups(risks: Tensor, sizes: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
     """Return the tilted mean risk of groups, and dF/dR_g; empty groups do not count."""
-    full = sizes > 0
-    risks = torch.where(full, risks, 0.0)
-    share = sizes / sizes.sum()
-    sign, tilt = torch.where(t < 0, -1.0, 1.0).to(risks.dtype), t.abs()
-    y = sign * risks
-    shift = _top(y[None], full[None])[0]
-    arg = tilt * (y - shift)
-    masses = share * arg.exp()
-    log_mean = (share * arg.expm1()).sum()
-    log_mean = torch.where(log_mean > -0.5, log_mean.clamp_min(-0.5).log1p(), masses.sum().log())
-    tilted = sign * (shift + log_mean / tilt.masked_fill(tilt == 0, 1.0))
-    return torch.where(tilt == 0, (share * risks).sum(), tilted), masses / masses.sum()
+    top, masses, sums = _sum_rows(torch.where(sizes > 0, risks, 0.0)[None], sizes[None], t)
+    return _tilted_value(t, top, sums)[0], masses[0] / sums[0]
+
+
+def _sum_rows(x: Tensor, counts: Tensor, t: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what the log-sum-exp of each row needs: its shift, ``counts * exp(t x)`` relative to it, and sums.
+
+    A negative tilt of x is a positive one of -x. The sums, (5, rows), are those of the masses, of their squares, of
+    masses - counts, of the counts and of ``counts * x``.
+    """
+    y = t.sign() * x
+    top = _top(y, counts > 0)
+    arg = t.abs() * (y - top[:, None]).clamp_max(0)  # those above have count 0
+    masses = arg.exp() * counts
+    # One sum over all rows instead of five: kernels this small cost what launching them costs.
+    columns = torch.stack([masses, masses.square(), arg.expm1() * counts, counts.to(x.dtype).expand_as(x), x * counts])
+    return top, masses, columns.sum(-1)
+
+
+def _tilted_value(t: Tensor, shift: Tensor, sums: Tensor) -> Tensor:
+    """Return the tilted loss of each row from the sums of :func:`_sum_rows`."""
+    mass, _, excess, count, total = sums
+    return torch.where(t == 0, total / count, t.sign() * shift + log_mean_mass(mass, excess, count) / t)
 
 
 def _top(y: Tensor, members: Tensor) -> Tensor:
     """Return the largest member of each row; of a row without members, the lowest number."""
     return torch.where(members, y, torch.finfo(y.dtype).min / 4).amax(1)  # differences of two stay finite
-
-
-def _clamp(name: str, t: float) -> float:
-    """Return a tilt in the range of float32, whose ends give the limits to the last digit."""
-    if not math.isfinite(t):
-        raise ValueError(f"{name} must be finite, got {t}")
-    limits = torch.finfo(torch.float32)
-    return 0.0 if abs(t) < limits.tiny else math.copysign(min(abs(t), limits.max), t)

@@ -11,9 +11,9 @@ At ``t = 0`` these are the plain mean, uniform weights, the mean and the (biased
 loss tends to the maximum, as it falls to the minimum: a tilt of -t over x is one of t over -x, with its sign changed.
 Everything is computed by :class:`StreamingTilt`, a log-sum-exp shifted by the running maximum of the *losses* (not of
 ``t`` times the losses: the difference of two losses is exact where the difference of two huge products is rounding
-error), so ``t = 1e6`` with losses of 1e4 stays finite and accurate. A tilt beyond the
-range of float32 is clamped to it, which gives the limit to the last digit. Losses of +inf share all the weight if
-``t > 0``, and make the tilted loss and mean infinite.
+error), so ``t = 1e6`` with losses of 1e4 stays finite and accurate. A tilt beyond the range of float32 is clamped to
+it, which gives the limit to the last digit. Losses of +inf share all the weight if ``t > 0``, and make the tilted loss
+and mean infinite.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class StreamingTilt:
     """
 
     def __init__(self, t: Tilt) -> None:
-        self.t = t if isinstance(t, Tensor) else _check_tilt(t)
+        self.t = t if isinstance(t, Tensor) else check_tilt(t)
         self._negative = not isinstance(t, Tensor) and t < 0
         self._tilt: Tilt = -self.t if self._negative else self.t  # of the negative losses
         self._state: _State | None = None
@@ -108,9 +108,7 @@ class StreamingTilt:
     def loss(self) -> Tensor:
         """Return the tilted loss of all added losses: their mean at ``t = 0``; NaN if none was valid."""
         state = self._added()
-        # log(mass/count): by log1p of the excess if that is small (small t), else directly.
-        ratio = state.excess / state.number
-        log_mean = torch.where(ratio > -0.5, ratio.clamp_min(-0.5).log1p(), (state.mass / state.number).log())
+        log_mean = log_mean_mass(state.mass, state.excess, state.number)
         if isinstance(self._tilt, Tensor) and self._tilt.device.type != "cpu":  # reading it would wait for the device
             tilted = state.top + log_mean / self._tilt.masked_fill(self._tilt == 0, 1.0)
             return torch.where(self._tilt == 0, self.mean(), tilted)
@@ -253,11 +251,18 @@ def linear_down(value: float, num_steps: int) -> Linear:
     return Linear(value, 0.0, num_steps)
 
 
-def _check_tilt(t: float) -> float:
+def check_tilt(t: float, name: str = "t") -> float:
+    """Return a finite tilt, clamped to the range of float32, whose ends give the limits to the last digit."""
     if not math.isfinite(t):
-        raise ValueError(f"t must be finite, got {t}")
+        raise ValueError(f"{name} must be finite, got {t}")
     limits = torch.finfo(torch.float32)
     return 0.0 if abs(t) < limits.tiny else math.copysign(min(abs(t), limits.max), t)
+
+
+def log_mean_mass(mass: Tensor, excess: Tensor, count: Tensor) -> Tensor:
+    """Return ``log(mass / count)`` for ``excess = mass - count``, accurate also where the excess is tiny (small t)."""
+    ratio = excess / count
+    return torch.where(ratio > -0.5, ratio.clamp_min(-0.5).log1p(), (mass / count).log())
 
 
 def _split_sign(t: Tilt) -> tuple[float | Tensor, Tilt]:

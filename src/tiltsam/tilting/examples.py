@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tiltsam.tilting.streaming import check_tilt, log_mean_mass
+from tiltsam.tilting.streaming import check_tilt
 
 __all__ = ["ExampleTilt"]
 
@@ -243,7 +243,9 @@ def _sum_rows(x: Tensor, counts: Tensor, t: Tensor) -> tuple[Tensor, Tensor, Ten
 def _tilted_value(t: Tensor, shift: Tensor, sums: Tensor) -> Tensor:
     """Return the tilted loss of each row from the sums of :func:`_sum_rows`."""
     mass, _, excess, count, total = sums
-    return torch.where(t == 0, total / count, t.sign() * shift + log_mean_mass(mass, excess, count) / t)
+    ratio = excess / count  # as in StreamingTilt.loss
+    log_mean = torch.where(ratio > -0.5, ratio.clamp_min(-0.5).log1p(), (mass / count).log())
+    return torch.where(t == 0, total / count, t.sign() * shift + log_mean / t)
 
 
 def _top(y: Tensor, members: Tensor) -> Tensor:

@@ -108,7 +108,9 @@ class StreamingTilt:
     def loss(self) -> Tensor:
         """Return the tilted loss of all added losses: their mean at ``t = 0``; NaN if none was valid."""
         state = self._added()
-        log_mean = log_mean_mass(state.mass, state.excess, state.number)
+        # log(mass/count): by log1p of the excess if that is small (small t), else directly.
+        ratio = state.excess / state.number
+        log_mean = torch.where(ratio > -0.5, ratio.clamp_min(-0.5).log1p(), (state.mass / state.number).log())
         if isinstance(self._tilt, Tensor) and self._tilt.device.type != "cpu":  # reading it would wait for the device
             tilted = state.top + log_mean / self._tilt.masked_fill(self._tilt == 0, 1.0)
             return torch.where(self._tilt == 0, self.mean(), tilted)
@@ -257,12 +259,6 @@ def check_tilt(t: float, name: str = "t") -> float:
         raise ValueError(f"{name} must be finite, got {t}")
     limits = torch.finfo(torch.float32)
     return 0.0 if abs(t) < limits.tiny else math.copysign(min(abs(t), limits.max), t)
-
-
-def log_mean_mass(mass: Tensor, excess: Tensor, count: Tensor) -> Tensor:
-    """Return ``log(mass / count)`` for ``excess = mass - count``, accurate also where the excess is tiny (small t)."""
-    ratio = excess / count
-    return torch.where(ratio > -0.5, ratio.clamp_min(-0.5).log1p(), (mass / count).log())
 
 
 def _split_sign(t: Tilt) -> tuple[float | Tensor, Tilt]:

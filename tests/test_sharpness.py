@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from helpers.measuring import Bowl, call, convnet, cross_entropy, mse, unequal_batches
-from tiltsam.sharpness import Neighborhood, neighborhood, t_sharper
+from tiltsam.sharpness import Neighborhood, neighborhood, rounding, t_sharper
 from tiltsam.tilting import tilted_mean, tilted_var
 
 LAMBDAS, THETA = [3.0, 1.0, 0.5], [0.2, -1.0, 0.4]
@@ -185,3 +185,56 @@ def test_neighborhood_accepts_numpy_and_tensor_std(std: Any) -> None:
 def test_from_losses_rejects_one_sample() -> None:
     with pytest.raises(ValueError, match="at least 2"):
         Neighborhood.from_losses(torch.ones(1), torch.ones(1, 1), 0.0, 0.0)
+
+
+def quantized(model: nn.Module, bits: int) -> nn.Module:
+    """Round each row of each weight with a loop, as integers."""
+    levels = 2 ** (bits - 1) - 1
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.ndim >= 2:
+                for row in p:
+                    integers = [round(float(x) * levels / float(row.abs().max())) for x in row.flatten()]
+                    assert max(map(abs, integers)) <= levels
+                    row.copy_(torch.tensor(integers).reshape(row.shape) * float(row.abs().max()) / levels)
+    return model
+
+
+@pytest.mark.parametrize("bits", [8, 4, 2])
+def test_rounding_equals_the_loss_of_a_rounded_copy(bits: int) -> None:
+    model, batches = convnet(), unequal_batches()
+    before = [p.detach().clone() for p in model.parameters()]
+    found = rounding(model, cross_entropy, batches, bits)
+    assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+    copy = quantized(convnet(), bits)
+    copy.load_state_dict({**model.state_dict(), **dict(copy.named_parameters())})
+    twin = rounding(copy, cross_entropy, batches, 16)
+    assert found.losses[0] == pytest.approx(twin.center, rel=1e-5)
+    moved = torch.cat([(p.detach() - b).flatten() for p, b in zip(copy.parameters(), before, strict=True)])
+    assert found.distances[0] == pytest.approx(float(moved.norm()), rel=1e-4)
+
+
+def test_rounding_changes_the_loss_less_with_more_bits() -> None:
+    found = rounding(convnet(), cross_entropy, unequal_batches(), [3, 8, 16])
+    changes = (found.losses - found.center).abs()
+    assert changes[0] > changes[1] > changes[2]
+    assert bool((found.distances[:-1] > found.distances[1:]).all())
+
+
+def test_rounding_leaves_rows_of_zeros_alone() -> None:
+    layer = nn.Linear(2, 2)
+    nn.init.zeros_(layer.weight)
+    found = rounding(layer, mse, [(torch.ones(3, 2), torch.ones(3, 2))], 4)
+    assert found.losses[0] == found.center
+    assert found.distances[0] == 0
+
+
+@pytest.mark.parametrize("bits", [1, 17, [], [8, 1], 4.0])
+def test_rounding_rejects_bits_out_of_range(bits: Any) -> None:
+    with pytest.raises((TypeError, ValueError)):
+        rounding(nn.Linear(2, 1), mse, [(torch.ones(3, 2), torch.ones(3, 1))], bits)
+
+
+def test_rounding_needs_a_matrix() -> None:
+    with pytest.raises(ValueError, match="two or more dimensions"):
+        rounding(Bowl(LAMBDAS, THETA), call, ONE)

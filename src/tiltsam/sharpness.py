@@ -9,7 +9,8 @@ in eval mode:
     t-weighted variance  sum w (x - mean_w)^2        Definition 3.5 of the paper: t-sharpness
 
 :func:`neighborhood` estimates all four, with standard errors, at one or several ``std``; :func:`t_sharper` compares two
-models. Worst-case sharpness (:mod:`tiltsam.flatness.worst_case`) and the losses that ERM, SAM and TSAM train on
+models. :func:`rounding` measures the loss after the weights are rounded to a few bits, a perturbation that deployed
+models meet. Worst-case sharpness (:mod:`tiltsam.flatness.worst_case`) and the losses that ERM, SAM and TSAM train on
 (:mod:`tiltsam.flatness.objectives`) are re-exported here.
 """
 
@@ -24,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from tiltsam.flatness.loss_surface import Batches, LossFn, LossSurface, ProgressCallback
-from tiltsam.flatness.numerics import at_least_float32
+from tiltsam.flatness.numerics import at_least_float32, total_norm
 from tiltsam.flatness.objectives import CrossEntry, CrossTable, ErmLoss, SamLoss, TsamLoss, cross_objectives
 from tiltsam.flatness.randomness import Purpose, generator
 from tiltsam.flatness.worst_case import WorstCase, m_sharpness
@@ -35,6 +36,7 @@ __all__ = [
     "CrossTable",
     "ErmLoss",
     "Neighborhood",
+    "Rounding",
     "SamLoss",
     "Sharper",
     "TsamLoss",
@@ -42,6 +44,7 @@ __all__ = [
     "cross_objectives",
     "m_sharpness",
     "neighborhood",
+    "rounding",
     "t_sharper",
 ]
 
@@ -265,6 +268,89 @@ def t_sharper(
     pairs = zip(first.losses, second.losses, strict=True)
     error = _jackknife([_leave_one_out(x, t)[1] - _leave_one_out(y, t)[1] for x, y in pairs])
     return Sharper(first.std, t, difference, error, difference > 0, difference.abs() > 2 * error)
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """The loss after the weights are rounded to integers of ``bits`` bits, for each number of bits.
+
+    Attributes:
+        bits: The numbers of bits.
+        center: The loss at the weights themselves.
+        losses: The loss at the rounded weights, one entry per number of bits; float64 on the host.
+        distances: The length of the change of the weights, likewise.
+    """
+
+    bits: tuple[int, ...]
+    center: float
+    losses: Tensor
+    distances: Tensor
+
+
+def rounding(
+    model: nn.Module,
+    loss_fn: LossFn,
+    batches: Batches,
+    bits: int | Sequence[int] = (8, 4),
+    *,
+    parameters: Sequence[str] | None = None,
+    size_of: Callable[[Any], float] | None = None,
+) -> Rounding:
+    """Return the loss after the weights are rounded to integers, as weight-only quantisation does.
+
+    A row ``w`` of a weight matrix (a filter of a convolution) becomes ``a * round(w / a)`` with
+    ``a = max|w| / (2^(bits-1) - 1)``: symmetric rounding to nearest, one scale per output. Parameters with fewer than
+    two dimensions (biases, normalisation) are not rounded, activations neither.
+
+    Cost: ``len(bits) + 1`` forward passes over the data; memory: one copy of the weights.
+
+    Args:
+        model: The model. Measured in eval mode and restored.
+        loss_fn: ``loss_fn(model, batch)``, the mean loss of a batch.
+        batches: The data set, see :mod:`tiltsam.flatness.loss_surface`.
+        bits: The number of bits, 2 to 16, or several.
+        parameters: Names of the parameters to round; by default all trainable ones with two or more dimensions.
+        size_of: Weight of a batch; its number of examples by default.
+
+    Raises:
+        ValueError: If a number of bits is out of range, or no parameter has two dimensions; else as
+            :func:`neighborhood`.
+
+    Example:
+        >>> from tiltsam.flatness.loss_surface import supervised
+        >>> data = [(torch.randn(8, 2), torch.randn(8, 1))]
+        >>> rounding(nn.Linear(2, 1), supervised(nn.functional.mse_loss), data).losses.shape
+        torch.Size([2])
+    """
+    widths = (bits,) if isinstance(bits, int) else tuple(bits)
+    if not widths or not all(isinstance(width, int) and 2 <= width <= 16 for width in widths):
+        raise ValueError(f"bits must be one or more integers from 2 to 16, got {bits}")
+    losses, distances = [], []
+    with LossSurface(model, loss_fn, batches, parameters=parameters, size_of=size_of) as surface:
+        if not any(p.ndim > 1 for p in surface.params):
+            raise ValueError("no parameter with two or more dimensions to round")
+        center = surface.mean_loss()
+        for width in widths:
+            errors = [_rounding_error(p, width) for p in surface.origin]
+            surface.move_to(errors)
+            losses.append(surface.mean_loss(f" at {width} bits"))
+            distances.append(total_norm(errors).item())
+    return Rounding(
+        widths,
+        center,
+        torch.tensor(losses, dtype=torch.float64, device="cpu"),
+        torch.tensor(distances, dtype=torch.float64, device="cpu"),
+    )
+
+
+def _rounding_error(weight: Tensor, bits: int) -> Tensor:
+    """Return ``rounded - weight``, with one scale per row; zero for parameters with fewer than two dimensions."""
+    weight = weight.to(at_least_float32(weight))
+    if weight.ndim < 2:
+        return torch.zeros_like(weight)
+    largest = weight.abs().amax(dim=tuple(range(1, weight.ndim)), keepdim=True)
+    scale = torch.where(largest > 0, largest / (2 ** (bits - 1) - 1), 1.0)
+    return scale * torch.round(weight / scale) - weight
 
 
 def _add_noise(surface: LossSurface, std: float, seed: int, sample: int) -> None:

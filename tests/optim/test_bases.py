@@ -2,7 +2,6 @@
 
 import io
 import re
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,9 +75,8 @@ def schedule_free(cls, *args, **kwargs):
 
 
 def zero(model, **options):
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*torch.jit")  # raised by the import, in torch itself
-        from torch.distributed.optim import ZeroRedundancyOptimizer
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
     return ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.01, **options)
 
 

@@ -42,6 +42,14 @@ def test_ddp_with_batchnorm_dropout_and_unused_parameters(ranks, method):
     assert same(ranks(jobs.data_parallel_net, method, 10))
 
 
+def test_zero_redundancy_optimizer_equals_one_process_and_resumes(ranks):
+    unbroken = [weights for weights, _ in ranks(jobs.data_parallel, "tsam", "zero", 10, {})]
+    resumed = ranks(jobs.zero_redundancy_resumed, 10)
+    for found in (unbroken, resumed):  # a new DDP sums gradients in another order at its first step
+        assert same(found)
+        torch.testing.assert_close(found[0], jobs.alone("tsam", "adamw", 10), **CLOSE)
+
+
 def test_weights_from_local_losses_drift_apart(ranks):
     """With parallel=None under DDP every rank weights its samples by its own losses."""
     tilt = {"t": 50.0}

@@ -8,6 +8,7 @@ import importlib.util
 import inspect
 import pkgutil
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -127,7 +128,7 @@ def test_import_checks_the_version_of_torch():
     code = f"import torch; torch.__version__ = {version!r}; import tiltsam.optim"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert run.returncode == 1
-    assert f"ImportError: tiltsam needs torch>=2.11, found torch {version}" in run.stderr
+    assert f"ImportError: tiltsam needs torch>=2.11, found torch {version}, where FSDP2 gives wrong" in run.stderr
 
 
 @pytest.mark.parametrize("version", ["2.11.0", "2.11.0+cu130", "2.12.0a0+git", "2.15.0.dev20260101", "3.0", "unknown"])
@@ -138,6 +139,17 @@ def test_import_accepts_new_torch(version):
 def test_torch_floor_matches_pyproject():
     floor = ".".join(map(str, tiltsam._TORCH_FLOOR))
     assert f'dependencies = ["torch>={floor}"]' in (REPOSITORY / "pyproject.toml").read_text()
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+def test_make_tests_the_floor_and_the_newest_torch():
+    floor = ".".join(map(str, tiltsam._TORCH_FLOOR))
+    run = subprocess.run(
+        ["make", "-n", "--no-print-directory", "test-range", "VENV=elsewhere"],
+        cwd=REPOSITORY, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert f"echo 'torch=={floor}.*' >> .venv-torch{floor}/constraints.txt" in run.stdout
+    assert re.findall(r"^(\S+)/bin/python -m pytest", run.stdout, re.M) == [f".venv-torch{floor}", ".venv-torchnewest"]
 
 
 @pytest.mark.parametrize("name", MODULES)

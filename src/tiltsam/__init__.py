@@ -24,7 +24,9 @@ def _check_torch(version: str) -> None:
     found = re.match(r"(\d+)\.(\d+)", version)
     if found is not None and (int(found[1]), int(found[2])) < _TORCH_FLOOR:
         floor = ".".join(map(str, _TORCH_FLOOR))
-        raise ImportError(f"tiltsam needs torch>={floor}, found torch {version}")
+        raise ImportError(
+            f"tiltsam needs torch>={floor}, found torch {version}, where FSDP2 gives wrong gradients without an error"
+        )
 
 
 _check_torch(str(torch.__version__))

@@ -30,7 +30,13 @@ def adamw(params):
     return torch.optim.AdamW(params, lr=0.01)
 
 
-BASES = {"sgd": sgd, "adamw": adamw}
+def zero_adamw(params):
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # warns that torch.jit is deprecated
+
+    return ZeroRedundancyOptimizer(params, torch.optim.AdamW, lr=0.01)
+
+
+BASES = {"sgd": sgd, "adamw": adamw, "zero": zero_adamw}
 
 
 def mlp():
@@ -88,6 +94,22 @@ def data_parallel(rank, method, base, steps, options):
     optimizer = BY_NAME[method](BASES[base](model.parameters()), model=model, **options)
     train(model, optimizer, range(steps), rank, dist.get_world_size())
     return flat(model), optimizer.info.losses
+
+
+def zero_redundancy_resumed(rank, steps):
+    """Train with a base whose state is divided among ranks, through a checkpoint halfway."""
+    model, size = DistributedDataParallel(mlp()), dist.get_world_size()
+    optimizer = BY_NAME["tsam"](zero_adamw(model.parameters()), model=model)
+    train(model, optimizer, range(steps // 2), rank, size)
+    optimizer.base.consolidate_state_dict()
+    saved = [[model.state_dict(), optimizer.state_dict()] if rank == 0 else None]
+    dist.broadcast_object_list(saved)
+    model = DistributedDataParallel(mlp())
+    optimizer = BY_NAME["tsam"](zero_adamw(model.parameters()), model=model)
+    model.load_state_dict(saved[0][0])
+    optimizer.load_state_dict(saved[0][1])
+    train(model, optimizer, range(steps // 2, steps), rank, size)
+    return flat(model)
 
 
 def data_parallel_net(rank, method, steps):

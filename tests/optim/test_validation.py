@@ -31,6 +31,8 @@ def test_bad_base_and_model():
         tiltsam.TSAM(tiltsam.SAM(sgd(params)))
     with pytest.raises(TypeError, match="LBFGS"):
         tiltsam.SAM(torch.optim.LBFGS(params))
+    with pytest.raises(TypeError, match=r"SparseAdam.*Adam"):
+        tiltsam.SAM(torch.optim.SparseAdam(params))
     with pytest.raises(TypeError, match=r"model .*list"):
         tiltsam.SAM(sgd(params), model=params)
     with pytest.raises(TypeError, match=r"rho .*Net"):
@@ -54,15 +56,88 @@ def test_maximize_is_refused():
     assert theta.detach().norm() > before
 
 
+def lines_to_write(error):
+    """Return the indented lines of a message."""
+    return [line.strip() for line in str(error.value).splitlines() if line.startswith("    ")]
+
+
 @every_method
-@pytest.mark.parametrize("more", [{}, {"lr": 0.1}, {"rho": 0.05, "adaptive": True, "lr": 0.1}])
+@pytest.mark.parametrize("more", [{}, {"lr": 0.1}, {"lr": 0.1, "momentum": 0.9, "nesterov": True}])
 def test_call_with_params_instead_of_base(method, more):
     params, name = nn.Linear(2, 2).parameters(), method.cls.__name__
-    right = rf"generator.*{name}\(torch.optim.SGD"
-    with pytest.raises(TypeError, match=right):
-        method.cls(params, torch.optim.SGD, **more)
-    with pytest.raises(TypeError, match=right):
-        method.cls(base=params, **more)
+    for call in (lambda: method.cls(params, torch.optim.AdamW, **more), lambda: method.cls(base=params, **more)):
+        with pytest.raises(TypeError, match=r"base .*generator") as error:
+            call()
+        base, wrapper = lines_to_write(error)
+        shown = ", ".join(f"{key}={value}" for key, value in (more or {"lr": 0.1}).items())
+        assert base in [f"base = torch.optim.{cls}(model.parameters(), {shown})" for cls in ("AdamW", "SGD")]
+        assert wrapper == f"optimizer = {name}(base)"
+
+
+def test_calls_of_other_packages_show_runnable_lines():
+    """The signatures of davda54/sam and of pytorch_optimizer."""
+    model = nn.Linear(2, 2)
+    names = {"torch": torch, "tiltsam": tiltsam, "SAM": tiltsam.SAM, "model": model}
+    for make in (
+        lambda: tiltsam.SAM(model.parameters(), torch.optim.AdamW, rho=2.0, adaptive=True, lr=0.3, betas=(0.9, 0.95)),
+        lambda: tiltsam.SAM(
+            list(model.parameters()), base_optimizer=torch.optim.AdamW, rho=2.0, model=model, use_gc=False, lr=0.3
+        ),
+    ):
+        with pytest.raises(TypeError, match="Write") as error:
+            make()
+        exec("\n".join(lines_to_write(error)), names)
+        optimizer = names["optimizer"]
+        assert type(optimizer) is (tiltsam.ASAM if "ASAM" in str(error.value) else tiltsam.SAM)
+        assert isinstance(optimizer.base, torch.optim.AdamW)
+        assert (optimizer.param_groups[0]["rho"], optimizer.param_groups[0]["lr"]) == (2.0, 0.3)
+
+
+def test_adaptive_is_asam():
+    base = sgd(nn.Linear(2, 2).parameters())
+    with pytest.raises(TypeError, match="adaptive=True") as error:
+        tiltsam.SAM(base, rho=2.0, adaptive=True)
+    assert lines_to_write(error) == ["optimizer = tiltsam.ASAM(base, rho=2.0)"]
+    with pytest.raises(TypeError, match="'adaptive'"):
+        tiltsam.TSAM(base, adaptive=True)
+
+
+@every_method
+@pytest.mark.parametrize("half", ["first_step", "second_step"])
+def test_halves_of_a_step_show_what_to_write(method, half):
+    optimizer = method(sgd(Problem().model.parameters()))
+    with pytest.raises(AttributeError, match=rf"(?s){half}.*def closure\(\):.*optimizer.step\(closure\)"):
+        getattr(optimizer, half)(zero_grad=True)
+    assert not hasattr(optimizer, half)
+
+
+@every_method
+@pytest.mark.parametrize("retain_graph", [False, True])
+def test_graph_built_outside_the_closure_gets_a_hint(method, retain_graph):
+    problem = Problem(nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 3)))
+    optimizer = method(sgd(problem.model.parameters()))
+    loss = problem.loss()
+
+    def closure():
+        loss.backward(retain_graph=retain_graph)
+        return loss
+
+    with pytest.raises(RuntimeError, match=r"second time|inplace") as error:  # noqa: PT012 (ERM takes one pass a step)
+        for _ in range(2):
+            optimizer.step(closure)
+    assert "inside it" in error.value.__notes__[0]
+
+
+def test_other_errors_get_no_hint():
+    problem = Problem()
+    optimizer = tiltsam.SAM(sgd(problem.model.parameters()))
+
+    def closure():
+        raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory") as error:
+        optimizer.step(closure)
+    assert not hasattr(error.value, "__notes__")
 
 
 @every_method

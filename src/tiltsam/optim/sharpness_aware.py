@@ -16,9 +16,8 @@ Methods choose a sampler (where to evaluate, :mod:`tiltsam.samplers`) and a weig
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, NoReturn, Self
 
 import torch
 from torch import Tensor
@@ -31,8 +30,10 @@ from tiltsam.optim.sample_parallel import average_samples_over_ranks
 from tiltsam.optim.step_info import StepInfo
 from tiltsam.optim.validation import (
     NEEDS_SCALER,
+    add_hint,
     check_arguments,
     check_base,
+    check_call,
     check_minimizes,
     check_not_lightning,
     check_sampler,
@@ -42,7 +43,7 @@ from tiltsam.optim.validation import (
     warn_split_samples_without_model,
 )
 from tiltsam.samplers import Center, Sampler
-from tiltsam.space.evaluator import Closure, check_closures, scale_of
+from tiltsam.space.evaluator import NEEDS_CLOSURE, Closure, check_closures, scale_of
 from tiltsam.space.model_state import ModelState, uninterrupted
 from tiltsam.space.parameter_space import ParameterSpace
 from tiltsam.space.sampler_state import SamplerState
@@ -99,10 +100,7 @@ class SharpnessAware(Optimizer):
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Reject ``SAM(params, SGD, lr=0.1)``, as other packages want it, before Python rejects ``lr``."""
-        first = list(inspect.signature(cls.__init__).parameters)[1:2]
-        given = args or [kwargs[name] for name in first if name in kwargs]  # empty when a copy is made
-        if given and first == ["base"]:
-            check_base(given[0], cls.__name__, SharpnessAware)
+        check_call(cls, SharpnessAware, args, kwargs)
         return super().__new__(cls)
 
     def __init__(
@@ -257,6 +255,7 @@ class SharpnessAware(Optimizer):
         except BaseException as error:
             self._stepping = False
             uninterrupted(lambda: self._undo(grad_enabled))
+            add_hint(error)
             if self._space is not None and not self._space.ranks.alone:
                 self._space.ranks.annotate(error)
             raise
@@ -567,6 +566,14 @@ class SharpnessAware(Optimizer):
         except Exception:
             self.param_groups.pop()
             raise
+
+    @property
+    def first_step(self) -> NoReturn:
+        """Raises AttributeError with the lines to write: packages that split a step have it, and ``second_step``."""
+        name = type(self).__name__
+        raise AttributeError(f"{name} has no first_step and second_step. {NEEDS_CLOSURE.format(name=name)}")
+
+    second_step = first_step
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients. Never needed: a step clears them before each pass."""

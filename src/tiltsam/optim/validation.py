@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import pairwise
@@ -19,8 +20,10 @@ from tiltsam.space.validation import warn
 
 __all__ = [
     "NEEDS_SCALER",
+    "add_hint",
     "check_arguments",
     "check_base",
+    "check_call",
     "check_minimizes",
     "check_not_lightning",
     "check_sampler",
@@ -44,6 +47,53 @@ NEEDS_SCALER = """scaler.step(optimizer, ...) cannot step {name}, which runs sev
     scaler.update()"""
 
 
+_ONE_CALL = (
+    "tiltsam: a step calls the closure several times. Compute everything that depends on the weights inside it, not "
+    "only loss.backward()."
+)
+_GRAPH_OUTSIDE = ("backward through the graph a second time", "has been modified by an inplace operation")
+
+_REFUSED = {
+    torch.optim.LBFGS: "evaluates the closure itself, several times a step",
+    torch.optim.SparseAdam: "takes sparse gradients only: use Adam, and sparse=False in the embedding",
+}
+_NOT_OF_A_BASE = {"adaptive", "base_optimizer", "perturb_eps", "use_gc"}  # arguments of other packages' SAM
+
+
+def check_call(cls: type[Optimizer], engine: type[Optimizer], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Reject a call written for another package, ``SAM(params, SGD, adaptive=True, lr=0.1)``, with the lines to write.
+
+    Python itself would only reject the first argument that it does not know.
+    """
+    names = list(inspect.signature(cls.__init__).parameters)[1:]
+    if names[:1] != ["base"] or not (args or "base" in kwargs):  # nothing is given when a copy is made
+        return
+    given = args[0] if args else kwargs["base"]
+    adaptive = cls.__name__ == "SAM" and bool(kwargs.get("adaptive"))
+    ours = {name: value for name, value in kwargs.items() if name in names[1:]}
+    method = _call("tiltsam.ASAM" if adaptive else cls.__name__, "base", ours)
+    if not isinstance(given, Optimizer | type):
+        theirs = {name: value for name, value in kwargs.items() if name not in {*names, *_NOT_OF_A_BASE}}
+        base = args[1] if len(args) > 1 else kwargs.get("base_optimizer")
+        base_name = base.__name__ if isinstance(base, type) else "SGD"
+        raise TypeError(
+            f"base must be a torch.optim.Optimizer instance, got {type(given).__name__}. Write:\n\n"
+            f"    base = {_call(f'torch.optim.{base_name}', 'model.parameters()', theirs or {'lr': 0.1})}\n"
+            f"    optimizer = {method}"
+        )
+    check_base(given, cls.__name__, engine)
+    if adaptive:
+        raise TypeError(f"{cls.__name__} has no adaptive=True. Write:\n\n    optimizer = {method}")
+
+
+def _call(function: str, first: str, kwargs: Mapping[str, Any]) -> str:
+    """Return the text of a call; values with a long form, such as a model, are shown by their name."""
+    values = {
+        name: repr(value) if isinstance(value, int | float | str | tuple) else name for name, value in kwargs.items()
+    }
+    return f"{function}({', '.join([first, *(f'{name}={value}' for name, value in values.items())])})"
+
+
 def check_base(base: Any, name: str, engine: type[Optimizer]) -> None:
     """Raise TypeError unless the method ``name`` can wrap ``base``; methods (``engine``) do not wrap each other."""
     if isinstance(base, type):
@@ -53,12 +103,18 @@ def check_base(base: Any, name: str, engine: type[Optimizer]) -> None:
     if isinstance(base, engine):
         raise TypeError(f"{name} cannot wrap {type(base).__name__}, which is sharpness-aware itself: wrap its base")
     if not isinstance(base, Optimizer):
-        raise TypeError(
-            f"base must be a torch.optim.Optimizer instance, got {type(base).__name__}: write "
-            f"{name}(torch.optim.SGD(model.parameters(), lr=0.1), ...)"
-        )
-    if isinstance(base, torch.optim.LBFGS):
-        raise TypeError(f"{name} cannot wrap LBFGS, which evaluates the closure itself, several times a step")
+        raise TypeError(f"base must be a torch.optim.Optimizer instance, got {type(base).__name__}")
+    for refused, reason in _REFUSED.items():
+        if isinstance(base, refused):
+            raise TypeError(f"{name} cannot wrap {refused.__name__}, which {reason}")
+    if getattr(base, "_overlap_with_ddp", False):
+        raise TypeError(f"{name} cannot wrap {type(base).__name__} with overlap_with_ddp=True, which steps in backward")
+
+
+def add_hint(error: BaseException) -> None:
+    """Add a note to torch's errors about a graph that was built outside the closure."""
+    if isinstance(error, RuntimeError) and any(text in str(error) for text in _GRAPH_OUTSIDE):
+        error.add_note(_ONE_CALL)
 
 
 def check_arguments(base: Optimizer, model: Any, seed: Any, parallel: Any) -> None:

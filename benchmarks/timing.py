@@ -59,6 +59,24 @@ def peak_memory(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
 
 
+def allocated_peak(run: Callable[[], object], device: torch.device) -> int:
+    """Return the most bytes above the start that torch's allocator holds during ``run()``."""
+    if device.type == "cuda":
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        run()
+        return torch.cuda.max_memory_allocated(device) - before
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        run()
+    assert profile.profiler is not None
+    events = profile.profiler.kineto_results.events()
+    live = peak = 0
+    for event in sorted((e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns()):
+        live += event.nbytes()
+        peak = max(peak, live)
+    return peak
+
+
 def in_fresh_process(script: str, *arguments: str) -> Any:
     """Run a script of this folder in a new interpreter and read the JSON that is the last line of its output."""
     command = [sys.executable, str(Path(__file__).with_name(script)), *arguments]

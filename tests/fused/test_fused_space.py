@@ -77,6 +77,39 @@ def test_parameter_space_chooses_torch_on_a_cpu():
 
 
 @cuda
+@pytest.mark.slow
+def test_kernels_count_beyond_32_bits():
+    """Three billion weights: noise, ascent and their norms reach the last tensor, and noise does not repeat."""
+    numbers = [2**30, 2**30, 2**30, 2**16]
+    if torch.cuda.mem_get_info()[0] < 5 * 4 * sum(numbers):
+        pytest.skip("needs 65 GB of GPU memory")
+    params = [nn.Parameter(torch.zeros(n, device="cuda")) for n in numbers]
+    assert FusedSpace.supports([params])
+
+    def closure():
+        for p in params:
+            p.grad = torch.ones_like(p)
+        return scalar(1.0)
+
+    space = FusedSpace([params])
+    with torch.no_grad(), space.perturbed([closure]):
+        space.generators.begin_step(0, 0)
+        space.add_noise(0, Spread(radius=scalar(7.0)))
+        distance = space.perturbation_norm()
+        parts = torch.stack([torch.linalg.vector_norm(p) for p in params])
+        torch.testing.assert_close(torch.linalg.vector_norm(parts), distance, rtol=1e-4, atol=0)
+        share = parts.square() / parts.square().sum() * sum(numbers)
+        torch.testing.assert_close(share, torch.tensor(numbers, device="cuda"), rtol=0.03, atol=0, check_dtype=False)
+        tails = [p[:65536] for p in params]
+        assert len({float(x.sum()) for x in tails}) == len(tails)
+        space.reset_to_center()
+        space.ascend(space.evaluate(ascent=True), scalar(3.0))
+        torch.testing.assert_close(space.perturbation_norm(), scalar(3.0), rtol=1e-4, atol=0)
+        assert all(float((p[-1] - params[0][0]).abs()) < 1e-9 for p in params)
+        assert float(params[-1][-1]) > 0
+
+
+@cuda
 def test_parameter_space_chooses_the_kernels_if_they_fit():
     def choice(*tensors):
         return type(parameter_space([[nn.Parameter(x) for x in tensors]]))

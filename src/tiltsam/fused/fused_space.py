@@ -70,7 +70,9 @@ class FusedSpace(ParameterSpace):
             and len({p.device for p in params}) == 1
             and all(p.is_cuda and p.dtype == torch.float32 and is_dense(p) for p in params)
             and all(p.data_ptr() % 16 == 0 for p in params)
-            and sum(p.numel() for p in params) < 2**31
+            # The kernels count elements of a tensor, and Philox counters of the model, in 32 bits.
+            and all(p.numel() <= 2**31 - CHUNK for p in params)
+            and sum(-(-p.numel() // CHUNK) for p in params) * LANES < 2**31
         )
 
     def __init__(self, groups: Sequence[Sequence[Tensor]], **options: Any) -> None:

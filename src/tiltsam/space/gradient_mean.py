@@ -36,7 +36,14 @@ class GradientMean:
         self.begin_step()
 
     def begin_step(self) -> None:
-        """Forget what was added: no parameter has a gradient yet."""
+        """Forget what was added: no parameter has a gradient yet.
+
+        The gradient of a last step with one sample is released, unless ``.grad`` is another by now: a step that held on
+        to it, to restore it after an error, would need the memory of one more vector.
+        """
+        for p, g in zip(self._params, self._single or (), strict=False):
+            if g is not None and p.grad is not None and local_part(p.grad).data_ptr() == g.data_ptr():
+                p.grad = None
         self._single = None
         self._seen[:] = [False] * len(self._params)
 

@@ -33,8 +33,9 @@ __all__ = ["ParameterSpace"]
 class ParameterSpace(TensorLists):
     """The trainable parameters of some parameter groups as a :class:`~tiltsam.space.protocol.Space`.
 
-    Memory besides the parameters: one copy of them (``center``), one mean of gradients if a step has several samples,
-    and the vectors that a sampler asks for by name. All are allocated once and reused at every step.
+    Memory besides the parameters, in their own precision: one copy of them (``center``) if steps move the point, one
+    mean of gradients if a step has several samples, and the vectors that a sampler asks for by name. All are allocated
+    once and reused at every step.
 
     Args:
         groups: The parameters by group. Frozen ones are skipped.
@@ -77,7 +78,7 @@ class ParameterSpace(TensorLists):
         self.gradient_mean = GradientMean(self.params, self.blocks, sharding, self.ranks)
         self.sampler_state = sampler_state if sampler_state is not None else SamplerState()
         self._point = here
-        self._center, _ = allocate(here)
+        self._center: list[Tensor] = []  # allocated by the first step that moves the point
         self._saved = False  # whether _center holds θ
         self._at_center = True  # whether the point is θ
         self._moved = False  # whether the point was handed out since θ was saved
@@ -117,6 +118,8 @@ class ParameterSpace(TensorLists):
             self._unfinished = True
             self._gradients_before = [p.grad for p in self.params + self._empty]
             if moves:
+                if not self._center:
+                    self._center, _ = allocate(self._point)
                 self.copy_(self._center, self._point)
                 self._saved = True
             yield
@@ -314,6 +317,8 @@ class ParameterSpace(TensorLists):
     @property
     def center(self) -> list[Tensor]:
         """See :class:`Space`."""
+        if not self._center:
+            self._center, _ = allocate(self._point)
         return self._center
 
     def reset_to_center(self) -> None:

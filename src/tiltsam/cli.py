@@ -187,7 +187,7 @@ def _add_lab(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
 
     for command in (train, compare):
         _add_folders(command)
-        command.add_argument("--tensorboard", action="store_true", help="also write the metrics for TensorBoard")
+        _add_log(command)
 
     sharpness = commands.add_parser(
         "sharpness",
@@ -232,6 +232,14 @@ def _add_folders(parser: argparse.ArgumentParser) -> None:
         "--data-root", type=Path, metavar="DIR", help="folder of the data sets (default: $TILTSAM_DATA, or data)"
     )
     parser.add_argument("--download", action="store_true", help="download missing data sets and models")
+
+
+def _add_log(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--log",
+        choices=("tensorboard", "trackio", "wandb"),
+        help="also write the metrics to this tracker; TensorBoard's files are in the folders of the runs",
+    )
 
 
 def _add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -362,6 +370,7 @@ def _add_sweep(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     add_arguments(parser, leave_out=("task", "method", "sampler", "seed"))
     _add_folders(parser)
+    _add_log(parser)
     parser.set_defaults(run=_sweep)
 
 
@@ -424,7 +433,7 @@ def _train(args: argparse.Namespace) -> None:
             record,
             root=args.data_root,
             download=args.download,
-            tensorboard=args.tensorboard,
+            log=args.log,
             distributed=distributed,
             until=args.until,
             **callbacks,
@@ -461,7 +470,7 @@ def _compare(args: argparse.Namespace) -> None:
             root=args.data_root,
             download=args.download,
             loading=display.loading,
-            tensorboard=args.tensorboard,
+            log=args.log,
             report=display.report,
             tick=display.report,
             failed=lambda run, error: display.print(f"{display.name(run)}: {error}"),
@@ -516,6 +525,7 @@ def _sweep(args: argparse.Namespace) -> None:
             download=args.download,
             loading=display.loading,
             heartbeat=args.heartbeat,
+            log=args.log,
             report=display.report,
             say=display.print,
         )

@@ -1,6 +1,8 @@
 """The lab's networks."""
 
 import math
+import sys
+from types import ModuleType
 
 import pytest
 import torch
@@ -8,7 +10,7 @@ from torch import nn
 
 from tiltsam.lab import models
 from tiltsam.lab.data import Data, Split
-from tiltsam.lab.errors import ConfigError
+from tiltsam.lab.errors import ConfigError, DataError
 
 
 @pytest.mark.parametrize("make", [models.resnet18, models.wrn16_8])
@@ -40,3 +42,43 @@ def images(*shape):
 def test_build_refuses_models_that_do_not_fit(name, data, value):
     with pytest.raises(ConfigError, match=value):
         models.build(name, data)
+
+
+class FakeTimm(ModuleType):
+    """The functions of timm that the lab calls, with one network for images of at least 8 pixels."""
+
+    def list_models(self):
+        return ["tiny"]
+
+    def create_model(self, name, *, num_classes, in_chans):
+        assert name == "tiny"
+        return nn.Sequential(
+            nn.Conv2d(in_chans, 2, 8), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2, num_classes)
+        )
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_timm_model_fits_the_task(channels, monkeypatch):
+    monkeypatch.setitem(sys.modules, "timm", FakeTimm("timm"))
+    model = models.build("timm:tiny", images(channels, 8, 8))
+    assert model(torch.zeros(2, channels, 8, 8)).shape == (2, 4)
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "value"),
+    [
+        ("timm:huge", 8, "'huge'"),
+        ("timm:tiny.in1k", 8, "hf:timm/tiny.in1k"),
+        ("timm:tiny", 4, "timm:tiny cannot take images of 4x4"),
+    ],
+)
+def test_timm_model_that_does_not_fit(name, size, value, monkeypatch):
+    monkeypatch.setitem(sys.modules, "timm", FakeTimm("timm"))
+    with pytest.raises(ConfigError, match=value):
+        models.build(name, images(3, size, size))
+
+
+def test_missing_timm_is_reported(monkeypatch):
+    monkeypatch.setitem(sys.modules, "timm", None)
+    with pytest.raises(DataError, match=r"timm:tiny .*pip install '\.\[timm\]'"):
+        models.build("timm:tiny", images(3, 8, 8))

@@ -26,7 +26,7 @@ from tiltsam.lab.flags import field_docs
 from tiltsam.lab.models import load_model
 from tiltsam.lab.records import Record
 from tiltsam.lab.report.runs import read_runs
-from tiltsam.lab.tensorboard import TensorBoardWriter
+from tiltsam.lab.tracking import EventFiles
 from tiltsam.lab.train import Trainer, train
 
 SMALL = TrainConfig(epochs=2, batch_size=128, options={"num_samples": 2})
@@ -482,8 +482,8 @@ def test_metrics_of_a_killed_attempt_are_dropped(tmp_path):
     assert run.rows == rows
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 6
     pytest.importorskip("tensorboard")
-    board, writer = TensorBoardWriter(Record(tmp_path)), Mock()
-    board._open = lambda *_, **__: writer
+    board, writer = EventFiles("tensorboard", Record(tmp_path)), Mock()
+    board._writer = writer
     board.update()
     assert [call.args for call in writer.add_scalar.call_args_list] == [
         ("train/loss", row["train_loss"], row["steps"]) for row in rows

@@ -19,6 +19,7 @@ from tiltsam.lab.errors import ConfigError, TrainError
 from tiltsam.lab.flags import method_configs
 from tiltsam.lab.records import Record
 from tiltsam.lab.stats import Mean, format_mean, mean_of
+from tiltsam.lab.tracking import TrackerName
 from tiltsam.lab.train import Progress, train
 
 __all__ = ["ComparisonRow", "compare", "compare_configs", "comparison_cells", "format_rows", "summarise"]
@@ -111,7 +112,7 @@ def compare_configs(
     download: bool = False,
     loading: LoadingCallback | None = None,
     data: Callable[[TrainConfig], Data] | None = None,
-    tensorboard: bool = False,
+    log: TrackerName | None = None,
     report: Callable[[TrainConfig, Progress], None] = lambda config, progress: None,
     tick: Callable[[TrainConfig, Progress], None] = lambda config, progress: None,
     failed: Callable[[TrainConfig, TrainError], None] = lambda config, error: None,
@@ -130,7 +131,7 @@ def compare_configs(
         download: Download missing data sets.
         loading: Called with the progress of downloads and of decoding images.
         data: Returns the data of a config; by default a :func:`tiltsam.lab.data.data_loader` of the three above.
-        tensorboard: Also write the metrics for TensorBoard.
+        log: Also write the metrics to this tracker.
         report: Called after every epoch.
         tick: Called about twice a second within an epoch.
         failed: Called when a run fails; the others continue.
@@ -159,7 +160,7 @@ def compare_configs(
                         config,
                         record,
                         data=data,
-                        tensorboard=tensorboard,
+                        log=log,
                         report=partial(report, config),
                         tick=partial(tick, config),
                     )

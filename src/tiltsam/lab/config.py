@@ -59,7 +59,8 @@ class TrainConfig:
     """A name in tiltsam.METHODS: erm, sam, asam, esam2, pgn, rsam, tsam, or your own; the flag also
     takes options, as in tsam:num_samples=1,rho=0.5."""
     model: str = "auto"
-    """mlp, cnn, resnet18, resnet34, wrn16-8, vit-s; pretrained: minilm, hf:FOLDER-OR-NAME; auto depends on the task."""
+    """mlp, cnn, resnet18, resnet34, wrn16-8, vit-s; of timm, untrained: timm:NAME; pretrained: minilm,
+    hf:FOLDER-OR-NAME; auto depends on the task."""
 
     epochs: float = 60.0
     """Epochs to train; with a limit on passes or seconds, at most this many."""

@@ -6,13 +6,14 @@ stride is 1 for images of up to 32 pixels, and 2 for larger ones.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
 
 from tiltsam.lab.data.dataset import Data
-from tiltsam.lab.errors import ConfigError
+from tiltsam.lab.errors import ConfigError, DataError
 from tiltsam.lab.pretrained import ImageEncoder, TextEncoder, source_of, text_source
 from tiltsam.lab.records import Record
 
@@ -257,7 +258,7 @@ def build(name: str, data: Data) -> nn.Module:
 
     Raises:
         ConfigError: If there is no such model, or it does not fit the inputs.
-        DataError: If the files of a pretrained model are missing.
+        DataError: If the files of a pretrained model, or the package that has the model, are missing.
     """
     inputs = data.train.inputs
     name = resolve_name(name, data)
@@ -270,7 +271,7 @@ def build(name: str, data: Data) -> nn.Module:
             model = mlp(inputs["x"][0].numel(), data.num_classes)
         else:
             raise ConfigError(f"model must be mlp for rows of features, got {name!r}")
-        if isinstance(model, (ImageEncoder, TextEncoder)):
+        if isinstance(model, (ImageEncoder, TextEncoder)) or name.startswith("timm:"):
             _check_input_size(model, name, inputs)
     except ValueError as error:
         raise ConfigError(str(error)) from None
@@ -305,7 +306,7 @@ def load_model(record: Record, data: Data) -> nn.Module:
 
 @torch.no_grad()
 def _check_input_size(model: nn.Module, name: str, inputs: Mapping[str, Tensor]) -> None:
-    """Run a pretrained model on one example: each kind has its own error for a wrong size."""
+    """Run a model of another package on one example: each kind has its own error for a wrong size."""
     if "image" in inputs:
         height, width = inputs["image"].shape[2:]
         what, advice = f"images of {height}x{width}", "choose another --image-size"
@@ -324,8 +325,12 @@ def _image_model(name: str, image: Tensor, num_classes: int) -> nn.Module:
         return cnn(num_classes, channels=channels)
     if name == "mlp":
         return mlp(image.numel(), num_classes)
+    if name.startswith("timm:"):
+        return _timm_model(name.removeprefix("timm:"), channels, num_classes)
     if name not in MODELS and not name.startswith("hf:"):
-        raise ConfigError(f"model must be mlp, cnn, {', '.join(MODELS)} or hf:FOLDER-OR-NAME for images, got {name!r}")
+        raise ConfigError(
+            f"model must be mlp, cnn, {', '.join(MODELS)}, timm:NAME or hf:FOLDER-OR-NAME for images, got {name!r}"
+        )
     if channels != 3:
         raise ConfigError(f"{name} needs images with 3 channels, got {channels}: use cnn or mlp")
     if name == "vit-s" and height != width:
@@ -333,6 +338,22 @@ def _image_model(name: str, image: Tensor, num_classes: int) -> nn.Module:
     if name in MODELS:
         return MODELS[name](num_classes, image_size=width)
     return ImageEncoder(str(source_of(name)), num_classes)
+
+
+def _timm_model(name: str, channels: int, num_classes: int) -> nn.Module:
+    """Build a model of timm with random weights."""
+    try:
+        timm = importlib.import_module("timm")
+    except ImportError as error:
+        raise DataError(f"timm:{name} needs timm: pip install '.[timm]'") from error
+    if "." in name:
+        raise ConfigError(
+            f"models of timm start from random weights: leave out the tag of timm:{name}, or pass hf:timm/{name}"
+        )
+    if name not in timm.list_models():
+        raise ConfigError(f"timm has no model {name!r}; timm.list_models() has {len(timm.list_models())} others")
+    model: nn.Module = timm.create_model(name, num_classes=num_classes, in_chans=channels)
+    return model
 
 
 MODELS: dict[str, Callable[..., nn.Module]] = {

@@ -30,6 +30,7 @@ from tiltsam.lab.processes import run_processes
 from tiltsam.lab.records import Record, task_folder
 from tiltsam.lab.stats import Mean, confidence_interval, format_mean, mean_of, paired_difference
 from tiltsam.lab.studies import ENDED, SeededSampler, SharedStudy, hide_password, open_storage, sqlite_url
+from tiltsam.lab.tracking import TrackerName, find_tracker
 from tiltsam.lab.train import Progress, train
 
 __all__ = ["EntryResult", "SweepResult", "SweepStatus", "format_results", "sweep"]
@@ -61,6 +62,7 @@ class SweepPlan:
     heartbeat: int
     data: str
     """Fingerprint of the user's data."""
+    log: TrackerName | None
 
     def study_name(self, entry: Entry) -> str:
         """Return the name of an entry's study: equal for equal trials, whatever the other entries and the tests."""
@@ -242,7 +244,9 @@ class SweepWorker:
             with record.lock() as locked:
                 if locked:
                     tick = lambda progress: self._check()  # noqa: E731
-                    return train(config, record, data=self._data, report=report, tick=tick, until=until)
+                    return train(
+                        config, record, data=self._data, log=self.plan.log, report=report, tick=tick, until=until
+                    )
             self._check()  # another process trains the same run: an equal point, or a trial that was taken over
             time.sleep(LOOK_SECONDS)
 
@@ -514,6 +518,7 @@ def sweep(
     download: bool = False,
     loading: LoadingCallback | None = None,
     heartbeat: int = 10,
+    log: TrackerName | None = None,
     report: Callable[[SweepStatus], None] = lambda status: None,
     say: Callable[[str], None] = lambda line: None,
 ) -> SweepResult:
@@ -547,6 +552,7 @@ def sweep(
         download: Download missing data sets.
         loading: Called with the progress of downloads and of decoding images, in this process.
         heartbeat: Seconds between heartbeats. After six missing ones other processes take over a trial.
+        log: Also write the metrics of all runs to this tracker.
         report: Called with the status as the work goes on.
         say: Called with notes before the work, and with lines about workers.
 
@@ -572,6 +578,8 @@ def sweep(
     if not base.validation > 0:
         raise SweepError(f"--validation must be > 0, because a sweep chooses on it, got {base.validation}")
     find_task(base.task)  # before a folder is created for it
+    if log is not None:
+        find_tracker(log)
     devices = base.device.split(",")
     entries, notes = make_entries(replace(base, device=devices[0], seed=0), methods, grid, trials, sampler, settings)
     final = _final_budget(final_epochs, final_passes, final_seconds, entries)
@@ -589,6 +597,7 @@ def sweep(
         download=download,
         heartbeat=heartbeat,
         data=fingerprint(base.task),
+        log=log,
     )
     timed = final.get("seconds") or any(entry.config.seconds for entry in entries)
     if timed and workers > len(set(devices)):

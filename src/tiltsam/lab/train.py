@@ -41,7 +41,7 @@ from tiltsam.lab.models import build, resolve_name
 from tiltsam.lab.records import Checkpoint, Record
 from tiltsam.lab.schedules import Budget, example_tilt, passes_of, set_rates
 from tiltsam.lab.shutdown import StopFlag, defer_signals
-from tiltsam.lab.tensorboard import TensorBoardWriter
+from tiltsam.lab.tracking import TRACKERS, TrackerName
 
 __all__ = ["Progress", "Trainer", "train"]
 
@@ -71,7 +71,7 @@ def train(
     download: bool = False,
     loading: LoadingCallback | None = None,
     data: Callable[[TrainConfig], Data] | None = None,
-    tensorboard: bool = False,
+    log: TrackerName | None = None,
     report: Callable[[Progress], None] = lambda progress: None,
     tick: Callable[[Progress], None] = lambda progress: None,
     checkpoint_seconds: float | None = None,
@@ -87,7 +87,7 @@ def train(
         download: Download missing data sets.
         loading: Called with the progress of downloads and of decoding images.
         data: Returns the data of a config; by default :func:`tiltsam.lab.data.load` with the three arguments above.
-        tensorboard: Also write the metrics for TensorBoard; see :mod:`tiltsam.lab.tensorboard`.
+        log: Also write the metrics to this tracker; see :mod:`tiltsam.lab.tracking`.
         report: Called after every epoch.
         tick: Called about twice a second within an epoch; does not wait for the device.
         checkpoint_seconds: Seconds between checkpoints, which are written at the end of epochs; by default the
@@ -104,21 +104,21 @@ def train(
         raise ConfigError(f"until must be in (0, 1], got {until}")
     distributed = distributed or DistributedContext()
     with ExitStack() as stack:
-        writer = stack.enter_context(TensorBoardWriter(record)) if tensorboard and distributed.is_main else None
+        tracker = stack.enter_context(TRACKERS[log](log, record)) if log and distributed.is_main else None
         finished: dict[str, Any] | None = distributed.broadcast_object(record.result())
         if finished is not None:
             record.check_data(fingerprint(config.task))
             if distributed.is_main:
                 record.tidy()  # the process that finished it may have been killed before it did so
-            if writer is not None and not (record.folder / "tensorboard").exists():
-                writer.update()
+            if tracker is not None:
+                tracker.complete()
             return finished
         if checkpoint_seconds is None:
             checkpoint_seconds = seconds_between()
 
         def report_progress(progress: Progress) -> None:
-            if writer is not None:
-                writer.update(progress.steps)
+            if tracker is not None:
+                tracker.update(progress.steps)
             report(progress)
 
         found = data(config) if data else load(config, root, download=download, progress=loading)

@@ -38,7 +38,7 @@ def fake(monkeypatch):
             self.accuracy = lambda config: 0.5
             self.score = lambda config: 0.5 + config.seed / 100
 
-        def __call__(self, config, record, *, data, report, tick, until):
+        def __call__(self, config, record, *, data, log, report, tick, until):
             if self.runs[-1:] != [config] or until == 1:
                 self.runs.append(config)
             loss = self.loss(config)

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import transformers
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -100,7 +100,7 @@ def main() -> None:
             print(f"step {step + 1}: loss {loss.item():.3f}", flush=True)
     if args.out:
         state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
-        dcp.save(state, checkpoint_id=args.out)
+        save(state, checkpoint_id=args.out)
     dist.destroy_process_group()
 
 

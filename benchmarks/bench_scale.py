@@ -51,14 +51,14 @@ class Size:
 
 # Shapes: 1m and 10m are small vocabularies, so that layers hold most weights as in large models; 125m is GPT-2 small
 # with Llama's layers, 350m GPT-2 medium, 1b TinyLlama-1.1B, 3b OpenLLaMA-3B. Sequences have 2,048 tokens from 1b on, as
-# those two were trained with, and 1,024 below. 4,096 tokens or more are enough to fill an H200; few tokens make the
-# part of a step that does not grow with the batch show, so larger batches have smaller ratios.
+# those two were trained with, and 1,024 below. 4,096 tokens fill an H200; 8,192 are a micro-batch that people use. Work
+# on vectors does not grow with the batch, so larger batches have smaller ratios.
 SIZES = {
     "gpt-1m": Size("gpt", 128, 4, 4, 384, 2_048, 16, 1024, 10),
     "gpt-10m": Size("gpt", 256, 9, 4, 768, 8_192, 16, 1024, 5),
     "gpt-125m": Size("gpt", 768, 12, 12, 2048, 32_000, 8, 1024, 2),
     "gpt-350m": Size("gpt", 1024, 24, 16, 2816, 32_000, 4, 1024, 1),
-    "gpt-1b": Size("gpt", 2048, 22, 32, 5632, 32_000, 2, 2048, 1),
+    "gpt-1b": Size("gpt", 2048, 22, 32, 5632, 32_000, 4, 2048, 1),
     "gpt-3b": Size("gpt", 3200, 26, 32, 8640, 32_000, 2, 2048, 1),
     # Ti/16 narrowed, B/16, H/16 and G/16 at 224 pixels. Batches of a GPU's share in common recipes.
     "vit-1m": Size("vit", 128, 5, 4, 512, 100, 64, 197, 10),

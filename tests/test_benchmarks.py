@@ -1,6 +1,8 @@
 """The benchmarks measure what their labels say."""
 
+import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -30,6 +32,27 @@ def test_bench_overhead_times_a_network_of_22_tensors():
     assert len(list(bench_overhead.Problem().model.parameters())) == 22
     for step in bench_overhead.candidates().values():
         step()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:weights are bfloat16")
+def test_bench_scale_measures_and_draws(tmp_path, monkeypatch):
+    bench_scale = pytest.importorskip("bench_scale")  # needs transformers
+    pytest.importorskip("matplotlib")
+    tiny = {"width": 32, "layers": 1, "heads": 2, "hidden": 64, "classes": 50, "batch": 1, "inner": 1}
+    sizes = {k: replace(v, **tiny, length=8 if v.kind == "gpt" else 197) for k, v in bench_scale.SIZES.items()}
+    monkeypatch.setattr(bench_scale, "SIZES", sizes)
+    bench_scale.main(["--repeats", "1", "--out", str(tmp_path), "--sizes", "cpu-10m"])
+    rows = json.loads((tmp_path / "scale.json").read_text())["rows"]
+    assert {row["weights"] for row in rows} == {"fp32", "bf16", "lora"}
+    for row in rows:
+        if row["step"] in ("sam", "tsam s=3"):
+            assert row["passes"] == {"sam": 2, "tsam s=3": 6}[row["step"]]
+        if row["step"] in ("sam", "tsam s=3") and row["weights"] != "lora":
+            copies = row["above"] / row["trained"] / (2 if row["weights"] == "bf16" else 4)
+            assert copies == pytest.approx({"sam": 1, "tsam s=3": 2}[row["step"]], abs=0.5)  # the model is tiny
+    bench_scale.main(["--figure", str(tmp_path / "scale.json")])
+    assert (tmp_path / "scale.png").stat().st_size > 10_000
 
 
 RECORDS = Path(differences.__file__).parent / "records"

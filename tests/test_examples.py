@@ -2,6 +2,7 @@
 
 import copy
 import importlib.util
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -67,3 +68,30 @@ def test_digits_runs():
     run = subprocess.run(script, capture_output=True, text=True, check=True)
     assert all(f" {method} " in run.stdout for method in ("erm", "sam", "tsam"))
     assert "nan" not in run.stdout  # one seed has no standard error
+
+
+def losses(output):
+    return [float(value) for value in re.findall(r"loss (\d+\.\d+)", output)]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without torch.distributed")
+def test_finetune_fsdp2_runs(tmp_path):
+    pytest.importorskip("transformers")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    script = [EXAMPLES / "finetune_fsdp2.py", "--steps", "8", "--num-samples", "2", "--out", tmp_path / "checkpoint"]
+    run = subprocess.run([*command, *script], capture_output=True, text=True, check=True, timeout=300)
+    first, last = losses(run.stdout)
+    assert last < first
+    assert (tmp_path / "checkpoint" / ".metadata").exists()
+
+
+@pytest.mark.slow
+def test_finetune_lora_runs(tmp_path):
+    pytest.importorskip("peft")
+    script = [sys.executable, EXAMPLES / "finetune_lora.py", "--steps", "8", "--out", tmp_path]
+    run = subprocess.run(script, capture_output=True, text=True, check=True, timeout=300)
+    first, last = losses(run.stdout)
+    assert last < first
+    assert "17,408 of 132,416 weights are trained" in run.stdout
+    assert (tmp_path / "adapter_model.safetensors").exists()

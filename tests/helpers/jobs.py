@@ -1,5 +1,6 @@
 """Jobs that the ranks of the distributed tests run. The first argument is the rank; tests compare the results."""
 
+import math
 import os
 import time
 import warnings
@@ -449,3 +450,40 @@ def _train_with_tilt(model, steps, options, part, parts):
 
         optimizer.step(closure)
     return flat(model)
+
+
+def sent_bytes(rank, shape, options):
+    """Return the passes and the bytes handed to collectives in a step, on a mesh of data × samples × shards ranks.
+
+    Counted by the profiler, in float32: gloo reduces-scatters by an all-reduce, which is counted as the former.
+    """
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("data", "samples", "shards"))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 64, bias=False), nn.Tanh(), nn.Linear(64, 32, bias=False))
+    if shape[2] > 1:
+        for layer in (*(layer for layer in model if isinstance(layer, nn.Linear)), model):
+            fully_shard(layer, mesh=mesh["data", "shards"] if shape[0] > 1 else mesh["shards"])
+    elif shape[0] > 1:
+        model = DistributedDataParallel(model, process_group=mesh["data"].get_group())
+    parallel = tiltsam.Parallel(samples=mesh["samples"].get_group() if shape[1] > 1 else None)
+    optimizer = tiltsam.TSAM(adamw(model.parameters()), model=model, parallel=parallel, **options)
+
+    def closure():
+        loss = model(torch.ones(2, 32)).square().mean()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)  # checks that ranks agree
+    with torch.profiler.profile(record_shapes=True) as profile:
+        optimizer.step(closure)
+    found = {"gathered": 0, "scattered": 0, "reduced": 0, "numbers": 0}
+    for event in profile.events():
+        numels = [math.prod(dims) for dims in event.input_shapes]
+        if event.name == "c10d::_allgather_base_":
+            found["gathered"] += 4 * numels[0]
+        elif event.name == "c10d::_reduce_scatter_base_":
+            found["scattered"] += 4 * numels[1]
+        elif event.name == "gloo:all_reduce":
+            found["reduced" if numels[0] >= 512 else "numbers"] += 4 * numels[0]
+    found["reduced"] -= found["scattered"]
+    return optimizer.info.num_backwards, found

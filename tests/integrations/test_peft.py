@@ -24,7 +24,9 @@ def lora(width=32, rank=4, dtype=torch.float64):
         max_position_embeddings=16,
     )
     model = transformers.LlamaForCausalLM(config).to(dtype)
-    adapters = peft.LoraConfig(r=rank, target_modules=["q_proj", "v_proj"], lora_dropout=0.1, init_lora_weights="gaussian")
+    adapters = peft.LoraConfig(
+        r=rank, target_modules=["q_proj", "v_proj"], lora_dropout=0.1, init_lora_weights="gaussian"
+    )
     return peft.get_peft_model(model, adapters)
 
 

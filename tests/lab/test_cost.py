@@ -1,0 +1,56 @@
+"""The cost model counts what steps really run, hold and send."""
+
+import pytest
+import torch
+
+from helpers import jobs
+from helpers.ranks import Ranks
+from tiltsam.lab.cost import Layout, Machine, compare_layouts, step_cost
+
+PARAMETERS = 2 * 32 * 64  # of the job's model
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without torch.distributed")
+def test_sent_bytes_are_those_of_real_steps():
+    """Vectors exactly; next to them a step sends less than a kilobyte of numbers."""
+    ranks = Ranks(4)
+    layouts = [Layout(data=4), Layout(shards=4), Layout(samples=4), Layout(data=2, samples=2)]
+    layouts += [Layout(shards=2, samples=2), Layout(data=2, shards=2)]
+    try:
+        for layout in layouts:
+            for options in ({"num_samples": 3}, {"num_samples": 3, "share_ascent": True}):
+                cost = step_cost(PARAMETERS, 2, layout=layout, **options)
+                shape = (layout.data, layout.samples, layout.shards)
+                passes, sent = ranks(jobs.sent_bytes, shape, options)[0]
+                assert passes == cost.passes, (layout, options)
+                assert sent["numbers"] < 1024
+                assert sent["gathered"] == cost.gathered_bytes, (layout, options)
+                others = cost.reduced_bytes + cost.replica_bytes + cost.exchanged_bytes
+                assert sent["scattered"] + sent["reduced"] == others, (layout, options)
+    finally:
+        ranks.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "copies"),  # tests/optim/test_memory.py measures the same numbers
+    [
+        ({"num_samples": 1, "noise": False, "ascent": False}, 0),
+        ({"num_samples": 1, "noise": False}, 1),
+        ({"num_samples": 1}, 1),
+        ({"num_samples": 3}, 2),
+        ({"num_samples": 3, "share_ascent": True}, 3),
+    ],
+)
+def test_bytes_above_the_base(options, copies):
+    assert step_cost(100, 1, **options).bytes_above_base == 400 * copies
+    assert step_cost(100, 1, layout=Layout(shards=4), weight_bytes=2, **options).bytes_above_base == 50 * copies
+
+
+def test_divided_samples_win_where_passes_wait_for_the_network():
+    few, many = (compare_layouts(70e9, tokens, 512) for tokens in (2**18, 2**24))
+    assert few[0].layout.samples == 4
+    assert few[0].seconds() < 0.5 * min(cost.seconds() for cost in few if cost.layout.samples == 1)
+    assert many[0].seconds() > 0.95 * min(cost.seconds() for cost in many if cost.layout.samples == 1)
+    assert compare_layouts(70e9, 2**18, 8) == []  # 24 bytes a parameter do not fit
+    assert all(cost.memory_bytes < Machine().memory for cost in few)

@@ -133,7 +133,7 @@ def test_meshes_of_two_dimensions(four_ranks, kind):
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # one process loads alone
-@pytest.mark.parametrize("method", ["tsam", "friendly"])
+@pytest.mark.parametrize("method", ["tsam", "vasso"])
 def test_checkpoint_is_resumed_by_another_number_of_ranks(ranks, start_ranks, tmp_path, method):
     """Saved by two or three ranks; resumed by as many, by another number, and by one process without sharding.
 

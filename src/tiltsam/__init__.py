@@ -1,7 +1,8 @@
 """Train any torch model into flat minima.
 
 - Methods: :class:`TSAM`, and :class:`ERM`, :class:`SAM`, :class:`ASAM`, :class:`LineSearchSAM`, :class:`PGN`,
-  :class:`RSAM`; :data:`METHODS` maps the paper's names to them.
+  :class:`RSAM`; variants of SAM: :class:`GSAM`, :class:`LookSAM`, :class:`FriendlySAM`, :class:`WSAM`, :class:`USAM`,
+  :class:`MomentumSAM`. :data:`METHODS` maps names to them.
 - Speed: :func:`capture` runs a whole step as one CUDA graph.
 - Tilting over the examples of a batch: :class:`ExampleTilt`, in the closure of any optimizer.
 - Averaged weights: :class:`WeightAverage`, for any optimizer.
@@ -35,7 +36,24 @@ from tiltsam import curvature, landscape, samplers, sharpness, tilting
 from tiltsam.averaging import WeightAverage
 from tiltsam.capture import capture
 from tiltsam.distributed import Parallel
-from tiltsam.optim import ASAM, ERM, METHODS, PGN, RSAM, SAM, TSAM, LineSearchSAM, SharpnessAware, StepInfo
+from tiltsam.optim import (
+    ASAM,
+    ERM,
+    GSAM,
+    METHODS,
+    PGN,
+    RSAM,
+    SAM,
+    TSAM,
+    USAM,
+    WSAM,
+    FriendlySAM,
+    LineSearchSAM,
+    LookSAM,
+    MomentumSAM,
+    SharpnessAware,
+    StepInfo,
+)
 from tiltsam.tilting import ExampleTilt, tilted_loss, tilted_mean, tilted_var, tilted_weights
 
 __version__ = "0.1.0"
@@ -43,13 +61,19 @@ __version__ = "0.1.0"
 __all__ = [
     "ASAM",
     "ERM",
+    "GSAM",
     "METHODS",
     "PGN",
     "RSAM",
     "SAM",
     "TSAM",
+    "USAM",
+    "WSAM",
     "ExampleTilt",
+    "FriendlySAM",
     "LineSearchSAM",
+    "LookSAM",
+    "MomentumSAM",
     "Parallel",
     "SharpnessAware",
     "StepInfo",

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import tiltsam
-from helpers import friendly
+from helpers import vasso
 from tiltsam import samplers
 
 
@@ -24,6 +24,12 @@ class Method:
     kwargs: dict[str, Any] = field(default_factory=dict)
     forwards: int = 2
     backwards: int = 2
+    period: int = 1
+    """Steps from one of these to the next; those between take one pass."""
+
+    def forwards_at(self, step: int) -> int:
+        """Return the forward passes of a step, 0 being the first."""
+        return self.forwards if step % self.period == 0 else 1
 
     def __call__(self, base: torch.optim.Optimizer, **more: Any) -> tiltsam.SharpnessAware:
         return self.cls(base, **{**self.kwargs, **more})
@@ -61,7 +67,13 @@ METHODS = [
     Method("pgn", tiltsam.PGN, {"rho": 0.05, "alpha": 0.7}),
     Method("rsam", tiltsam.RSAM, {"rho": 0.05, "gamma": 0.05}),
     *TSAM_METHODS,
-    Method("friendly", friendly.FriendlySAM, {"rho": 0.05}),  # a user's method, with a state vector
+    Method("gsam", tiltsam.GSAM, {"rho": 0.05}),
+    Method("looksam", tiltsam.LookSAM, {"rho": 0.05, "k": 3}, period=3),
+    Method("friendlysam", tiltsam.FriendlySAM, {"rho": 0.05}),
+    Method("wsam", tiltsam.WSAM, {"rho": 0.05, "gamma": 0.7}),
+    Method("usam", tiltsam.USAM, {"rho": 0.05}),
+    Method("msam", tiltsam.MomentumSAM, {"rho": 0.05}, 1, 1),
+    Method("vasso", vasso.VaSSO, {"rho": 0.05}),  # a user's method, with a state vector
 ]
 
 
@@ -175,4 +187,12 @@ BAD_ARGUMENTS: list[tuple[type[tiltsam.SharpnessAware], dict[str, Any], str]] = 
     (tiltsam.RSAM, {"lam": -1.0}, "lam .*-1.0"),
     (tiltsam.ASAM, {"eta": -1.0}, "eta .*-1.0"),
     (tiltsam.LineSearchSAM, {"num_points": 0}, "num_points .*got 0"),
+    (tiltsam.GSAM, {"alpha": -1.0}, "alpha .*-1.0"),
+    (tiltsam.LookSAM, {"alpha": -1.0}, "alpha .*-1.0"),
+    (tiltsam.LookSAM, {"k": 0}, "k .*got 0"),
+    (tiltsam.FriendlySAM, {"sigma": -1.0}, "sigma .*-1.0"),
+    (tiltsam.FriendlySAM, {"lam": 1.0}, "lam .*1.0"),
+    (tiltsam.WSAM, {"gamma": 1.0}, "gamma .*1.0"),
+    (tiltsam.USAM, {"power": -1.0}, "power .*-1.0"),
+    (tiltsam.MomentumSAM, {"beta": 1}, "beta .*got 1"),
 ]

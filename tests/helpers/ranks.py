@@ -58,7 +58,7 @@ class Ranks:
 
 
 def _serve(rank, size, store, pipe):
-    import helpers.friendly  # noqa: F401 - the page's example takes a step, which is to be this process's own
+    import helpers.vasso  # noqa: F401 - the page's example takes a step, which is to be this process's own
 
     torch.set_num_threads(1)
     dist.init_process_group(

@@ -25,6 +25,10 @@ def unit(v: list[Tensor]) -> list[Tensor]:
     return [x / length for x in v]
 
 
+def dot(a: list[Tensor], b: list[Tensor]) -> Tensor:
+    return torch.stack([(x * y).sum() for x, y in zip(a, b, strict=True)]).sum()
+
+
 def plus(a: list[Tensor], b: list[Tensor], scale: float | Tensor = 1.0) -> list[Tensor]:
     return [x + scale * y for x, y in zip(a, b, strict=True)]
 
@@ -86,6 +90,65 @@ def rsam(
         noise.append(gamma * size * z)
     g = grad(plus(theta, noise))[1]
     return grad(plus(theta, unit(plus(noise, g, lam)), rho))[1]
+
+
+def gsam(grad: Grad, theta: list[Tensor], step: int, rho: float = 0.05, alpha: float = 0.4) -> list[Tensor]:
+    g = grad(theta)[1]
+    perturbed = grad(plus(theta, unit(g), rho))[1]
+    along = unit(perturbed)
+    orthogonal = plus(g, along, -dot(g, along))
+    return plus(perturbed, orthogonal, -alpha)
+
+
+class LookSAM:
+    def __init__(self, rho: float = 0.05, alpha: float = 0.7, k: int = 3) -> None:
+        self.rho, self.alpha, self.k = rho, alpha, k
+
+    def __call__(self, grad: Grad, theta: list[Tensor], step: int) -> list[Tensor]:
+        g = grad(theta)[1]
+        if step % self.k:
+            return plus(g, self.kept, self.alpha * norm(g) / norm(self.kept))
+        perturbed = grad(plus(theta, unit(g), self.rho))[1]
+        cosine = dot(perturbed, g) / norm(perturbed) / norm(g)
+        self.kept = plus(perturbed, unit(g), -norm(perturbed) * cosine)
+        return perturbed
+
+
+class FriendlySAM:
+    def __init__(self, rho: float = 0.05, sigma: float = 1.0, lam: float = 0.9) -> None:
+        self.rho, self.sigma, self.lam = rho, sigma, lam
+        self.mean: list[Tensor] | None = None
+
+    def __call__(self, grad: Grad, theta: list[Tensor], step: int) -> list[Tensor]:
+        g = grad(theta)[1]
+        mean = self.mean or [torch.zeros_like(x) for x in g]
+        self.mean = [self.lam * m + (1 - self.lam) * x for m, x in zip(mean, g, strict=True)]
+        return grad(plus(theta, unit(plus(g, self.mean, -self.sigma)), self.rho))[1]
+
+
+def wsam(grad: Grad, theta: list[Tensor], step: int, rho: float = 0.05, gamma: float = 0.7) -> list[Tensor]:
+    g = grad(theta)[1]
+    perturbed = grad(plus(theta, unit(g), rho))[1]
+    return plus([(1 - 2 * gamma) / (1 - gamma) * x for x in g], perturbed, gamma / (1 - gamma))
+
+
+def usam(grad: Grad, theta: list[Tensor], step: int, rho: float = 0.05, power: float = 1.0) -> list[Tensor]:
+    g = grad(theta)[1]
+    return grad(plus(theta, unit(g), rho * norm(g) ** power))[1]
+
+
+class MomentumSAM:
+    """With the sum of the paper, not a mean: the direction is the same."""
+
+    def __init__(self, rho: float = 0.05, momentum: float = 0.9) -> None:
+        self.rho, self.momentum = rho, momentum
+        self.velocity: list[Tensor] | None = None
+
+    def __call__(self, grad: Grad, theta: list[Tensor], step: int) -> list[Tensor]:
+        velocity = self.velocity or [torch.zeros_like(x) for x in theta]
+        g = grad(plus(theta, unit(velocity), -self.rho))[1]
+        self.velocity = [self.momentum * v + x for v, x in zip(velocity, g, strict=True)]
+        return g
 
 
 def tsam(

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 
 import tiltsam
-from helpers.friendly import FriendlySAM
+from helpers.vasso import VaSSO
 from lab_processes import files_named, start
 from tiltsam.cli import main
 from tiltsam.lab.compare import compare, compare_configs, comparison_cells, format_rows, summarise
@@ -130,20 +130,20 @@ def test_two_processes_never_train_the_same_run(tmp_path):
 
 def test_compare_takes_a_users_method(tmp_path, monkeypatch, capsys):
     """Its options are those of its constructor."""
-    monkeypatch.setitem(tiltsam.METHODS, "friendly", FriendlySAM)
-    monkeypatch.setitem(tiltsam.METHODS, "slow", partial(FriendlySAM, lam=0.99))
+    monkeypatch.setitem(tiltsam.METHODS, "vasso", VaSSO)
+    monkeypatch.setitem(tiltsam.METHODS, "slow", partial(VaSSO, rate=0.01))
     monkeypatch.chdir(tmp_path)
-    own = ["friendly:rho=0.5,lam=0.6", "slow", "friendly:rho_schedule=up"]
+    own = ["vasso:rho=0.5,rate=0.6", "slow", "vasso:rho_schedule=up"]
     assert not main(["compare", "digits", "--methods", "sam", *own, "--epochs", "1", "--seeds", "1"])
     table = capsys.readouterr().out
     assert all(f"| {name} " in table for name in own)
     assert not main(["methods"])
-    assert "slow      Friendly-SAM" in capsys.readouterr().out
+    assert "slow         VaSSO" in capsys.readouterr().out
     page = (tmp_path / "runs" / "digits" / "report" / "tables" / "methods.md").read_text()
-    assert "rho=0.5 sigma=1 lam=0.6" in page
-    assert "rho=0.05 sigma=1 lam=0.99" in page
-    for bad in (["--methods", "friendly:eta=0.5"], ["--methods", "stranger"]):
+    assert "rho=0.5 rate=0.6" in page
+    assert "rho=0.05 rate=0.01" in page
+    for bad in (["--methods", "vasso:eta=0.5"], ["--methods", "stranger"]):
         assert main(["compare", "digits", *bad])
     errors = capsys.readouterr().err
-    assert "friendly has no eta; its options: rho, sigma, lam" in errors
+    assert "vasso has no eta; its options: rho, rate" in errors
     assert "unknown method 'stranger': one of erm, sam, " in errors

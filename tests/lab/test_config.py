@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import tiltsam
-from helpers.friendly import FriendlySAM
+from helpers.vasso import VaSSO
 from tiltsam.lab.config import TrainConfig, has_setting, kinds, method_options
 from tiltsam.lab.errors import ConfigError
 
@@ -41,7 +41,7 @@ class PickySAM(tiltsam.SAM):
 
 @pytest.fixture
 def own_methods(monkeypatch):
-    made = {"bare": BareSAM, "friendly": FriendlySAM, "slow": partial(FriendlySAM, lam=0.99), "picky": PickySAM}
+    made = {"bare": BareSAM, "vasso": VaSSO, "slow": partial(VaSSO, rate=0.01), "picky": PickySAM}
     made["function"] = lambda base, rho: tiltsam.SAM(base, rho=rho)
     for name, method in made.items():
         monkeypatch.setitem(tiltsam.METHODS, name, method)
@@ -50,8 +50,8 @@ def own_methods(monkeypatch):
 def test_options_are_those_of_the_constructor(own_methods):
     assert list(method_options("erm")) == []
     assert list(method_options("rsam")) == ["rho", "gamma", "lam"]
-    assert list(method_options("friendly")) == ["rho", "sigma", "lam"]
-    assert method_options("slow")["lam"].default == 0.99
+    assert list(method_options("vasso")) == ["rho", "rate"]
+    assert method_options("slow")["rate"].default == 0.01
     assert list(method_options("function")) == ["rho"]
     assert list(method_options("picky")) == ["size", "norm", "bound", "plain", "start"]
     assert TrainConfig(method="picky", options={"size": 2}).all_options() == {
@@ -63,8 +63,8 @@ def test_options_are_those_of_the_constructor(own_methods):
 
 
 def test_unknown_and_missing_options_are_refused(own_methods):
-    with pytest.raises(ConfigError, match="friendly has no eta; its options: rho, sigma, lam"):
-        TrainConfig(method="friendly", options={"eta": 1.0})
+    with pytest.raises(ConfigError, match="vasso has no eta; its options: rho, rate"):
+        TrainConfig(method="vasso", options={"eta": 1.0})
     with pytest.raises(ConfigError, match="erm has no rho; its options: none"):
         TrainConfig(method="erm", options={"rho": 1.0})
     with pytest.raises(ConfigError, match="picky needs size"):
@@ -101,12 +101,12 @@ def test_kinds_of_annotations():
 
 def test_options_at_their_default_are_left_out(own_methods):
     assert TrainConfig(method="sam", options={"rho": 0.05}) == TrainConfig(method="sam")
-    assert TrainConfig(method="slow", options={"lam": 0.99, "rho": 1}).options == {"rho": 1.0}
+    assert TrainConfig(method="slow", options={"rate": 0.01, "rho": 1}).options == {"rho": 1.0}
     assert hash(TrainConfig(method="sam", options={"rho": 0.3})) == hash(TrainConfig(method="sam"))
 
 
 def test_config_survives_json(own_methods):
-    for config in (TrainConfig(), TrainConfig("digits", "friendly", options={"lam": 0.6}, rho_schedule="up", seed=3)):
+    for config in (TrainConfig(), TrainConfig("digits", "vasso", options={"rate": 0.6}, rho_schedule="up", seed=3)):
         assert TrainConfig(**json.loads(json.dumps(config.to_json()))) == config
 
 
@@ -119,10 +119,10 @@ def test_with_settings_sets_fields_and_options(own_methods):
         "rho": 0.2,
         "t": 1.0,
     }
-    friendly = config.with_settings({"method": "friendly", "lam": 0.6})
-    assert friendly.options == {"rho": 0.2, "lam": 0.6}
-    assert (friendly.lr, friendly.rho_schedule, friendly.t_schedule) == (0.3, "down", "constant")
-    assert has_setting("friendly", "rho_schedule")
+    own = config.with_settings({"method": "vasso", "rate": 0.6})
+    assert own.options == {"rho": 0.2, "rate": 0.6}
+    assert (own.lr, own.rho_schedule, own.t_schedule) == (0.3, "down", "constant")
+    assert has_setting("vasso", "rho_schedule")
     for wrong in ({"eta": 1.0}, {"method": "sam", "t": 1.0}, {"rhoo": 1.0}):
         with pytest.raises(ConfigError, match=f"has no {list(wrong)[-1]}"):
             config.with_settings(wrong)

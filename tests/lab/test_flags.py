@@ -4,7 +4,7 @@ from functools import partial
 import pytest
 
 import tiltsam
-from helpers.friendly import FriendlySAM
+from helpers.vasso import VaSSO
 from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.errors import ConfigError
 from tiltsam.lab.flags import add_arguments, from_arguments, given, parse_method, remarks, shared_settings
@@ -29,12 +29,12 @@ def test_parse_method_reads_none():
 
 
 def test_parse_method_reads_values_by_annotation(monkeypatch):
-    monkeypatch.setitem(tiltsam.METHODS, "slow", partial(FriendlySAM, lam=0.99))
-    assert parse_method("slow:lam=1") == {"method": "slow", "lam": 1.0}
+    monkeypatch.setitem(tiltsam.METHODS, "slow", partial(VaSSO, rate=0.01))
+    assert parse_method("slow:rate=1") == {"method": "slow", "rate": 1.0}
     text = "tsam:sampler=hmc,share-ascent=true,num_samples=5,average=false"
     values = {"sampler": "hmc", "share_ascent": True, "num_samples": 5, "average": False}
     assert parse_method(text) == {"method": "tsam", **values}
-    with pytest.raises(ConfigError, match="slow has no t; its options: rho, sigma, lam"):
+    with pytest.raises(ConfigError, match="slow has no t; its options: rho, rate"):
         parse_method("slow:t=1")
     with pytest.raises(ConfigError, match=r"'2\.5' is not an int"):
         parse_method("tsam:num_samples=2.5")
@@ -50,13 +50,18 @@ def test_parse_method_guesses_without_annotation(monkeypatch):
 
 
 def test_flags_have_the_help_of_the_constructors(monkeypatch):
-    monkeypatch.setitem(tiltsam.METHODS, "friendly", FriendlySAM)
+    monkeypatch.setitem(tiltsam.METHODS, "vasso", VaSSO)
     assert help_of("--eta").startswith("asam: η >= 0 in T = |w| + η")
     assert help_of("--eta").endswith("(default: 0.01)")
-    assert help_of("--rho").startswith("sam, asam, esam2, pgn, rsam, tsam, friendly: Length of the ascent")
+    shared = (
+        "sam, gsam, looksam, friendlysam, wsam, vasso: Length of the ascent, >= 0. asam: Length in the adaptive metric"
+    )
+    assert help_of("--rho").startswith(shared)  # VaSSO has no words of its own
     assert "(default: 0.05 for sam" in help_of("--rho")  # methods have their own
     assert "0.5 for asam" in help_of("--rho")
-    assert help_of("--lam").startswith("rsam, friendly: ")
+    assert help_of("--lam").startswith(
+        "rsam: λ >= 0, weight of the gradient in the direction. friendlysam: λ in [0, 1)"
+    )
     assert "`" not in "".join(help_of(flag) for flag in ("--delta", "--ascent-steps", "--sampler"))
 
 

@@ -1,9 +1,11 @@
 from functools import partial
 
 import pytest
+from torch import nn
 
 import tiltsam
 from tiltsam.lab.config import TrainConfig
+from tiltsam.lab.errors import ConfigError
 from tiltsam.lab.records import Record
 from tiltsam.lab.schedules import passes_per_step, rate_factor
 from tiltsam.lab.train import train
@@ -49,6 +51,43 @@ def test_rho_schedule(direction, options, tmp_path, monkeypatch):
     assert seen == pytest.approx([rho * share for share in shares[direction]])
 
 
+@pytest.mark.parametrize("direction", ["constant", "up"])
+def test_rho_is_zero_before_rho_from(direction, tmp_path, monkeypatch):
+    seen = watch(monkeypatch, tiltsam.GSAM, "rho")
+    config = TrainConfig(
+        "digits", "gsam", options={"rho": 0.4}, epochs=2, rho_from=0.7, rho_schedule=direction, batch_size=200
+    )
+    result = train(config, Record.of(tmp_path, config))
+    assert len(seen) == 10
+    late = [0.4, 0.4, 0.4] if direction == "constant" else [0.4 * 0.7, 0.4 * 0.8, 0.4 * 0.9]
+    assert seen == pytest.approx([0.0] * 7 + late)
+    assert result["passes"] == 7 + 3 * 2  # one pass a step while rho is 0
+
+
+def test_rho_schedule_leaves_other_layers_alone(tmp_path, monkeypatch):
+    """With perturb="norm" all parameters but those of normalisation layers have a rho of 0."""
+    seen = []
+    aggregate = tiltsam.SAM.aggregate
+
+    def watched(self, step):
+        seen.append([group["rho"] for group in self.param_groups])
+        return aggregate(self, step)
+
+    monkeypatch.setattr(tiltsam.SAM, "aggregate", watched)
+    config = TrainConfig(
+        "digits", "sam", "cnn", options={"rho": 0.4}, epochs=1, rho_from=0.5, perturb="norm", batch_size=200
+    )
+    train(config, Record.of(tmp_path, config))
+    assert seen == [[0.0, 0.0]] * 3 + [[0.4, 0.0]] * 2
+
+
+def test_perturb_norm_needs_normalisation_layers(tmp_path, monkeypatch):
+    monkeypatch.setattr("tiltsam.lab.train.build", lambda *_: nn.Linear(2, 2))
+    config = TrainConfig("digits", "sam", perturb="norm")
+    with pytest.raises(ConfigError, match=r"perturb='norm'.*normalisation"):
+        train(config, Record.of(tmp_path, config))
+
+
 @pytest.mark.parametrize("schedule", ["cosine", "linear"])
 @pytest.mark.parametrize("warmup", [0.1, 0.5])
 def test_learning_rate_decays_after_warmup(schedule, warmup):
@@ -66,6 +105,13 @@ def test_learning_rate_decays_after_warmup(schedule, warmup):
         ("pgn", {}, 2),
         ("rsam", {}, 2),
         ("esam2", {"num_points": 12}, 6),
+        ("gsam", {}, 2),
+        ("looksam", {}, 1.2),
+        ("looksam", {"k": 2, "every": 3}, 7 / 6),
+        ("friendlysam", {}, 2),
+        ("wsam", {}, 2),
+        ("usam", {}, 2),
+        ("msam", {}, 1),
         ("tsam", {"num_samples": 5}, 10),
         ("tsam", {"num_samples": 3, "ascent_steps": 3}, 12),
         ("tsam", {"num_samples": 10, "sampler": "uniform"}, 10),

@@ -11,7 +11,7 @@ from torch import nn
 
 import tiltsam
 from helpers.cases import METHODS, Problem, assert_same, lookahead, sgd
-from helpers.friendly import FriendlySAM
+from helpers.vasso import VaSSO
 from tiltsam import samplers
 from tiltsam.distributed import Ranks
 from tiltsam.optim import FixedWeights
@@ -327,7 +327,7 @@ def test_state_vectors_resume_after_a_skipped_first_step():
 
 def test_checkpoint_of_another_method_has_no_state_vectors():
     problem = Problem()
-    optimizer = FriendlySAM(BASES["adamw"](problem.model.parameters()))
+    optimizer = VaSSO(BASES["adamw"](problem.model.parameters()))
     optimizer.step(problem.closure)
     sam = tiltsam.SAM(BASES["adamw"](problem.model.parameters()))
     sam.load_state_dict(optimizer.state_dict())
@@ -341,7 +341,7 @@ def test_checkpoint_of_another_method_has_no_state_vectors():
 
 def test_state_vectors_are_loaded_in_place():
     problem = Problem()
-    optimizer = FriendlySAM(sgd(problem.model.parameters()))
+    optimizer = VaSSO(sgd(problem.model.parameters()))
     optimizer.step(problem.closure)
     saved = optimizer.state_dict()
     places = [state["tilt_mean"].data_ptr() for state in saved["state"].values() if "tilt_mean" in state]
@@ -352,9 +352,9 @@ def test_state_vectors_are_loaded_in_place():
 
 @pytest.mark.parametrize("fail_at", [0, 1])
 def test_failed_step_restores_state_vectors(fail_at):
-    """Also in the second pass: Friendly-SAM updates its mean before it."""
+    """Also in the second pass: VaSSO updates its mean before it."""
     problem, passes = Problem(dropout=0.0), [0]
-    optimizer = FriendlySAM(sgd(problem.model.parameters()), model=problem.model)
+    optimizer = VaSSO(sgd(problem.model.parameters()), model=problem.model)
 
     def failing():
         passes[0] += 1
@@ -375,7 +375,7 @@ def test_failed_step_restores_state_vectors(fail_at):
 def test_frozen_layer_keeps_its_state_vector():
     problem = Problem()
     number = [name for name, _ in problem.model.named_parameters()].index("first.weight")
-    optimizer = FriendlySAM(sgd(problem.model.parameters()), model=problem.model)
+    optimizer = VaSSO(sgd(problem.model.parameters()), model=problem.model)
     means = []
     for thawed in (True, False, True):
         problem.model.first.requires_grad_(thawed)
@@ -385,9 +385,9 @@ def test_frozen_layer_keeps_its_state_vector():
     assert not torch.equal(means[1], means[2])
 
 
-def test_friendly_sam_ignores_nonfinite_gradients():
+def test_vasso_ignores_nonfinite_gradients():
     problem = Problem()
-    optimizer = FriendlySAM(sgd(problem.model.parameters()), model=problem.model)
+    optimizer = VaSSO(sgd(problem.model.parameters()), model=problem.model)
     optimizer.step(problem.closure)
     before = state_vectors(optimizer, "mean")
 
@@ -420,13 +420,13 @@ def test_bad_state_names():
 def test_state_vectors_need_a_base_with_state():
     problem = Problem(nn.Linear(6, 3))
     with pytest.raises(TypeError, match=r"Lookahead .*mean"):
-        FriendlySAM(lookahead(problem.model.parameters()))
+        VaSSO(lookahead(problem.model.parameters()))
 
 
 def test_state_vectors_refuse_local_ascent(monkeypatch):
     """Each rank would keep another vector."""
     problem = Problem()
-    optimizer = FriendlySAM(sgd(problem.model.parameters()), model=problem.model)
+    optimizer = VaSSO(sgd(problem.model.parameters()), model=problem.model)
     init = Ranks.__init__
 
     def local(self, *args):
@@ -442,9 +442,9 @@ def test_state_vectors_refuse_local_ascent(monkeypatch):
 
 
 def test_state_vectors_of_chains():
-    space = ChainSpace(lambda x: x.square().sum(1), torch.ones(3), 4, rho=0.1, settings={"sigma": 1.0, "lam": 0.9})
+    space = ChainSpace(lambda x: x.square().sum(1), torch.ones(3), 4, rho=0.1, settings={"rate": 0.1})
     for _ in range(2):
-        sample_chains(FriendlySAM(sgd(nn.Linear(2, 2).parameters())).sampler, space)
+        sample_chains(VaSSO(sgd(nn.Linear(2, 2).parameters())).sampler, space)
     torch.testing.assert_close(space.state_vector("mean"), torch.full((4, 3), 2 * (1 - 0.9**2)))
 
 

@@ -46,7 +46,7 @@ def test_numpy_settings_are_saved_as_python_numbers():
     assert (group["t"], group["rho"], group["num_samples"]) == (1.0, float(rho[0]), 2)
 
 
-@pytest.mark.filterwarnings("ignore:the checkpoint has no mean")  # that of the base
+@pytest.mark.filterwarnings("ignore:the checkpoint has no")  # that of the base
 @every_method
 def test_group_added_to_the_base_gets_settings(method):
     first, second = nn.Linear(2, 2), nn.Linear(2, 2)
@@ -106,14 +106,20 @@ def _watched(theta):
     return seen, closure
 
 
-def test_rho_per_group():
+@pytest.mark.parametrize(
+    ("rho", "moved"),
+    [
+        (0.2, [0.2 / 2**0.5, 0.5 / 2**0.5]),  # the direction is the global one: each coordinate of n(g) is 1/√2
+        (0.0, [0.0, 0.5]),  # without perturbation the group does not count in the norm
+    ],
+)
+def test_rho_per_group(rho, moved):
     theta = [nn.Parameter(torch.tensor([3.0], dtype=torch.float64)) for _ in range(2)]
-    base = sgd([{"params": [theta[0]], "rho": 0.0}, {"params": [theta[1]]}], lr=0.0)
+    base = sgd([{"params": [theta[0]], "rho": rho}, {"params": [theta[1]]}], lr=0.0)
     optimizer = tiltsam.SAM(base, rho=0.5)
     seen, closure = _watched(theta)
     optimizer.step(closure)
-    # The direction is the global one: each coordinate of n(g) is 1/√2.
-    assert seen[1] == pytest.approx([3.0, 3.0 + 0.5 / 2**0.5])
+    assert seen[1] == pytest.approx([3.0 + move for move in moved])
 
 
 def test_rho_follows_a_parameter_to_another_group():

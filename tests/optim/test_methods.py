@@ -14,10 +14,12 @@ from tiltsam import samplers
 from tiltsam.space.parameter_space import ParameterSpace
 
 STEPS = 50
+VARIANTS = ["gsam", "looksam", "friendlysam", "wsam", "usam", "msam"]
 
 
 def test_methods_by_name():
-    assert list(tiltsam.METHODS) == ["erm", "sam", "asam", "esam2", "pgn", "rsam", "tsam"]
+    papers = ["erm", "sam", "asam", "esam2", "pgn", "rsam", "tsam"]
+    assert list(tiltsam.METHODS) == papers + VARIANTS
     for cls in tiltsam.METHODS.values():
         assert issubclass(cls, tiltsam.SharpnessAware)
 
@@ -85,6 +87,17 @@ TWINS = [
         Method("tsam-gaussian", tiltsam.TSAM, {"t": 500.0, "radius": 0.1, "sampler": "gaussian", "num_samples": 3}),
         functools.partial(reference.tsam, t=500.0, sampler="gaussian"),
     ),
+    (Method("gsam", tiltsam.GSAM, {"alpha": 0.4}), reference.gsam),
+    (Method("looksam", tiltsam.LookSAM, {"rho": 0.5, "k": 3}), reference.LookSAM(rho=0.5)),
+    (Method("looksam-k1", tiltsam.LookSAM, {"k": 1}), reference.sam),
+    (Method("friendlysam", tiltsam.FriendlySAM), reference.FriendlySAM()),
+    (Method("friendlysam-sigma0", tiltsam.FriendlySAM, {"sigma": 0.0}), reference.sam),
+    (Method("wsam", tiltsam.WSAM, {"gamma": 0.7}), reference.wsam),
+    (Method("wsam-half", tiltsam.WSAM, {"gamma": 0.5}), reference.sam),
+    (Method("usam", tiltsam.USAM), reference.usam),
+    (Method("usam-power0", tiltsam.USAM, {"power": 0.0}), reference.sam),
+    (Method("usam-power2", tiltsam.USAM, {"power": 2.0}), functools.partial(reference.usam, power=2.0)),
+    (Method("msam", tiltsam.MomentumSAM, {"rho": 0.05}), reference.MomentumSAM()),
 ]
 
 
@@ -130,7 +143,7 @@ PLAIN = [
     Method("tsam", tiltsam.TSAM, {"rho": 0.0, "radius": 0.0, "num_samples": 1}),
     Method("sam", tiltsam.SAM, {"rho": 0.0}),
     Method("erm", tiltsam.ERM),
-    Method("rsam", tiltsam.RSAM, {"rho": 0.0}),
+    *(Method(name, tiltsam.METHODS[name], {"rho": 0.0}) for name in ("asam", "esam2", "pgn", "rsam", *VARIANTS)),
 ]
 
 
@@ -268,6 +281,12 @@ def test_line_search_does_not_add_up_rounding():
         (samplers.AdaptiveAscent(), tiltsam.ASAM),
         (samplers.RandomAscent(), tiltsam.RSAM),
         (samplers.CenterThenAscent(), tiltsam.PGN),
+        (samplers.CenterThenAscent(), tiltsam.WSAM),
+        (samplers.SurrogateGap(), tiltsam.GSAM),
+        (samplers.ReusedAscent(), tiltsam.LookSAM),
+        (samplers.FriendlyAscent(), tiltsam.FriendlySAM),
+        (samplers.PowerAscent(), tiltsam.USAM),
+        (samplers.MomentumAscent(), tiltsam.MomentumSAM),
     ],
     ids=lambda x: getattr(x, "__name__", type(x).__name__),
 )

@@ -33,7 +33,7 @@ def test_closure_raises_at_any_pass(method, error, warm):
         # That of the last step is released before the first pass, where it needs memory.
         gradients = [known and p.numel() == 0 for known, p in zip(gradients, problem.model.parameters(), strict=True)]
     for when in ("before", "after"):
-        for fail_at in range(method.forwards):
+        for fail_at in range(method.forwards_at(steps)):
             calls = [0]
 
             def closure(calls=calls, fail_at=fail_at, when=when):
@@ -187,7 +187,7 @@ def test_memory_does_not_grow_with_the_number_of_samples(sampler):
         assert peaks[0] == 4, peaks
 
 
-@pytest.mark.parametrize("method", [m for m in METHODS if m.name in ("erm", "tsam", "friendly")], ids=repr)
+@pytest.mark.parametrize("method", [m for m in METHODS if m.name in ("erm", "tsam", "vasso")], ids=repr)
 @pytest.mark.parametrize("warm", [False, True], ids=["first-step", "later-step"])
 def test_step_rolls_back_when_a_pre_hook_raises(method, warm):
     problem, broken = Problem(), []
@@ -331,7 +331,7 @@ MODULES = tuple(  # those that move, save or restore something
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # interrupted generators
 def test_step_can_be_interrupted_at_every_bytecode():
     assert all(Path(name).exists() for name in MODULES)
-    method = next(m for m in METHODS if m.name == "friendly")  # which keeps a vector
+    method = next(m for m in METHODS if m.name == "vasso")  # which keeps a vector
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 1)).double()
     base = torch.optim.SGD([{"params": model[0].parameters()}, {"params": model[1:].parameters()}], lr=0.1)
     optimizer = method(base, model=model)
@@ -383,7 +383,7 @@ def test_step_can_be_interrupted_at_every_bytecode():
 @pytest.mark.parametrize("rebuild", [False, True], ids=["first-step", "later-step"])
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # interrupted generators
 def test_step_after_an_interrupt_while_the_space_is_built(rebuild):
-    method = next(m for m in METHODS if m.name == "friendly")  # which has a state vector
+    method = next(m for m in METHODS if m.name == "vasso")  # which has a state vector
 
     def fresh():
         problem = Problem(dropout=0.0)

@@ -42,6 +42,8 @@ _NOT_OPTIONS = ("model", "seed", "parallel", "buffers_once", "same_dropout", "sk
 # Fields that only methods with a certain option have.
 NEEDED_OPTION = {
     "rho_schedule": "rho",
+    "rho_from": "rho",
+    "perturb": "rho",
     "t_schedule": "t",
     "ascent_fraction": "rho",
     "split": "num_samples",
@@ -56,8 +58,8 @@ class TrainConfig:
     task: str = "digits"
     """The task: a name printed by `tiltsam tasks`, or images:PATH, text:PATH, npz:PATH."""
     method: str = "tsam"
-    """A name in tiltsam.METHODS: erm, sam, asam, esam2, pgn, rsam, tsam, or your own; the flag also
-    takes options, as in tsam:num_samples=1,rho=0.5."""
+    """A name printed by `tiltsam methods`, or your own in tiltsam.METHODS; the flag also takes options, as in
+    tsam:num_samples=1,rho=0.5."""
     model: str = "auto"
     """mlp, cnn, resnet18, resnet34, wrn16-8, vit-s; of timm, untrained: timm:NAME; pretrained: minilm,
     hf:FOLDER-OR-NAME; auto depends on the task."""
@@ -102,6 +104,10 @@ class TrainConfig:
     """Arguments of the method's constructor, such as {"rho": 0.5}. Those at their default are left out."""
     rho_schedule: Literal["constant", "up", "down"] = "constant"
     """Schedule of rho over the budget: constant, up from zero, or down to zero."""
+    rho_from: float = 0.0
+    """Fraction of the budget up to which rho is 0: late-phase SAM, with plain steps of one pass before."""
+    perturb: Literal["all", "norm"] = "all"
+    """Weights that rho applies to: all, or those of normalisation layers only (SAM-ON)."""
     t_schedule: Literal["constant", "up", "down"] = "constant"
     """Schedule of the tilt over the budget: constant, up from zero to t, or down from t to zero."""
     ascent_fraction: float = 1.0
@@ -145,7 +151,7 @@ class TrainConfig:
             if (value := getattr(self, name)) is not None and not value > 0:
                 raise ConfigError(f"{name} must be > 0, got {value}")
         bounds = dict.fromkeys(
-            ("validation", "label_smoothing", "warmup", "noise", "example_ess", "example_tilt_warmup"), 1
+            ("validation", "label_smoothing", "warmup", "noise", "rho_from", "example_ess", "example_tilt_warmup"), 1
         )
         for name, high in {**bounds, "momentum": math.inf, "weight_decay": math.inf}.items():
             if (value := getattr(self, name)) is not None and not 0 <= value < high:

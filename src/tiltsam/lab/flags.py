@@ -92,12 +92,16 @@ def _add_options(part: _ActionsContainer, leave_out: tuple[str, ...]) -> None:
                 owners.setdefault(name, []).append(method)
     for name, methods in owners.items():
         parameters = [method_options(method)[name] for method in methods]
-        text = _argument_docs(tiltsam.METHODS[methods[0]]).get(name, "")
+        docs = {method: _argument_docs(tiltsam.METHODS[method]).get(name, "") for method in methods}
+        sharing: dict[str, list[str]] = {}  # methods by what the option means in them
+        for method in methods:
+            sharing.setdefault(docs[method] or docs[methods[0]], []).append(method)
+        text = " ".join(f"{', '.join(names)}: {words}" for words, names in sharing.items())
         if defaults := {m: str(p.default) for m, p in zip(methods, parameters, strict=True) if _is_shown(p)}:
             values = {value: [m for m in defaults if defaults[m] == value] for value in defaults.values()}
             by_method = [f"{value} for {', '.join(names)}" for value, names in values.items()]
             text += f" (default: {'; '.join(values if len(values) == 1 else by_method)})"
-        _add_flag(part, name, parameters[0].annotation, f"{', '.join(methods)}: {text}")
+        _add_flag(part, name, parameters[0].annotation, text)
 
 
 def _is_shown(parameter: inspect.Parameter) -> bool:

@@ -1,4 +1,7 @@
-"""Colours of all figures: the Okabe-Ito palette, safe for colour-blind readers, with one colour per method."""
+"""Colours of all figures: the Okabe-Ito palette, safe for colour-blind readers, with one colour per method.
+
+It has eight colours; those of SAM's variants are further ones that can be told apart on light and dark pages.
+"""
 
 __all__ = [
     "METHOD_COLORS",
@@ -21,6 +24,12 @@ METHOD_COLORS = {
     "rsam": "#E69F00",
     "esam2": "#56B4E9",
     "asam": "#000000",
+    "gsam": "#88BB66",
+    "looksam": "#AA0000",
+    "friendlysam": "#BB55FF",
+    "wsam": "#883333",
+    "usam": "#7700FF",
+    "msam": "#7700BB",
 }
 """Colour of each method in every figure."""
 

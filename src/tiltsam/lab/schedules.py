@@ -31,7 +31,9 @@ def passes_of(info: StepInfo, ascent_fraction: float = 1.0) -> float:
 
 
 def passes_per_step(config: TrainConfig) -> float:
-    """Count the forward+backward passes of a step, as :func:`passes_of` does, by taking ``every`` steps on two weights.
+    """Count the forward+backward passes of a step, as :func:`passes_of` does, by taking steps on two weights.
+
+    Averaged over a period of ``every`` and of the method's ``k``, if it has one (LookSAM); ``rho`` has its full value.
 
     Example:
         >>> passes_per_step(TrainConfig(method="tsam", options={"num_samples": 5}))
@@ -48,7 +50,7 @@ def passes_per_step(config: TrainConfig) -> float:
         return loss
 
     passes = []
-    for _ in range(config.every):
+    for _ in range(config.every * config.all_options().get("k", 1)):
         optimizer.step([closure] * optimizer.num_samples if config.split else closure)
         passes.append(passes_of(optimizer.info, config.ascent_fraction))
     return math.fsum(passes) / len(passes)
@@ -117,12 +119,14 @@ def set_rates(groups: Sequence[dict[str, Any]], config: TrainConfig, done: float
         initial: The method's rho and t, the maxima of their schedules.
     """
     lr = config.lr * rate_factor(config, done)
-    factors = {"up": done, "down": 1 - done}
+    factors = {"constant": 1.0, "up": done, "down": 1 - done}
+    late = float(done >= config.rho_from)
     for group in groups:
         group["lr"] = lr
-        for name, schedule in {"rho": config.rho_schedule, "t": config.t_schedule}.items():
-            if schedule in factors:
-                group[name] = initial[name] * factors[schedule]
+        if config.t_schedule != "constant":
+            group["t"] = initial["t"] * factors[config.t_schedule]
+        if (config.rho_schedule != "constant" or config.rho_from) and not group["own_rho"]:
+            group["rho"] = initial["rho"] * factors[config.rho_schedule] * late
 
 
 def example_tilt(config: TrainConfig, done: float) -> float:

@@ -42,6 +42,7 @@ from tiltsam.lab.records import Checkpoint, Record
 from tiltsam.lab.schedules import Budget, example_tilt, passes_of, set_rates
 from tiltsam.lab.shutdown import StopFlag, defer_signals
 from tiltsam.lab.tracking import TRACKERS, TrackerName
+from tiltsam.optim import norm_groups
 
 __all__ = ["Progress", "Trainer", "train"]
 
@@ -214,8 +215,12 @@ class Trainer:
         )
 
     def _optimizer(self) -> tiltsam.SharpnessAware:
-        config, params = self.config, self.model.parameters()
+        config = self.config
         base: torch.optim.Optimizer
+        try:
+            params = norm_groups(self.model) if config.perturb == "norm" else self.model.parameters()
+        except ValueError as error:
+            raise ConfigError(f"perturb='norm': {error}") from None
         if config.optimizer == "adamw":
             base = torch.optim.AdamW(params, lr=config.lr, weight_decay=config.weight_decay)
         else:

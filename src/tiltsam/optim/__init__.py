@@ -3,23 +3,32 @@
 from tiltsam.optim.methods import ASAM, ERM, METHODS, PGN, RSAM, SAM, TSAM, LineSearchSAM
 from tiltsam.optim.sharpness_aware import Schedule, SharpnessAware
 from tiltsam.optim.step_info import StepInfo
+from tiltsam.optim.variants import GSAM, USAM, WSAM, FriendlySAM, LookSAM, MomentumSAM, norm_groups
 from tiltsam.space.step_record import FixedWeights, Weighting
-from tiltsam.space.validation import check_count, check_nonnegative
+from tiltsam.space.validation import check_count, check_fraction, check_nonnegative
 
 __all__ = [
     "ASAM",
     "ERM",
+    "GSAM",
     "METHODS",
     "PGN",
     "RSAM",
     "SAM",
     "TSAM",
+    "USAM",
+    "WSAM",
     "FixedWeights",
+    "FriendlySAM",
     "LineSearchSAM",
+    "LookSAM",
+    "MomentumSAM",
     "Schedule",
     "SharpnessAware",
     "StepInfo",
     "Weighting",
     "check_count",
+    "check_fraction",
     "check_nonnegative",
+    "norm_groups",
 ]

@@ -12,9 +12,9 @@ name       class               gradient given to the base                   pass
 ``tsam``   TSAM                Σ_j softmax((t−δ) L_j) ∇L(θ+ε_j)             2s (shared ascent: s+1)
 =========  ==================  ===========================================  =================================
 
-Here ``g = ∇L(θ)`` on the mini-batch and ``n(v) = v/(‖v‖+1e-12)``. Everything after ``base`` is passed by name. The
-options ``model``, ``seed``, ``buffers_once``, ``same_dropout``, ``parallel`` and ``skip_nonfinite`` are explained in
-:class:`~tiltsam.optim.sharpness_aware.SharpnessAware`.
+Here ``g = ∇L(θ)`` on the mini-batch and ``n(v) = v/(‖v‖+1e-12)``. More methods are in :mod:`tiltsam.optim.variants`.
+Everything after ``base`` is passed by name. The options ``model``, ``seed``, ``buffers_once``, ``same_dropout``,
+``parallel`` and ``skip_nonfinite`` are explained in :class:`~tiltsam.optim.sharpness_aware.SharpnessAware`.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from torch.optim import Optimizer
 from tiltsam.distributed import Parallel
 from tiltsam.optim.hyperparameters import Schedule
 from tiltsam.optim.sharpness_aware import SharpnessAware
+from tiltsam.optim.variants import GSAM, USAM, WSAM, FriendlySAM, LookSAM, MomentumSAM
 from tiltsam.samplers import (
     HMC,
     AdaptiveAscent,
@@ -413,6 +414,10 @@ class PGN(SharpnessAware):
         """Two: θ, and SAM's point."""
         return 2
 
+    def plan(self) -> tuple[Sampler, int]:
+        """See :class:`SharpnessAware`. One pass while ``rho`` is 0."""
+        return super().plan() if self.ascending else (Center(), 1)
+
     def weighting(self, space: ParameterSpace) -> Weighting:
         """See :class:`SharpnessAware`."""
         alpha = space.setting("alpha")
@@ -478,8 +483,14 @@ METHODS: dict[str, Callable[..., SharpnessAware]] = {
     "pgn": PGN,
     "rsam": RSAM,
     "tsam": TSAM,
+    "gsam": GSAM,
+    "looksam": LookSAM,
+    "friendlysam": FriendlySAM,
+    "wsam": WSAM,
+    "usam": USAM,
+    "msam": MomentumSAM,
 }
-"""The paper's names and their constructors."""
+"""All methods by name: TSAM and those of its paper, then the variants of SAM."""
 
 
 def _sampler(sampler: str | Sampler) -> Sampler:

@@ -172,6 +172,11 @@ class SharpnessAware(Optimizer):
             space.scalars.set_rho([float(rho) for rho in self._hyperparameters.per_group_values("rho")])
 
     @property
+    def ascending(self) -> bool:
+        """Whether ``rho`` is nonzero in any parameter group: :meth:`plan` may choose a plain step otherwise."""
+        return "rho" in self._hyperparameters and any(self._hyperparameters.per_group_values("rho"))
+
+    @property
     def num_samples(self) -> int:
         """Number of samples of a step."""
         return 1

@@ -15,14 +15,16 @@ HMC                 s (1 + N proposals)    μ exp(δL) in the limit of many prop
 ==================  =====================  ==================================================================
 
 "Consistent" means that the aggregate tends to the gradient of the tilted loss as s grows. ``AdaptiveAscent``,
-``LineSearch``, ``RandomAscent`` and ``CenterThenAscent`` belong to ASAM, ESAM2, RSAM and PGN; those that work in one
-method only name it in ``only_for``.
+``LineSearch``, ``RandomAscent`` and ``CenterThenAscent`` belong to ASAM, ESAM2, RSAM and PGN, those of
+:mod:`~tiltsam.samplers.variants` to GSAM, LookSAM, Friendly-SAM, USAM and Momentum-SAM; those that do not work in every
+method name theirs in ``only_for``.
 """
 
 from tiltsam.samplers.ascent import AdaptiveAscent, Ascent, CenterThenAscent, LineSearch, RandomAscent
 from tiltsam.samplers.base import Draw, Sampler, Start, Stateless, after_ascent, evaluated
 from tiltsam.samplers.hmc import HMC
 from tiltsam.samplers.noise import Center, Gaussian, Uniform
+from tiltsam.samplers.variants import FriendlyAscent, MomentumAscent, PowerAscent, ReusedAscent, SurrogateGap
 
 __all__ = [
     "HMC",
@@ -31,12 +33,17 @@ __all__ = [
     "Center",
     "CenterThenAscent",
     "Draw",
+    "FriendlyAscent",
     "Gaussian",
     "LineSearch",
+    "MomentumAscent",
+    "PowerAscent",
     "RandomAscent",
+    "ReusedAscent",
     "Sampler",
     "Start",
     "Stateless",
+    "SurrogateGap",
     "Uniform",
     "after_ascent",
     "evaluated",

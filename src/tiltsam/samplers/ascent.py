@@ -157,6 +157,7 @@ class RandomAscent(Stateless):
         direction = space.point
         space.add_(direction, space.center, alpha=-1.0)  # Δ
         space.add_scaled_(direction, first.gradient, space.setting("lam"))
+        space.zero_unperturbed_(direction)
         space.scale_(direction, space.rho / (space.norm(direction) + EPS))
         space.add_(space.point, space.center)
         return after_ascent(first, space.evaluate(after=first))
@@ -164,11 +165,11 @@ class RandomAscent(Stateless):
 
 @dataclass(frozen=True)
 class CenterThenAscent:
-    """PGN's two points: sample 0 is θ, sample 1 is ``θ + ρ n(∇L(θ))``, from the same gradient. Two passes in all."""
+    """Two points, of PGN and WSAM: sample 0 is θ, sample 1 is ``θ + ρ n(g)`` with the gradient g at θ. Two passes."""
 
     tilted: ClassVar[bool] = True
     independent: ClassVar[bool] = False
-    only_for: ClassVar[str] = "PGN"  # which takes two samples
+    only_for: ClassVar[str] = "PGN or WSAM"  # which take two samples
 
     def begin(self, space: Space) -> Evaluation:
         """Evaluate at θ, for both samples."""

@@ -22,7 +22,7 @@ class Sampler(Protocol):
     # Optional attributes:
     # deterministic: all samples of a step are the same, so more than one is refused.
     # state_names: names of vectors kept between steps (space.state_vector); requires independent = False.
-    # only_for: name of the only method that this sampler works in.
+    # only_for: name of the only method or methods that this sampler works in.
 
     def begin(self, space: Space) -> Any:
         """Do what all samples of a step have in common; the result is passed to every ``sample``."""

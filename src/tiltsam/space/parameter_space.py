@@ -259,6 +259,9 @@ class ParameterSpace(TensorLists):
         if self.evaluator.scaler is not None:
             self.scale_(gradient, 1 / scale_of(self.evaluator.scaler, loss))
         norm, finite = self._norm_if_finite(gradient, loss, after)
+        if ascent and self.scalars.unperturbed:
+            self.zero_unperturbed_(gradient)
+            norm = torch.where(finite, self.norm(gradient), self.zero)
         if ascent and self.ranks.local_ascent:
             finite = self.ranks.all(finite)  # each rank has its own gradient: all must decide alike
             norm = norm.masked_fill(~finite, 0.0)
@@ -344,15 +347,20 @@ class ParameterSpace(TensorLists):
 
     def ascend(self, at: Evaluation, rho: Tensor) -> None:
         """See :class:`Space`."""
-        scale = rho / (at.norm + EPS)
-        distance = scale * at.norm if self._at_center and rho.dim() == 0 else None
+        norm = at.norm
         self.zero_unless_(at.gradient, at.finite)
+        if self.scalars.unperturbed:
+            self.zero_unperturbed_(at.gradient)
+            norm = self.norm(at.gradient)
+        scale = rho / (norm + EPS)
+        distance = scale * norm if self._at_center and rho.dim() == 0 else None
         self.add_scaled_(self.point, at.gradient, scale)
         self._perturbation_norm = distance
 
     def ascend_adaptive(self, at: Evaluation, rho: Tensor, eta: Tensor) -> None:
         """See :class:`Space`."""
         self.zero_unless_(at.gradient, at.finite)
+        self.zero_unperturbed_(at.gradient)
         self.scale_by_abs_(at.gradient, self._center, eta)
         # Tg gets its length before it is scaled again: in half precision T²g may be too small to represent.
         self.scale_(at.gradient, rho / (self.norm(at.gradient) + EPS))
@@ -371,6 +379,12 @@ class ParameterSpace(TensorLists):
     def state_vector(self, name: str) -> list[Tensor]:
         """See :class:`Space`."""
         return self.sampler_state.vector(name)
+
+    def zero_unperturbed_(self, x: Sequence[Tensor | None]) -> None:
+        """See :class:`Space`."""
+        for block, here, _ in self._pairs(x, x, by_group=True) if self.scalars.unperturbed else ():
+            if block.group in self.scalars.unperturbed:
+                torch._foreach_zero_(here)
 
     def normal_(self, x: Sequence[Tensor], sample: int) -> None:
         """See :class:`Space`. Drawn tensor by tensor in parameter order, whatever the parameter groups."""

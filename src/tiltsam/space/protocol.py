@@ -137,7 +137,8 @@ class Space(Protocol):
         """Run forward and backward at ``point``.
 
         Args:
-            ascent: The gradient only gives the direction of an ascent; the step's ``ascent_closure`` may be used.
+            ascent: The gradient only gives the direction of an ascent; the step's ``ascent_closure`` may be used, and
+                the gradient of parameter groups whose ``rho`` is 0 is zero.
             after: The evaluation that led to this point. If it is not finite, neither is this one.
 
         Returns:
@@ -167,7 +168,10 @@ class Space(Protocol):
         ...
 
     def ascend(self, at: Evaluation, rho: Tensor) -> None:
-        """``point <- point + ρ n(gradient)``, or nothing if ``at`` is not finite. Consumes the gradient."""
+        """``point <- point + ρ n(gradient)``, or nothing if ``at`` is not finite. Consumes the gradient.
+
+        Parameter groups whose own ``rho`` is 0 do not count in the norm.
+        """
         ...
 
     def ascend_adaptive(self, at: Evaluation, rho: Tensor, eta: Tensor) -> None:
@@ -225,6 +229,13 @@ class Space(Protocol):
 
     def zero_unless_(self, x: Vector, mask: Tensor) -> None:
         """``x <- x`` if the scalar ``mask`` is true, else 0, even where ``x`` is NaN or infinite."""
+        ...
+
+    def zero_unperturbed_(self, x: Vector) -> None:
+        """``x <- 0`` in parameter groups whose ``rho`` is 0, so that they do not count in the norm of a perturbation.
+
+        Nothing is done if ``rho`` is 0 in all groups.
+        """
         ...
 
     def select_(self, x: Vector, y: Vector, mask: Tensor) -> None:

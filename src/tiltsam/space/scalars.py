@@ -30,6 +30,8 @@ class DeviceScalars:
         """``rho``: a 0-dim tensor if all groups agree, so that one kernel serves them all; else one entry per group."""
         self.ascending = False
         """Whether any ``rho`` is nonzero."""
+        self.unperturbed: frozenset[int] = frozenset()
+        """The groups whose ``rho`` is 0 while that of others is not."""
         self.noisy = False
         """Whether the radius is nonzero."""
         self.set("radius", 0.0)
@@ -52,7 +54,8 @@ class DeviceScalars:
         self._rho_values = list(values)
         self.rho = self._rho[0] if len(set(values)) == 1 else self._rho
         self.ascending = any(values)
+        self.unperturbed = frozenset(g for g, value in enumerate(values) if self.ascending and not value)
 
-    def structure(self) -> tuple[bool, bool, bool]:
+    def structure(self) -> tuple[bool, bool, bool, frozenset[int]]:
         """Return what the host decides by: equal structures may share a captured graph."""
-        return self.noisy, self.ascending, self.rho.dim() == 0
+        return self.noisy, self.ascending, self.rho.dim() == 0, self.unperturbed

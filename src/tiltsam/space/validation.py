@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tiltsam.distributed import local_part
 
-__all__ = ["check_count", "check_nonnegative", "check_storage", "warn", "warn_low_precision"]
+__all__ = ["check_count", "check_fraction", "check_nonnegative", "check_storage", "warn", "warn_low_precision"]
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
@@ -29,6 +29,12 @@ def check_count(name: str, value: Any, minimum: int = 1) -> None:
     """Raise ValueError unless ``value`` is an integer >= ``minimum``."""
     if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
         raise ValueError(f"{name} must be an integer >= {minimum}, got {value!r}")
+
+
+def check_fraction(name: str, value: Any) -> None:
+    """Raise ValueError unless ``value`` is a number in [0, 1)."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
+        raise ValueError(f"{name} must be a number in [0, 1), got {value!r}")
 
 
 def check_storage(params: Sequence[Tensor]) -> None:

@@ -1,14 +1,16 @@
 """Exponential tilting of losses: over the samples of a step (TSAM), and over the examples of a batch (TERM).
 
-- :mod:`~tiltsam.tilting.streaming`: tilted loss, weights, mean and variance; schedules of t.
+- :mod:`~tiltsam.tilting.streaming`: tilted loss, weights, mean and variance; schedules of t and rho.
 - :mod:`~tiltsam.tilting.examples`: :class:`ExampleTilt`, the loss of a batch with tilted examples.
 """
 
 from tiltsam.tilting.examples import ExampleTilt
 from tiltsam.tilting.streaming import (
+    Late,
     Linear,
     StreamingTilt,
     effective_sample_size,
+    late_phase,
     linear_down,
     linear_up,
     tilted_loss,
@@ -19,9 +21,11 @@ from tiltsam.tilting.streaming import (
 
 __all__ = [
     "ExampleTilt",
+    "Late",
     "Linear",
     "StreamingTilt",
     "effective_sample_size",
+    "late_phase",
     "linear_down",
     "linear_up",
     "tilted_loss",

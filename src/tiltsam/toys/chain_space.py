@@ -170,6 +170,9 @@ class ChainSpace:
         """Zero the chains of ``x`` that are not in ``mask``."""
         x.masked_fill_(~mask[:, None], 0.0)
 
+    def zero_unperturbed_(self, x: Tensor) -> None:
+        """Do nothing: all coordinates of a chain have one ``rho``."""
+
     def select_(self, x: Tensor, y: Tensor, mask: Tensor) -> None:
         """Set ``x`` to ``y`` on the chains in ``mask``."""
         x.copy_(torch.where(mask[:, None], y, x))

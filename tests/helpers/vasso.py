@@ -1,4 +1,4 @@
-"""FriendlySAM, as docs/add-a-method.md writes it: a method of one's own that has to pass what tiltsam's own pass."""
+"""VaSSO, as docs/add-a-method.md writes it: a method of one's own that has to pass what tiltsam's own pass."""
 
 from pathlib import Path
 

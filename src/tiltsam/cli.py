@@ -399,7 +399,7 @@ def _read_arguments(path: Path) -> list[str]:
 def _train(args: argparse.Namespace) -> None:
     from tiltsam.lab.console import RunDisplay
     from tiltsam.lab.data import find_task
-    from tiltsam.lab.distributed import connect_ranks
+    from tiltsam.lab.devices import connect_ranks
     from tiltsam.lab.flags import from_arguments, remarks
     from tiltsam.lab.records import Record
     from tiltsam.lab.train import train

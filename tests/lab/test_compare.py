@@ -8,6 +8,7 @@ import pytest
 
 import tiltsam
 from helpers.friendly import FriendlySAM
+from helpers.tracing import named_functions_of
 from lab_processes import files_named, start
 from tiltsam.cli import main
 from tiltsam.lab.compare import compare, compare_configs, comparison_cells, format_rows, summarise
@@ -114,6 +115,13 @@ def test_compare_methods_with_own_settings(tmp_path, capsys):
         ("sam", True, ("rho", 0.4)),
         ("tsam", False, ("num_samples", 2), ("rho", 0.2), ("t", 5.0)),
     }
+
+
+def test_compare_visits_few_modules(tmp_path):
+    command = ["compare", "digits", "--epochs", "0.1", "--seeds", "1", "--out", str(tmp_path)]
+    modules = {file for file, _ in named_functions_of(lambda: main(command)) if file.startswith(("lab/", "cli"))}
+    assert (tmp_path / "digits" / "report" / "report.html").exists()
+    assert len(modules) <= 25, sorted(modules)
 
 
 @pytest.mark.slow

@@ -91,14 +91,17 @@ def test_write_figures_of_many_models_keeps_axes_visible(tmp_path: Path, monkeyp
     assert 0 < max(ticks) < 0.35
 
 
-def test_first_model_of_each_method_has_a_solid_line() -> None:
+def test_first_model_of_each_method_has_its_color_and_a_solid_line() -> None:
     pytest.importorskip("matplotlib")
     from tiltsam.lab.flatness_plots import plot_slices
+    from tiltsam.lab.palette import METHOD_COLORS, OKABE_ITO
 
     line = Slice1D(torch.tensor([0.0, 1.0]), torch.tensor([0.0, 1.0]))
-    names = ["erm seed 0", "erm seed 1", "sam seed 0", "sam seed 1", "mine", "yours"]
+    names = ["erm seed 0", "erm seed 1", "SAM seed 0", "sam seed 1", "mine", "yours"]
     drawn = plot_slices(dict.fromkeys(names, line)).get_lines()
     styles = [x._unscaled_dash_pattern for x in drawn]
     assert styles[0] == styles[2]
     assert styles[1] == styles[3] != styles[0]
     assert styles[4] != styles[5]
+    erm, sam = METHOD_COLORS["erm"], METHOD_COLORS["sam"]
+    assert [x.get_color() for x in drawn] == [erm, erm, sam, sam, *OKABE_ITO[4:6]]

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tiltsam.curvature import Density, Eigenpairs
 from tiltsam.lab.flatness import Flatness
-from tiltsam.lab.palette import METHOD_COLORS, color_of
+from tiltsam.lab.palette import METHOD_COLORS, OKABE_ITO
 from tiltsam.landscape import Slice1D, Slice2D
 from tiltsam.sharpness import Neighborhood
 
@@ -214,10 +214,11 @@ def _styles(names: Iterable[str]) -> dict[str, dict[str, Any]]:
     drawn: Counter[str] = Counter()
     for number, name in enumerate(names):
         first = name.split()[0].lower() if name.split() else ""
-        kind = first if first in METHOD_COLORS else ""
-        dash = _DASHES[drawn[kind] % len(_DASHES)]
-        found[name] = {"color": color_of(name, number), "linestyle": dash, "linewidth": 1.6}
-        drawn[kind] += 1
+        method = first if first in METHOD_COLORS else ""
+        color = METHOD_COLORS.get(method, OKABE_ITO[number % len(OKABE_ITO)])
+        dash = _DASHES[drawn[method] % len(_DASHES)]
+        found[name] = {"color": color, "linestyle": dash, "linewidth": 1.6}
+        drawn[method] += 1
     return found
 
 

@@ -5,7 +5,7 @@
     RUN/environment.json    versions, device, fingerprints of the code and of user data; earlier environments of the
                             run are under "before", and "since" is the epoch from which each was used
     RUN/metrics.jsonl       one JSON object per line, appended, never rewritten
-    RUN/checkpoints/N/      the last two checkpoints (:mod:`tiltsam.lab.checkpoints`)
+    RUN/checkpoints/N/      the last two checkpoints (:mod:`tiltsam.lab.files`)
     RUN/model.safetensors   the trained model, once finished
     RUN/result.json         the final numbers and their digest, once finished
     RUN/diverged.txt        why training failed, if it did
@@ -35,14 +35,21 @@ from filelock import FileLock, Timeout
 from torch import Tensor
 
 import tiltsam
-from tiltsam.lab import checkpoints
-from tiltsam.lab.checkpoints import Checkpoint
 from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.errors import ConfigError, RecordError
-from tiltsam.lab.files import drafted, drop_drafts, load_tensors, parse_json, save_tensors, write_json
+from tiltsam.lab.files import (
+    Checkpoint,
+    drafted,
+    drop_drafts,
+    load_checkpoint,
+    load_tensors,
+    parse_json,
+    save_checkpoint,
+    save_tensors,
+    write_json,
+)
 
 __all__ = [
-    "Checkpoint",
     "Record",
     "check_result",
     "code_digest",
@@ -252,11 +259,11 @@ class Record:
 
     def save(self, checkpoint: Checkpoint) -> None:
         """Write a checkpoint."""
-        checkpoints.save(self.folder / "checkpoints", checkpoint)
+        save_checkpoint(self.folder / "checkpoints", checkpoint)
 
     def load(self) -> Checkpoint | None:
         """Return the newest valid checkpoint, or ``None``."""
-        return checkpoints.load(self.folder / "checkpoints")
+        return load_checkpoint(self.folder / "checkpoints")
 
 
 def check_result(found: dict[str, Any]) -> dict[str, Any]:

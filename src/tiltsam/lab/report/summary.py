@@ -12,7 +12,7 @@ from typing import Any
 
 import tiltsam
 from tiltsam.lab.config import DEFAULTS, NEEDED_OPTION, method_options
-from tiltsam.lab.palette import method_color
+from tiltsam.lab.palette import METHOD_COLORS, OTHER_COLOR
 from tiltsam.lab.report.runs import MetricsRow, RunProblem, RunRecord
 from tiltsam.lab.stats import Mean, mean_of
 
@@ -182,7 +182,7 @@ def _summarize_task(name: str, runs: list[RunRecord], problems: list[RunProblem]
     )
     options = [_options(group[0]) for group in ordered]
     methods = [group[0].method for group in ordered]
-    colors = [method_color(method) for method in methods]
+    colors = [METHOD_COLORS.get(method, OTHER_COLOR) for method in methods]
     varying = _varying(options)
     common = set.intersection(*(set(body) for body in options))
     by_method = {

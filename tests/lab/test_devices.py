@@ -16,7 +16,7 @@ from lab_processes import files_named, wait_for
 from tiltsam.cli import main
 from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.data import load
-from tiltsam.lab.distributed import DistributedContext, connect_ranks
+from tiltsam.lab.devices import DistributedContext, connect_ranks
 from tiltsam.lab.errors import ConfigError
 from tiltsam.lab.records import Record
 from tiltsam.lab.train import Trainer

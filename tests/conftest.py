@@ -1,7 +1,11 @@
+import os
+
 import pytest
 import torch
 
 from helpers.ranks import Ranks
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: no test may use the network
 
 
 @pytest.fixture(autouse=True)

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import socket
 import sys
 import time
 from pathlib import Path
@@ -24,6 +25,20 @@ def start(*arguments):
     return process
 
 
+def start_on_ranks(size, function, *arguments, output):
+    """Begin a function in the environment that torchrun gives to each rank; their output goes to one file."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    processes = [
+        CONTEXT.Process(target=_run_as_rank, args=(rank, size, port, output, function, arguments))
+        for rank in range(size)
+    ]
+    for process in processes:
+        process.start()
+    return processes
+
+
 def files_named(name, below):
     """Files of that name; unlike ``rglob`` it can look while a run writes and removes checkpoints."""
     return [Path(place) / name for place, _, files in os.walk(below) if name in files]
@@ -43,3 +58,14 @@ def _run(arguments):
     with open(os.devnull, "w") as sys.stdout:
         code = main(arguments)
     os._exit(code)
+
+
+def _run_as_rank(rank, size, port, output, function, arguments):
+    variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in variables.items()})
+    torch.set_num_threads(1)
+    with open(output, "a") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    sys.exit(function(*arguments))

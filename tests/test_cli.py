@@ -164,12 +164,12 @@ def test_train_with_closed_output_says_how_to_resume(tmp_path, capsys, monkeypat
     assert capsys.readouterr().err.startswith(said)
 
 
-def test_settings_of_other_methods_are_reported(tmp_path, capsys):
-    small = ["train", "digits", "--epochs", "0.1", "--out", str(tmp_path)]
-    assert main([*small, "--method", "erm", "--rho", "0.4", "--t", "1"]) == 0
-    assert capsys.readouterr().err == "tiltsam train: erm has no rho, t: ignored\n"
-    assert main([*small, "--method", "sam", "--rho", "0.4", "--split"]) == 0
-    assert capsys.readouterr().err == "tiltsam train: sam has no split: ignored\n"
+@pytest.mark.parametrize("flag", [["--t", "3"], ["--split"]], ids=str)
+def test_settings_of_other_methods_are_refused(flag, tmp_path, capsys):
+    for command, method in (("train", "--method"), ("compare", "--methods")):
+        assert main([command, "digits", method, "sam", "--rho", "0.4", *flag, "--out", str(tmp_path)]) == 2
+        assert capsys.readouterr().err == f"tiltsam {command}: {flag[0].strip('-')} is not a setting of sam\n"
+    assert not list(tmp_path.iterdir())
 
 
 def test_tilt_of_one_sample_is_reported(tmp_path, capsys):

@@ -397,10 +397,11 @@ def _read_arguments(path: Path) -> list[str]:
 
 
 def _train(args: argparse.Namespace) -> None:
+    from tiltsam.lab.config import TILT_HAS_NO_EFFECT, tilt_has_no_effect
     from tiltsam.lab.console import RunDisplay
     from tiltsam.lab.data import find_task
     from tiltsam.lab.devices import connect_ranks
-    from tiltsam.lab.flags import from_arguments, remarks
+    from tiltsam.lab.flags import from_arguments
     from tiltsam.lab.records import Record
     from tiltsam.lab.train import train
 
@@ -414,7 +415,10 @@ def _train(args: argparse.Namespace) -> None:
         callbacks: dict[str, Any] = {}
         if distributed.is_main:
             samples = config.all_options().get("num_samples", 1)
-            for remark in remarks(args, config) + distributed.warnings(samples):
+            remarks = distributed.warnings(samples)
+            if tilt_has_no_effect(config):
+                remarks.append(f"{config.method} has {TILT_HAS_NO_EFFECT}")
+            for remark in remarks:
                 print(f"tiltsam train: {remark}", file=sys.stderr, flush=True)
             display = held.enter_context(RunDisplay())
             report = partial(display.report, config)

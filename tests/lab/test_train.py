@@ -538,7 +538,7 @@ def test_locked_run_is_refused(tmp_path, capsys):
         (["compare", "digits", "--methods", "sam:lr=nan"], "lr must be > 0, got nan"),
         (["compare", "digits", "--methods", "sam:rho=-1"], "rho must be a finite number >= 0, got -1.0"),
         (["compare", "digits", "--methods", "sam:rhoo=1"], "'sam:rhoo=1': sam has no rhoo; its options: rho"),
-        (["compare", "digits", "--methods", "erm", "sam", "--t", "5"], "none of erm, sam has t"),
+        (["compare", "digits", "--methods", "erm", "sam", "--t", "5"], "t is not a setting of erm, sam"),
         (["compare", "digits", "--methods", "sam:seed=1"], "seed cannot be set for a single method"),
         (["compare", "digits", "--methods", "sam:average=yes"], "average: must be one of true, false, got 'yes'"),
         (

@@ -53,6 +53,7 @@ __all__ = [
     "Record",
     "check_result",
     "code_digest",
+    "describe_environment",
     "digest_of",
     "find_run_folders",
     "is_number",
@@ -137,7 +138,7 @@ class Record:
         self._drop_drafts()
         (self.folder / "diverged.txt").unlink(missing_ok=True)
         write_json(self.folder / "config.json", config.to_json())
-        here = _environment(device) | ({"data": data} if data else {})
+        here = describe_environment(device) | ({"data": data} if data else {})
         last = self.environment()
         before = [one for one in (*last.pop("before", ()), last) if one.get("since", 0) < epoch]
         if before and here == {name: value for name, value in before[-1].items() if name != "since"}:
@@ -368,7 +369,8 @@ def _ends_in_half_a_line(path: Path) -> bool:
         return file.read(1) != b"\n"
 
 
-def _environment(device: torch.device) -> dict[str, Any]:
+def describe_environment(device: torch.device) -> dict[str, Any]:
+    """Return the versions, the digest of the code, the device and the number of threads."""
     found: dict[str, Any] = {
         "tiltsam": tiltsam.__version__,
         "code": code_digest(),

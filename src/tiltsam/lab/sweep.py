@@ -359,20 +359,14 @@ class EntryResult:
         return {seed: t.values[0] for seed, t in sorted(self.tests.items()) if t.state is TrialState.COMPLETE}
 
     def edges(self) -> dict[str, str]:
-        """Return the settings whose chosen value is the ``smallest`` or ``largest`` that could be tried."""
+        """Return the settings whose chosen value is the ``smallest`` or ``largest`` of a grid; ranges are left out."""
         found = {}
         for name, values in self.entry.space.items():
-            if self.best is None or (not isinstance(values, Range) and not _is_axis(values)):
+            if self.best is None or isinstance(values, Range) or not _is_axis(values):
                 continue
             value = self.best.params[name]
-            margin = 1.0
-            low, high = (values.low, values.high) if isinstance(values, Range) else (min(values), max(values))
-            if isinstance(values, Range):  # the outer tenth, on the logarithmic scale, counts as its end
-                margin = (high / low) ** 0.1
-            if value <= low * margin:
-                found[name] = "smallest"
-            elif value >= high / margin:
-                found[name] = "largest"
+            if value in (min(values), max(values)):
+                found[name] = "smallest" if value == min(values) else "largest"
         return found
 
 
@@ -391,7 +385,7 @@ class SweepResult:
     value_name: str
     """What trials were compared by."""
     notes: list[str] = field(default_factory=list)
-    """Lines about the fairness of the comparison: smaller grids, choices at the edge of what was tried."""
+    """Lines about the fairness of the comparison: smaller grids, choices at the edge of a grid."""
 
     def difference(self, result: EntryResult) -> Mean:
         """Return the mean difference of an entry's test scores to the first entry's, seed by seed."""
@@ -634,7 +628,7 @@ def _write_result(plan: SweepPlan, worker: SweepWorker, notes: Sequence[str]) ->
         for name, edge in row.edges().items():
             assert row.best is not None
             chosen = format_settings({name: row.best.params[name]})
-            result.notes.append(f"{row.name}: {chosen} is the {edge} value that was tried")
+            result.notes.append(f"{row.name}: {chosen} is the {edge} value of its grid")
     plan.folder.mkdir(parents=True, exist_ok=True)
     tested = sum(len(row.tests) for row in result.entries)
     expected = sum(row.config is not None for row in result.entries) * plan.seeds

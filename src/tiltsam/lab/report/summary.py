@@ -52,11 +52,13 @@ class SettingSummary:
         """The method's own settings as text: its options, and fields about it that are not at their default."""
         fields = [name for name in NEEDED_OPTION if self.options.get(name, DEFAULTS[name]) != DEFAULTS[name]]
         shown = {name: _resolved(self.method, name, self.options) for name in (*_method_options(self.runs[0]), *fields)}
-        # Switches and names at their default, such as share_ascent=False, say nothing about the method.
-        usual = {
-            name for name, v in _defaults(self.method).items() if isinstance(v, bool | str) and v == shown.get(name)
+        # Switches, names and counts of one at their default, as in share_ascent=False, say nothing about the method.
+        silent = {
+            name: v
+            for name, v in _defaults(self.method).items()
+            if isinstance(v, bool | str) or (isinstance(v, int) and v == 1)
         }
-        return " ".join(f"{name}={format_value(value)}" for name, value in shown.items() if name not in usual)
+        return " ".join(f"{k}={format_value(v)}" for k, v in shown.items() if k not in silent or v != silent[k])
 
     @cached_property
     def finished(self) -> list[RunRecord]:

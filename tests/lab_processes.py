@@ -14,7 +14,11 @@ from tiltsam.cli import main
 CONTEXT = multiprocessing.get_context("forkserver")
 # torch imports its compiler at an optimizer's first step.
 CONTEXT.set_forkserver_preload(
-    ["tiltsam.lab.compare", "safetensors.torch", "sklearn.datasets", "torch._dynamo", "torch.distributed.fsdp"]
+    [
+        *("tiltsam.lab.compare", "tiltsam.lab.sweep", "safetensors.torch", "sklearn.datasets"),
+        *("optuna.storages._rdb.models", "torch._dynamo", "torch.distributed.fsdp"),
+        "torch.distributed.checkpoint.state_dict",
+    ]
 )
 
 

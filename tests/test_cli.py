@@ -14,12 +14,10 @@ from tiltsam.lab.config import TILT_HAS_NO_EFFECT
 from tiltsam.lab.records import code_digest
 
 
-def run(*arguments, **options):
-    return subprocess.run([sys.executable, "-m", "tiltsam", *arguments], capture_output=True, text=True, **options)
-
-
 def test_version_help_and_methods(capsys):
-    assert run("--version").stdout.strip() == f"tiltsam {tiltsam.__version__} (code {code_digest()})"
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"tiltsam {tiltsam.__version__} (code {code_digest()})\n"
     assert main(["methods"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == list(tiltsam.METHODS)

@@ -14,9 +14,7 @@ from tiltsam.lab.flatness import FlatnessPlan, compare
 from tiltsam.landscape import Slice1D
 from tiltsam.sharpness import neighborhood
 
-QUICK = FlatnessPlan(
-    std=(0.01, 0.1), num_samples=4, num_trace_samples=3, num_density_probes=2, num_points=5, plane=True
-)
+QUICK = FlatnessPlan(std=(0.01, 0.1), num_samples=4, num_trace_samples=3, num_density_probes=2, num_points=5)
 
 
 def test_write_figures_writes_all(tmp_path: Path) -> None:
@@ -26,7 +24,7 @@ def test_write_figures_writes_all(tmp_path: Path) -> None:
 
     flats = compare({"a": convnet(), "b/c": convnet()}, cross_entropy, unequal_batches(), QUICK)
     written = write_figures(flats, tmp_path / "new", dpi=40)
-    names = {"neighborhood.png", "spectrum.png", "slices.png", "plane-a.png", "plane-b-c.png"}
+    names = {"neighborhood.png", "spectrum.png", "slices.png"}
     assert {path.name for path in written} == names
     assert all(path.stat().st_size > 1000 for path in written)
     assert not {path.name for path in (tmp_path / "new").iterdir()} - names
@@ -75,7 +73,7 @@ def test_write_figures_of_many_models_keeps_axes_visible(tmp_path: Path, monkeyp
     monkeypatch.setattr(Figure, "savefig", keep)
     (flat,) = compare({"": convnet()}, cross_entropy, unequal_batches(), QUICK)
     names = [f"tsam epochs=6 lr=0.05 rho={rho} t=20 num_samples=1 seed 0" for rho in range(30)]
-    write_figures([dataclasses.replace(flat, name=name, plane=None) for name in names], tmp_path, dpi=40)
+    write_figures([dataclasses.replace(flat, name=name) for name in names], tmp_path, dpi=40)
     assert set(saved) == {"neighborhood", "spectrum", "slices"}
     for figure in saved.values():
         (legend,) = figure.legends

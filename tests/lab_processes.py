@@ -1,4 +1,4 @@
-"""The command in processes of its own, which begin at once: a server that has imported everything forks them."""
+"""Start commands in processes that a server forks, which has imported everything."""
 
 import multiprocessing
 import os
@@ -23,14 +23,14 @@ CONTEXT.set_forkserver_preload(
 
 
 def start(*arguments):
-    """Begin ``tiltsam ARGUMENTS`` with a checkpoint after every epoch; a process whose exit code is the command's."""
+    """Start ``tiltsam ARGUMENTS`` with a checkpoint after every epoch; return the process."""
     process = CONTEXT.Process(target=_run, args=(arguments,))
     process.start()
     return process
 
 
 def start_on_ranks(size, function, *arguments, output):
-    """Begin a function in the environment that torchrun gives to each rank; their output goes to one file."""
+    """Start a function in the environment that torchrun gives to each rank; their output goes to one file."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -44,15 +44,15 @@ def start_on_ranks(size, function, *arguments, output):
 
 
 def files_named(name, below):
-    """Files of that name; unlike ``rglob`` it can look while a run writes and removes checkpoints."""
+    """Return the files of that name; unlike ``rglob``, also while a run writes and removes checkpoints."""
     return [Path(place) / name for place, _, files in os.walk(below) if name in files]
 
 
 def wait_for(condition, seconds=300):
-    """Look again and again until something holds; slow machines share their cores."""
+    """Wait until a condition holds."""
     end = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < end, "waited in vain"
+        assert time.monotonic() < end, "timed out"
         time.sleep(0.02)
 
 

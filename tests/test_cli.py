@@ -95,9 +95,9 @@ def test_toys_without_matplotlib_prints_tables(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(findings, "table", lambda: [])
     without(monkeypatch, "matplotlib")
     assert main(["toys", "--out", str(tmp_path / "figures")]) == 0
-    told = capsys.readouterr()
-    assert told.err == "tiltsam toys: no figures: matplotlib is not installed: pip install '.[plots]'\n"
-    assert "estimator" in told.out
+    printed = capsys.readouterr()
+    assert printed.err == "tiltsam toys: no figures: matplotlib is not installed: pip install '.[plots]'\n"
+    assert "estimator" in printed.out
     assert not (tmp_path / "figures").exists()
 
 
@@ -155,7 +155,7 @@ def test_closed_output_is_not_an_error(arguments):
 
 
 def test_train_with_closed_output_says_how_to_resume(tmp_path, capsys, monkeypatch):
-    """As by tiltsam train … | head, which ended it without a word."""
+    """As in ``tiltsam train … | head``."""
     monkeypatch.setattr("tiltsam.lab.console.RunDisplay.report", Mock(side_effect=BrokenPipeError))
     assert main(["train", "digits", "--epochs", "1", "--out", str(tmp_path)]) == 141
     said = "tiltsam train: stopped: standard output was closed; the same command resumes"

@@ -284,7 +284,7 @@ def _add_sweep(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
     parser = commands.add_parser(
         "sweep",
-        help="tune several methods alike, then test each choice",
+        help="tune several methods with equal budgets, then test each choice",
         description="Give every METHOD the same number of trials, choose on the validation split, train each choice\n"
         "with several seeds and test it. The same command resumes an interrupted sweep. Started several times,\n"
         "here or on machines with the same --storage, it shares the work. Other flags hold for every trial.",

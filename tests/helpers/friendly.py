@@ -1,4 +1,4 @@
-"""FriendlySAM, as docs/add-a-method.md writes it: a method of one's own that has to pass what tiltsam's own pass."""
+"""FriendlySAM, as docs/add-a-method.md writes it: a user's method that must pass the tests of tiltsam's methods."""
 
 import ast
 from pathlib import Path

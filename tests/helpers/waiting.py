@@ -1,4 +1,4 @@
-"""A function for a process of its own that imports nothing."""
+"""A function for another process, in a module that imports only the standard library."""
 
 import os
 import time

@@ -111,8 +111,8 @@ def test_error_is_printed_once(tmp_path):
 
 @pytest.mark.parametrize("local", [0, 1])
 def test_connect_ranks_refuses_more_processes_than_gpus(local, monkeypatch):
-    told = {"RANK": local, "LOCAL_RANK": local, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
-    for name, value in told.items():
+    variables = {"RANK": local, "LOCAL_RANK": local, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+    for name, value in variables.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)

@@ -316,9 +316,9 @@ def test_sharpness_refuses_wrong_arguments(runs, tmp_path, capsys):
     assert "--samples at least 2" in capsys.readouterr().err
     for t in ("-1", "nan", "inf"):
         assert main(["sharpness", str(runs), f"--t={t}", "--no-figures"]) == 2
-        told = capsys.readouterr()
-        assert "--t must be a finite number of at least 0" in told.err
-        assert not told.out  # no run is to blame
+        printed = capsys.readouterr()
+        assert "--t must be a finite number of at least 0" in printed.err
+        assert not printed.out  # no run is to blame
     other = replace(TrainConfig(method="erm", epochs=1), task="npz:elsewhere.npz")
     Record.of(tmp_path, other).begin(other, torch.device("cpu"))
     with pytest.raises(ConfigError, match="several tasks"):

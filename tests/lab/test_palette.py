@@ -1,4 +1,4 @@
-"""Method colours can be told apart, also by colour-blind readers."""
+"""Method colours can be distinguished, also by colour-blind readers."""
 
 from itertools import combinations
 

@@ -362,7 +362,7 @@ def test_interrupted_test_is_run_again(tmp_path, fake):
 
 
 def test_trial_whose_heartbeats_stopped_is_taken_over(tmp_path, fake):
-    """Another process failed and repeated the trial: its own result is dropped, and the sweep goes on."""
+    """Another process failed and repeated the trial: its own result is dropped, and the sweep continues."""
 
     def loss(config):
         if len(fake.runs) == 2:

@@ -172,9 +172,9 @@ def test_ctrl_c_stops_workers_and_the_command_resumes(tmp_path, capsys):
     arguments = ["sweep", "digits", "--methods", "erm", "--grid", "lr=0.02,0.05,0.1", "--batch-size", "256"]
     arguments += ["--seeds", "1", "--epochs", "150", "--out", str(tmp_path)]
     command = [sys.executable, "-m", "tiltsam", *arguments, "--workers", "2"]
-    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # processes in the background ignore it
+    default = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # background processes ignore it
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    process = subprocess.Popen(command, text=True, preexec_fn=heed, **pipes)
+    process = subprocess.Popen(command, text=True, preexec_fn=default, **pipes)
     wait_for(lambda: len(files_named("metrics.jsonl", tmp_path)) == 2)
     process.send_signal(signal.SIGINT)
     _, error = process.communicate(timeout=300)

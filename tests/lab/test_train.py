@@ -304,7 +304,7 @@ def test_paused_run_returns_its_last_epoch(tmp_path):
     assert train(config, record, until=0.3)["epoch"] == 3  # not 4, of the attempt that was killed
     with pytest.raises(Stop):
         train(config, record, report=stop_at_seven, checkpoint_seconds=0)
-    row = train(config, record, until=0.5)  # it is at six already, where nobody looked
+    row = train(config, record, until=0.5)  # it is at six already, without an evaluation
     assert row["epoch"] == 6
     assert row["steps"] > 0
     with pytest.raises(ConfigError, match=r"until must be in \(0, 1\]"):

@@ -156,8 +156,8 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
     try:
         tensors, rest = _split_optimizer(checkpoint.optimizer)
         save_tensors(draft / "model.safetensors", checkpoint.model)
-        beside = _prefixed("random.", checkpoint.random) | _prefixed("average.", checkpoint.average)
-        save_tensors(draft / "optimizer.safetensors", tensors | beside)
+        more = _prefixed("random.", checkpoint.random) | _prefixed("average.", checkpoint.average)
+        save_tensors(draft / "optimizer.safetensors", tensors | more)
         write_json(draft / "state.json", {"optimizer": rest, "state": checkpoint.state})
         write_json(draft / "manifest.json", {p.name: _digest(p) for p in sorted(draft.iterdir())})
         shutil.rmtree(place, ignore_errors=True)

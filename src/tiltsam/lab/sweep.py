@@ -1,4 +1,4 @@
-"""Tune several methods alike on the validation split, then test each choice once: ``tiltsam sweep``.
+"""Tune several methods with equal budgets on the validation split, then test each choice once: ``tiltsam sweep``.
 
 Every entry (a method with settings of its own) is an Optuna study with the same number of trials. The best trial
 on the validation split is trained again with several seeds and tested. Any number of processes may work on one sweep,
@@ -125,7 +125,7 @@ class SweepWorker:
         plan: The plan.
         storage: Its database.
         device: The device to train on.
-        report: Called as the work goes on.
+        report: Called when a run makes progress or ends.
         check: Called often; what it raises ends the work.
         loading: Called with the progress of downloads and of decoding images.
     """
@@ -157,7 +157,7 @@ class SweepWorker:
         else:
             sampler = SeededSampler(lambda seed: optuna.samplers.RandomSampler(seed=seed))
         pruner = None
-        if self.plan.pruner == "halving":  # of the trials that reach 25 % of the budget half go on, and again at 50 %
+        if self.plan.pruner == "halving":  # at 25 % and at 50 % of the budget the better half of the trials continues
             pruner = optuna.pruners.SuccessiveHalvingPruner(min_resource=round(100 * RUNGS[0]), reduction_factor=2)
         return SharedStudy(self._storage, self.plan.study_name(entry), entry.trials, sampler, pruner)
 
@@ -541,7 +541,7 @@ def sweep(
         download: Download missing data sets.
         loading: Called with the progress of downloads and of decoding images, in this process.
         heartbeat: Seconds between heartbeats. After six missing ones other processes take over a trial.
-        report: Called with the status as the work goes on.
+        report: Called with the status when a run makes progress or ends.
         say: Called with notes before the work, and with lines about workers.
 
     Raises:

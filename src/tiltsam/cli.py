@@ -141,9 +141,6 @@ def _add_lab(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    train.add_argument(
-        "task", metavar="TASK", help="a name printed by tiltsam tasks, or images:DIR, text:FILE, npz:FILE"
-    )
     add_arguments(train, leave_out=("task",))
     train.add_argument(
         "--parallel",
@@ -170,9 +167,6 @@ def _add_lab(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         allow_abbrev=False,  # otherwise --seed would mean --seeds
     )
     compare.add_argument(
-        "task", metavar="TASK", help="a name printed by tiltsam tasks, or images:DIR, text:FILE, npz:FILE"
-    )
-    compare.add_argument(
         "--methods",
         nargs="+",
         default=list(tiltsam.METHODS),
@@ -186,6 +180,9 @@ def _add_lab(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     compare.set_defaults(run=_compare)
 
     for command in (train, compare):
+        command.add_argument(
+            "task", metavar="TASK", help="a name printed by tiltsam tasks, or images:DIR, text:FILE, npz:FILE"
+        )
         _add_folders(command)
         command.add_argument("--tensorboard", action="store_true", help="also write the metrics for TensorBoard")
 

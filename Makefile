@@ -70,7 +70,7 @@ format: $(READY)
 	$(BIN)/ruff format $(CODE)
 	$(BIN)/ruff check --fix $(CODE)
 
-# What is silenced is told here: Material for MkDocs ends in May 2027; its successor, Zensical, reads the same mkdocs.yml.
+# The silenced warning: Material for MkDocs ends in May 2027; its successor, Zensical, reads the same mkdocs.yml.
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 

@@ -1,15 +1,15 @@
-"""Top-5 Hessian eigenvalues of an 11 M-parameter ResNet-18: ours against the tools people use.
+"""Compare tools that compute the top-5 Hessian eigenvalues of a ResNet-18 with 11 M parameters.
 
-Each case runs in a fresh process on one thread: the same weights, the same batch, the same seed. Ours runs to the
-tolerance; the others get its number of Hessian-vector products where they let one choose, and eigsh the same
-tolerance. Seconds are the fewest of the repeats; peak memory is the high-water mark of the first one, less what the
-process held before it. Errors are against ours in float64 run to 1e-8.
+Each case runs in a fresh process on one thread, with the same weights, batch and seed. tiltsam runs to the tolerance;
+the others may use as many Hessian-vector products if they have such an option, and eigsh has the same tolerance.
+Seconds are those of the fastest repeat; peak memory is that of the first repeat, less what the process used before it.
+The reference for errors is tiltsam in float64 with a tolerance of 1e-8.
 
     python benchmarks/bench_curvature.py                      # all cases, a table
     python benchmarks/bench_curvature.py --out FOLDER         # also FOLDER/results.json and FOLDER/log.txt
     python benchmarks/bench_curvature.py --device cuda
 
-Peers (each optional; a missing one is reported, not skipped in silence): curvlinops-for-pytorch, scipy,
+Peers (optional; missing ones are reported): curvlinops-for-pytorch, scipy,
 hessian-eigenthings, pyhessian.
 """
 
@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 K = 5
-TOL = 1e-3  # relative residual ||Hv - lambda v|| / |lambda|: the eigenvalue itself is then good to about TOL^2
+TOL = 1e-3  # relative residual ||Hv - lambda v|| / |lambda|: the relative error of the eigenvalue is then about TOL^2
 SEED = 0
 Case = Callable[[Any, Any, int], tuple[list[float], int, bool | None]]
 
@@ -64,7 +64,7 @@ def resnet18(num_classes: int) -> Any:
 
 
 def problem(device: str, batch: int, steps: int) -> tuple[Any, Any]:
-    """A lightly trained model (so that the spectrum has outliers, as real ones do) and one batch of images."""
+    """Return a model after a short training, whose spectrum has outliers, and one batch of images."""
     import torch
     from torch.nn import functional as F
 
@@ -160,12 +160,12 @@ def eigenthings_100(model: Any, data: Any, budget: int) -> tuple[list[float], in
 
 
 def pyhessian(model: Any, data: Any, budget: int) -> tuple[list[float], int, bool | None]:
-    # tol=0 so that it spends the budget: K power iterations, one after the other
+    # tol=0: use the whole budget, for K power iterations in sequence
     return _pyhessian(model, data, math.ceil(budget / K), 0.0)
 
 
 def pyhessian_alone(model: Any, data: Any, budget: int) -> tuple[list[float], int, bool | None]:
-    # its own rule: an eigenvalue counts as found when it changes by less than this between two products
+    # its own criterion: the change of an eigenvalue between two products
     return _pyhessian(model, data, 100, TOL)
 
 
@@ -212,7 +212,7 @@ CASES: dict[str, tuple[str, Case]] = {
 
 
 def memory(device: str, *, peak: bool) -> float:
-    """MB held by the process now, or at most since the last reset."""
+    """Return the MB that the process uses now, or the maximum since the last reset."""
     if device == "cuda":
         import torch
 
@@ -228,7 +228,7 @@ def run_case(name: str, device: str, batch: int, budget: int, repeats: int) -> d
     import torch
 
     torch.set_num_threads(1)
-    torch.backends.cudnn.allow_tf32 = False  # ten bits of mantissa would hide what each method gets wrong
+    torch.backends.cudnn.allow_tf32 = False  # ten bits of mantissa would hide the errors of the methods
     model, data = problem(device, batch, steps=10)
     if name == "reference":
         globals()["TOL"] = 1e-8
@@ -268,7 +268,7 @@ def run_case(name: str, device: str, batch: int, budget: int, repeats: int) -> d
 
 
 def _warm_up(model: Any, data: Any) -> None:
-    """One double backward, so that no case pays for choosing kernels."""
+    """Run one double backward, so that choosing kernels is not timed."""
     import torch
     from torch.nn import functional as F
 
@@ -278,7 +278,7 @@ def _warm_up(model: Any, data: Any) -> None:
 
 
 def environment(device: str) -> dict[str, Any]:
-    """What ran, without saying where."""
+    """Return the versions and the processor."""
     from importlib import metadata
 
     code = "import torch; print(torch.__version__, torch.cuda.get_device_name() if torch.cuda.is_available() else '')"
@@ -335,7 +335,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=16, help="images in the one batch")
     parser.add_argument("--out", type=Path, help="folder for results.json and log.txt")
     parser.add_argument("--cases", nargs="*", default=list(CASES), choices=list(CASES))
-    parser.add_argument("--case", help=argparse.SUPPRESS)  # one case in this process: how the parent calls
+    parser.add_argument("--case", help=argparse.SUPPRESS)  # run one case in this process, for the parent
     parser.add_argument("--budget", type=int, default=200, help=argparse.SUPPRESS)
     parser.add_argument("--repeats", type=int, default=2)
     args = parser.parse_args()
@@ -360,7 +360,7 @@ def main() -> None:
         if case == "ours":
             budget = results[-1].get("products", budget)
         print(table([results[0], results[-1]])[-1], flush=True)
-        if args.out:  # after every case: a run that is cut short still leaves what it measured
+        if args.out:  # after every case, in case the run is interrupted
             args.out.mkdir(parents=True, exist_ok=True)
             record = {"environment": environment(args.device), "batch": args.batch, "tol": TOL, "results": results}
             (args.out / "results.json").write_text(json.dumps(record, indent=1) + "\n")

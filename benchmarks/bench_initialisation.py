@@ -1,9 +1,9 @@
-"""What an ascent of length rho means at the start of training, by how the convolutions were initialised.
+"""Measure how much an ascent of length rho raises the initial loss, for two initialisations of the convolutions.
 
     python benchmarks/bench_initialisation.py --data-root DATA
 
-BatchNorm makes a network's function independent of the length of the weights before it, so their length decides how
-strong a perturbation of a given length is. One batch of noisy CIFAR-100, ResNet-18, training mode.
+BatchNorm makes a network's function independent of the norm of the weights before it, so the effect of a perturbation
+depends on its length relative to that norm. One batch of noisy CIFAR-100, ResNet-18, training mode.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from tiltsam.lab.models import resnet18
 LENGTHS = (0.05, 0.1, 0.2, 0.4)
 
 
-def rises(model: nn.Module, images: Tensor, targets: Tensor) -> list[float]:
-    """By how much the loss rises after an ascent of each length along the normalised gradient."""
+def loss_increases(model: nn.Module, images: Tensor, targets: Tensor) -> list[float]:
+    """Return the increase of the loss after an ascent of each length along the normalised gradient."""
 
     def loss() -> Tensor:
         return nn.functional.cross_entropy(model(images), targets, label_smoothing=0.1)
@@ -43,7 +43,7 @@ def rises(model: nn.Module, images: Tensor, targets: Tensor) -> list[float]:
 
 
 def main() -> None:
-    """Both initialisations, side by side."""
+    """Print the increases for both initialisations."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data-root", type=Path, help="folder of the data sets (default: $TILTSAM_DATA, or data)")
     args = parser.parse_args()
@@ -57,10 +57,11 @@ def main() -> None:
             for m in convolutions:
                 m.reset_parameters()
         length = torch.stack([m.weight.norm() for m in convolutions]).norm()
-        told = ", ".join(
-            f"{rise:.3f} at {rho}" for rho, rise in zip(LENGTHS, rises(model, images, targets), strict=True)
+        increases = ", ".join(
+            f"{increase:.3f} at {rho}"
+            for rho, increase in zip(LENGTHS, loss_increases(model, images, targets), strict=True)
         )
-        print(f"{name}: convolutions of norm {length:.1f}; an ascent raises the loss by {told}")
+        print(f"{name}: convolutions of norm {length:.1f}; an ascent raises the loss by {increases}")
 
 
 if __name__ == "__main__":

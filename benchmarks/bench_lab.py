@@ -1,19 +1,18 @@
-"""How much of an epoch of the lab is spent in forward, backward and step: the rest is what the loop costs.
+"""Measure the fraction of an epoch of the lab that forward, backward and step take; the rest is overhead of the loop.
 
     python benchmarks/bench_lab.py                     # a small network and few images, on the CPU: a minute
     python benchmarks/bench_lab.py --device cuda       # CIFAR-100's 45,000 images, bf16: ResNet-18, batches 64 and 128
 
-Epochs of the lab's own loop, on random images in CIFAR-100's shape; the first warms up and is not counted, of the
-others the fastest counts. Three views of the same epoch, for no one of them tells all:
+The lab's own loop trains on random images in CIFAR-100's shape. The first epoch is a warm-up; of the others the fastest
+counts. It is measured in three ways:
 
-- ``in steps``: time inside the steps over the epoch's, on the device's own clock (CUDA events around each step). What
-  is outside is shuffling, augmentation, and whatever the device waited for between steps.
-- ``steps alone``: as many steps on one fixed batch, back to back, over the epoch's time. It counts as loss what the
-  host is too slow to keep hidden, too.
-- ``host``: the time the host needs to issue a step. While it is well below the time of a step, the device never waits.
+- ``in steps``: time inside the steps divided by that of the epoch, on the device's clock (CUDA events around steps).
+  The rest is shuffling, augmentation, and what the device waits for between steps.
+- ``steps alone``: time of as many steps on one fixed batch, without pauses, divided by that of the epoch. This includes
+  delays that a slow host causes within steps.
+- ``host``: time that the host needs to launch a step. If it is well below the time of a step, the device never waits.
 
-Evaluation (BatchNorm's statistics anew, validation and test) and writing the record come after the epoch's clock has
-stopped, and are given beside it.
+Evaluation (re-estimated BatchNorm statistics, validation and test) and writing the record are timed separately.
 """
 
 from __future__ import annotations
@@ -35,12 +34,12 @@ from tiltsam.lab.records import Record
 from tiltsam.lab.train import Progress, Trainer
 from timing import environment, print_table
 
-GOAL = 0.95  # share of an epoch in forward, backward and step
+GOAL = 0.95  # fraction of an epoch in forward, backward and step
 METHODS = ("erm", "sam", "tsam")
 
 
 def random_cifar(examples: int, test: int) -> Data:
-    """Noise in the shape of CIFAR-100; augmented as it is."""
+    """Return noise in the shape of CIFAR-100, with its augmentation."""
     made = torch.Generator().manual_seed(0)
 
     def split(n: int) -> Split:
@@ -60,7 +59,7 @@ def random_cifar(examples: int, test: int) -> Data:
 
 
 class TimedStep:
-    """A step that notes when it began and ended, on the device's clock, without making anyone wait."""
+    """A step that records its start and end on the device's clock, without synchronising."""
 
     def __init__(self, step: Any, device: torch.device) -> None:
         self.step = step
@@ -83,7 +82,7 @@ class TimedStep:
         return loss
 
     def take(self) -> tuple[int, float, float]:
-        """Steps, seconds within them, and seconds of the host within them, since it was last asked."""
+        """Return the steps since the last call, and the seconds of the device and of the host within them."""
         if self.on_gpu:
             torch.cuda.synchronize()
         inside = sum(a.elapsed_time(b) / 1e3 if self.on_gpu else b - a for a, b in self._marks)
@@ -93,7 +92,7 @@ class TimedStep:
 
 
 def measure(config: TrainConfig, data: Data) -> dict[str, Any]:
-    """Train for the config's epochs; the fastest but the first, in numbers."""
+    """Train for the config's epochs; return the numbers of the fastest, the first one excepted."""
     with tempfile.TemporaryDirectory() as folder:
         run = Trainer(config, Record(Path(folder)), data)
         plain = run.step
@@ -137,7 +136,7 @@ def measure(config: TrainConfig, data: Data) -> dict[str, Any]:
 
 
 def _alone(run: Trainer, step: Any, count: int) -> float:
-    """Seconds of a step on one fixed batch, many back to back; the fastest of three turns."""
+    """Return the seconds per step on one fixed batch, of many steps without pauses; the fastest of three rounds."""
     batch = next(run.batches.epoch(0, 0))
     count = min(count, 200)
     best = float("inf")
@@ -181,7 +180,7 @@ def parse() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Measure, print a table and write the numbers."""
     args = parse()
     device = torch.device(args.device)
     about = environment(device)
@@ -207,7 +206,7 @@ def main() -> None:
         "method",
         "batch",
         "steps",
-        "ms a step",
+        "ms per step",
         "alone",
         "host",
         "in steps",
@@ -230,8 +229,8 @@ def main() -> None:
         ],
     )
     worst = min(row["share_in_steps"] for row in rows)
-    told = "met" if worst >= GOAL else "missed"
-    print(f"\nforward, backward and step take at least {100 * worst:.1f}% of an epoch; the goal of 95% is {told}")
+    outcome = "met" if worst >= GOAL else "missed"
+    print(f"\nforward, backward and step take at least {100 * worst:.1f}% of an epoch; the goal of 95% is {outcome}")
     if args.out:
         args.out.mkdir(parents=True, exist_ok=True)
         record = {"environment": about, "model": args.model, "precision": args.precision, "rows": rows}

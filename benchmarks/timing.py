@@ -1,4 +1,4 @@
-"""How the benchmarks measure: candidates take turns in one process, and the fastest turn of each counts."""
+"""Timing for the benchmarks: candidates alternate in one process, and the fastest round of each counts."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 
-import tiltsam
-from tiltsam.lab.records import code_digest
+from tiltsam.lab.records import describe_environment
 
 
 def best_of(
@@ -25,9 +24,9 @@ def best_of(
     inner: int = 1,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, float]:
-    """Return the milliseconds of a step in the fastest of ``repeats`` turns of ``inner`` steps.
+    """Return the milliseconds per step in the fastest of ``repeats`` rounds of ``inner`` steps.
 
-    The candidates take turns, so drift of the machine affects all alike.
+    The candidates alternate, so drift of the machine affects all of them.
     """
     best = dict.fromkeys(candidates, float("inf"))
     for candidate in candidates.values():
@@ -53,7 +52,7 @@ def _milliseconds(
 
 
 def peak_memory(device: torch.device) -> float:
-    """Peak MiB so far: of the GPU's allocator, or resident in this process."""
+    """Return the peak memory so far in MiB: of the GPU's allocator, or resident in this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
@@ -78,25 +77,17 @@ def allocated_peak(run: Callable[[], object], device: torch.device) -> int:
 
 
 def in_fresh_process(script: str, *arguments: str) -> Any:
-    """Run a script of this folder in a new interpreter and read the JSON that is the last line of its output."""
+    """Run a script of this folder in a new interpreter and parse the last line of its output as JSON."""
     command = [sys.executable, str(Path(__file__).with_name(script)), *arguments]
     output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     return json.loads(output.strip().splitlines()[-1])
 
 
 def environment(device: torch.device) -> dict[str, object]:
-    """What stands beside every figure."""
-    found: dict[str, object] = {
-        "tiltsam": tiltsam.__version__,
-        "code": code_digest(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "threads": torch.get_num_threads(),
-        "processor": _processor(),
-    }
+    """Return the environment that is recorded with every measurement."""
+    found = describe_environment(device) | {"processor": _processor()}
     if device.type == "cuda":
-        found |= {"gpu": torch.cuda.get_device_name(device), "cuda": torch.version.cuda}
-        found |= {"cudnn": torch.backends.cudnn.version()}
+        found |= {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
     return found
 
 
@@ -116,7 +107,7 @@ def print_table(headings: list[str], rows: list[list[str]]) -> None:
 
 
 def draw_ratios(rows: list[dict[str, Any]], path: Path) -> None:
-    """Milliseconds a step, eager beside captured, for each network; nothing where matplotlib is missing."""
+    """Draw the milliseconds per step, eager next to captured, for each network. Needs matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -138,7 +129,7 @@ def draw_ratios(rows: list[dict[str, Any]], path: Path) -> None:
         axis.set_yticks(range(len(names)), names)
         axis.invert_yaxis()
         axis.margins(x=0.12)
-        axis.set_xlabel("milliseconds a step")
+        axis.set_xlabel("milliseconds per step")
         axis.set_title(f"{kind[0]}, {kind[1]}")
         axis.spines[["top", "right"]].set_visible(False)
     figure.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)

@@ -1,7 +1,12 @@
+import os
+
 import pytest
 import torch
 
 from helpers.ranks import Ranks
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of processes that tests start: the cores are busy
+os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: no test may use the network
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""A PostgreSQL server of the tests' own: in a folder of its own, on a socket of its own, gone afterwards."""
+"""Start a PostgreSQL server for the tests, with a temporary folder and socket."""
 
 import os
 import pwd

@@ -2,6 +2,7 @@
 
 import ast
 import doctest
+import functools
 import graphlib
 import importlib
 import importlib.util
@@ -63,7 +64,10 @@ def imported_modules(path: Path) -> set[str]:
     return {name for name in found if name == "tiltsam" or name.startswith("tiltsam.")}
 
 
-IMPORTS = {name: imported_modules(path) - {name} for name, path in FILES.items()}
+@functools.cache
+def imports() -> dict[str, set[str]]:
+    """Return the modules of tiltsam that each of them imports."""
+    return {name: imported_modules(path) - {name} for name, path in FILES.items()}
 
 
 def package(module: str) -> str:
@@ -73,23 +77,29 @@ def package(module: str) -> str:
 def test_imports_follow_layers_without_cycles():
     layer = {name: i for i, names in enumerate(LAYERS) for name in names}
     assert {package(module) for module in FILES} == set(layer)
-    for module, imported in IMPORTS.items():
+    for module, imported in imports().items():
         for other in imported:
             same = package(module) == package(other)
             assert same or layer[package(other)] < layer[package(module)], f"{module} imports {other}"
-    graphlib.TopologicalSorter(IMPORTS).prepare()  # raises CycleError
+    graphlib.TopologicalSorter(imports()).prepare()  # raises CycleError
 
 
 def test_imported_modules_exist():
-    for module, imported in IMPORTS.items():
+    for module, imported in imports().items():
         assert imported <= set(FILES), module
 
 
 def test_samplers_import_only_the_protocol_of_the_space():
     outside = {
-        m for module in FILES if package(module) == "samplers" for m in IMPORTS[module] if package(m) != "samplers"
+        m for module in FILES if package(module) == "samplers" for m in imports()[module] if package(m) != "samplers"
     }
     assert outside == {"tiltsam.space.protocol"}
+
+
+def test_nothing_imports_the_integrations():
+    """They are optional."""
+    outside = [module for module in FILES if package(module) != "integrations"]
+    assert not [m for module in outside for m in imports()[module] if package(m) == "integrations"]
 
 
 def test_class_names_are_unique():

@@ -141,9 +141,6 @@ def _add_lab(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    train.add_argument(
-        "task", metavar="TASK", help="a name printed by tiltsam tasks, or images:DIR, text:FILE, npz:FILE"
-    )
     add_arguments(train, leave_out=("task",))
     train.add_argument(
         "--parallel",
@@ -170,9 +167,6 @@ def _add_lab(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         allow_abbrev=False,  # otherwise --seed would mean --seeds
     )
     compare.add_argument(
-        "task", metavar="TASK", help="a name printed by tiltsam tasks, or images:DIR, text:FILE, npz:FILE"
-    )
-    compare.add_argument(
         "--methods",
         nargs="+",
         default=list(tiltsam.METHODS),
@@ -186,6 +180,9 @@ def _add_lab(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     compare.set_defaults(run=_compare)
 
     for command in (train, compare):
+        command.add_argument(
+            "task", metavar="TASK", help="a name printed by tiltsam tasks, or images:DIR, text:FILE, npz:FILE"
+        )
         _add_folders(command)
         _add_log(command)
 
@@ -292,7 +289,7 @@ def _add_sweep(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
     parser = commands.add_parser(
         "sweep",
-        help="tune several methods alike, then test each choice",
+        help="tune several methods with equal budgets, then test each choice",
         description="Give every METHOD the same number of trials, choose on the validation split, train each choice\n"
         "with several seeds and test it. The same command resumes an interrupted sweep. Started several times,\n"
         "here or on machines with the same --storage, it shares the work. Other flags hold for every trial.",
@@ -406,10 +403,11 @@ def _read_arguments(path: Path) -> list[str]:
 
 
 def _train(args: argparse.Namespace) -> None:
+    from tiltsam.lab.config import TILT_HAS_NO_EFFECT, tilt_has_no_effect
     from tiltsam.lab.console import RunDisplay
     from tiltsam.lab.data import find_task
-    from tiltsam.lab.distributed import connect_ranks
-    from tiltsam.lab.flags import from_arguments, remarks
+    from tiltsam.lab.devices import connect_ranks
+    from tiltsam.lab.flags import from_arguments
     from tiltsam.lab.records import Record
     from tiltsam.lab.train import train
 
@@ -423,7 +421,10 @@ def _train(args: argparse.Namespace) -> None:
         callbacks: dict[str, Any] = {}
         if distributed.is_main:
             samples = config.all_options().get("num_samples", 1)
-            for remark in remarks(args, config) + distributed.warnings(samples):
+            remarks = distributed.warnings(samples)
+            if tilt_has_no_effect(config):
+                remarks.append(f"{config.method} has {TILT_HAS_NO_EFFECT}")
+            for remark in remarks:
                 print(f"tiltsam train: {remark}", file=sys.stderr, flush=True)
             display = held.enter_context(RunDisplay())
             report = partial(display.report, config)

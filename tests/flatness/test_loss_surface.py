@@ -14,14 +14,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from helpers.interrupting import CONTEXTS, interrupted_everywhere
+from helpers.lazy import Lazy
 from helpers.measuring import MEASUREMENTS, Bowl, call, convnet, cross_entropy, images, mse, unequal_batches
 from tiltsam import curvature, sharpness
 from tiltsam.flatness import loss_surface
 from tiltsam.flatness.loss_surface import LossSurface, supervised, trainable
+
+dtensor = Lazy("torch.distributed.tensor")
 
 FORWARD = ("neighborhood", "t_sharper", "slice_1d", "slice_2d", "between")  # what takes no gradients
 every = pytest.mark.parametrize("measure", MEASUREMENTS.values(), ids=MEASUREMENTS)
@@ -435,7 +437,9 @@ def test_sharded_parameter_raises(tmp_path: Path) -> None:
     dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
     try:
         model = nn.Linear(1, 1)
-        model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), init_device_mesh("cpu", (1,)), [Shard(0)]))
+        model.weight = nn.Parameter(
+            dtensor.distribute_tensor(model.weight.detach(), init_device_mesh("cpu", (1,)), [dtensor.Shard(0)])
+        )
         for measure in MEASUREMENTS.values():
             with pytest.raises(ValueError, match="parameter weight is sharded"):
                 measure(model, mse, [(torch.ones(2, 1), torch.ones(2, 1))])

@@ -8,20 +8,17 @@ from contextlib import suppress
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import tiltsam
 from helpers.cases import METHODS, Net, sgd
+from helpers.lazy import Lazy
+
+dcp = Lazy("torch.distributed.checkpoint")
+state_dicts = Lazy("torch.distributed.checkpoint.state_dict")
+fsdp = Lazy("torch.distributed.fsdp")
 
 BY_NAME = {m.name: m for m in METHODS}
 EXAMPLES = 12  # of a whole batch: two or three ranks have equal parts of it
@@ -211,8 +208,8 @@ def sharded_model(mesh=None):
     model = mlp()
     for layer in model:
         if isinstance(layer, nn.Linear):
-            fully_shard(layer, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
+            fsdp.fully_shard(layer, mesh=mesh)
+    return fsdp.fully_shard(model, mesh=mesh)
 
 
 def sharded(rank, method, base, steps, options):
@@ -264,7 +261,10 @@ def save_sharded(rank, method, folder, steps):
     optimizer = BY_NAME[method](adamw(model.parameters()), model=model)
     train(model, optimizer, range(steps), rank, dist.get_world_size())
     whole = optimizer.base if method == "tsam" else optimizer  # the other has a state vector
-    state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, whole)}
+    state = {
+        "model": state_dicts.get_model_state_dict(model),
+        "optimizer": state_dicts.get_optimizer_state_dict(model, whole),
+    }
     dcp.save(state, checkpoint_id=folder)
 
 
@@ -277,10 +277,13 @@ def resume_sharded(rank, method, folder, start, steps, by_base):
 
 
 def load(model, optimizer, folder):
-    state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    state = {
+        "model": state_dicts.get_model_state_dict(model),
+        "optimizer": state_dicts.get_optimizer_state_dict(model, optimizer),
+    }
     dcp.load(state, checkpoint_id=folder, no_dist=not dist.is_initialized())
-    set_model_state_dict(model, state["model"])
-    set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    state_dicts.set_model_state_dict(model, state["model"])
+    state_dicts.set_optimizer_state_dict(model, optimizer, state["optimizer"])
 
 
 def exit_in_step(rank, kind):
@@ -315,7 +318,7 @@ def exit_in_step(rank, kind):
 
 def raise_after_forward(rank):
     """Run out of memory between forward and backward, at perturbed weights that FSDP has just gathered."""
-    model = fully_shard(mlp(), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    model = fsdp.fully_shard(mlp(), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     optimizer = tiltsam.SAM(sgd(model.parameters()), rho=5.0, model=model)
     x, y = batch(0)
     passes = []
@@ -339,7 +342,7 @@ def raise_after_forward(rank):
 
 def averaged_outputs(rank, steps):
     """Return outputs with averaged weights, of a model whose root FSDP leaves gathered after a forward pass."""
-    model = fully_shard(mlp(), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    model = fsdp.fully_shard(mlp(), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     return outputs_by_step(model, tiltsam.SAM(sgd(model.parameters()), model=model), steps)
 
 
@@ -404,7 +407,7 @@ def split_samples_of_different_models(rank):
 def split_samples_among_data_ranks(rank, kind):
     """Return the error of ranks that share samples and also average gradients over different batches."""
     parallel = tiltsam.Parallel(samples=dist.group.WORLD, data=dist.group.WORLD if kind == "data" else None)
-    model = {"ddp": DistributedDataParallel, "fsdp": fully_shard, "data": lambda model: model}[kind](mlp())
+    model = {"ddp": DistributedDataParallel, "fsdp": fsdp.fully_shard, "data": lambda model: model}[kind](mlp())
     optimizer = tiltsam.TSAM(sgd(model.parameters()), num_samples=4, model=model, parallel=parallel)
     return error_of(lambda: train(model, optimizer, range(1)))
 
@@ -425,7 +428,7 @@ def example_tilt(rank, steps, sharded, options):
     """Train TSAM on this rank's part of each batch, with weights over the whole batch."""
     model = mlp()
     if sharded:
-        model = fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+        model = fsdp.fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     else:
         model = DistributedDataParallel(model)
     return _train_with_tilt(model, steps, options, rank, dist.get_world_size())

@@ -58,8 +58,6 @@ class Ranks:
 
 
 def _serve(rank, size, store, pipe):
-    import helpers.vasso  # noqa: F401 - the page's example takes a step, which is to be this process's own
-
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=TIMEOUT)

@@ -84,13 +84,9 @@ def in_lightning(rank, folder, parts, sharded=False):
 
 def in_accelerate(rank, folder, parts, together=False):
     as_rank(rank, 2)
-    import accelerate
-    from accelerate.state import AcceleratorState, GradientState, PartialState
+    from helpers.accelerate_training import accelerate, reset_state, step
 
-    from tiltsam.integrations.accelerate import step
-
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
+    reset_state()
     accelerator = accelerate.Accelerator(
         cpu=True, gradient_accumulation_steps=parts, step_scheduler_with_optimizer=False
     )
@@ -114,12 +110,9 @@ def in_accelerate(rank, folder, parts, together=False):
 
 def in_transformers(rank, folder, parts):
     as_rank(rank, 2)
-    from accelerate.state import AcceleratorState, GradientState, PartialState
+    from helpers.transformers_trainer import reset_state, trainer
 
-    from helpers.transformers_trainer import trainer
-
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
+    reset_state()
     batch = BATCH // 2 // parts
     options = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": parts, "ddp_backend": "gloo"}
     t = trainer(folder, max_grad_norm=CLIP, **options)

@@ -5,7 +5,6 @@ import runpy
 from pathlib import Path
 
 import torch
-from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -117,6 +116,8 @@ def example(name):
 
 def accuracy(model):
     """Return the accuracy on digits."""
+    from sklearn.datasets import load_digits
+
     device = next(model.parameters()).device  # trainers move a model to a GPU
     x, y = (torch.from_numpy(a).to(device) for a in load_digits(return_X_y=True))
     with torch.no_grad():

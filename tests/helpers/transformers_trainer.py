@@ -6,8 +6,11 @@ from torch import nn
 from torch.utils.data import SequentialSampler
 from transformers import TrainingArguments
 
+from helpers.accelerate_training import reset_state
 from helpers.trainers import BATCH, STEPS, Rows, halving, net, optimizer_for
 from tiltsam.integrations.transformers import SharpnessAwareTrainer
+
+__all__ = ["Classifier", "InOrder", "SharpnessAwareTrainer", "reset_state", "trainer"]
 
 
 class Classifier(nn.Module):

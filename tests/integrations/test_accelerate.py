@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import tiltsam
+from helpers.lazy import Lazy
 from helpers.trainers import (
     BATCH,
     CLIP,
@@ -13,7 +14,6 @@ from helpers.trainers import (
     averages,
     example,
     flat,
-    halving,
     loader,
     loss_of,
     net,
@@ -21,73 +21,27 @@ from helpers.trainers import (
     plain,
 )
 
-accelerate = pytest.importorskip("accelerate")
-from accelerate.state import AcceleratorState, GradientState, PartialState  # noqa: E402
-
-from tiltsam.integrations.accelerate import step  # noqa: E402
-
-
-def reset_state():
-    """Reset the state that accelerators of a process share."""
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
+loop = Lazy("helpers.accelerate_training")
 
 
 @pytest.fixture(autouse=True)
 def _fresh_state():
-    reset_state()
+    pytest.importorskip("accelerate")
+    loop.reset_state()
     yield
-    reset_state()
-
-
-class Training:
-    """The loop of a user of Accelerate."""
-
-    def __init__(self, method="tsam", parts=1, scaler=None, dtype=torch.float64, **options):
-        self.accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=parts, **options)
-        self.accelerator.scaler = scaler  # Accelerate itself makes one on a GPU alone
-        model = net(dtype)
-        optimizer = optimizer_for(model, method)
-        scheduler = halving(optimizer)
-        self.model, self.optimizer, self.loader, self.scheduler = self.accelerator.prepare(
-            model, optimizer, loader(parts, dtype=dtype), scheduler
-        )
-        self.average = tiltsam.WeightAverage(self.model)
-        self.accelerator.register_for_checkpointing(self.average)
-        self.losses, self.done, self.calls = [], 0, 0
-        self.overflow_at = set()
-
-    def loss(self, x, y):
-        self.calls += 1
-        loss = loss_of(self.model, x, y)
-        return loss * torch.inf if self.calls in self.overflow_at else loss
-
-    def run(self, steps=STEPS, clip=None):
-        while self.done < steps:
-            skip = self.done * self.accelerator.gradient_accumulation_steps % len(self.loader)
-            for x, y in self.accelerator.skip_first_batches(self.loader, skip):
-                with self.accelerator.accumulate(self.model):
-                    loss = step(self.accelerator, self.optimizer, self.loss, x, y, max_grad_norm=clip)
-                    self.scheduler.step()
-                if self.accelerator.sync_gradients:
-                    self.average.update()
-                    self.losses.append(loss)
-                    self.done += 1
-                if self.done == steps:
-                    break
-        return flat(self.model)
+    loop.reset_state()
 
 
 @pytest.mark.parametrize("method", ["sam", "esam2", "pgn", "tsam"])
 def test_accelerate_equals_loop(method):
-    training = Training(method)
+    training = loop.Training(method)
     assert torch.equal(training.run(clip=CLIP), plain(method, clip=CLIP)[0])
     assert training.calls == STEPS * training.optimizer.optimizer.info.num_forwards
 
 
 def test_prepared_optimizer_takes_a_plain_closure():
     """With neither accumulation nor float16, what prepare returns is stepped like any optimizer with a closure."""
-    training = Training()
+    training = loop.Training()
     for _ in range(4):
         for x, y in training.loader:
 
@@ -103,7 +57,7 @@ def test_prepared_optimizer_takes_a_plain_closure():
 
 @pytest.mark.parametrize("parts", [2, 3])
 def test_accelerate_accumulation_equals_the_full_batch(parts):
-    training = Training(parts=parts)
+    training = loop.Training(parts=parts)
     assert_close(training.run(clip=CLIP), plain(clip=CLIP)[0])
     assert training.calls == STEPS * parts * training.optimizer.optimizer.info.num_forwards
 
@@ -111,15 +65,15 @@ def test_accelerate_accumulation_equals_the_full_batch(parts):
 def test_loss_of_a_window_is_that_of_the_full_batch():
     losses = []
     for parts in (1, 3):
-        training = Training(parts=parts)
+        training = loop.Training(parts=parts)
         training.run()
         losses.append(torch.stack(training.losses))
-        reset_state()
+        loop.reset_state()
     assert_close(*losses)
 
 
 def test_bfloat16():
-    weights = Training(dtype=torch.float32, mixed_precision="bf16").run()
+    weights = loop.Training(dtype=torch.float32, mixed_precision="bf16").run()
     expected, _ = plain(autocast=True, dtype=torch.float32)
     # Accelerate makes the model's output float32, so that the loss is computed in it.
     torch.testing.assert_close(weights, expected, rtol=0.05, atol=0.02)
@@ -129,14 +83,14 @@ def test_bfloat16():
 @pytest.mark.parametrize("method", ["sam", "pgn", "tsam-hmc"])
 def test_float16_logic_on_a_cpu(method, parts):
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=6)
-    training = Training(method, parts=parts, scaler=scaler)
+    training = loop.Training(method, parts=parts, scaler=scaler)
     torch.testing.assert_close(training.run(clip=CLIP), plain(method, clip=CLIP)[0], rtol=1e-7, atol=1e-8)
     assert scaler.get_scale() == 1024.0 * 2**3
 
 
 def test_overflow_skips_step_and_schedule():
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    training = Training("sam", scaler=scaler)
+    training = loop.Training("sam", scaler=scaler)
     before, rate = flat(training.model), training.scheduler.scheduler.last_epoch
     training.overflow_at = {1, 2}
     training.run(1)
@@ -152,7 +106,7 @@ def test_overflow_skips_step_and_schedule():
 
 def test_prepared_optimizer_refuses_float16_closure():
     """What prepare returns hands the scaler a closure; no weight moves by a scaled gradient."""
-    training = Training("sam", scaler=torch.amp.GradScaler("cpu", init_scale=1024.0))
+    training = loop.Training("sam", scaler=torch.amp.GradScaler("cpu", init_scale=1024.0))
     before = flat(training.model)
 
     def closure():
@@ -165,19 +119,19 @@ def test_prepared_optimizer_refuses_float16_closure():
         training.optimizer.step(closure)
     assert torch.equal(flat(training.model), before)
     batch = next(iter(training.loader))
-    step(training.accelerator, training.optimizer, training.loss, *batch)  # the right way goes on from there
+    loop.step(training.accelerator, training.optimizer, training.loss, *batch)  # the right way goes on from there
     assert not torch.equal(flat(training.model), before)
 
 
 @pytest.mark.parametrize("parts", [1, 2])
 def test_accelerate_resumed_inside_an_epoch_is_bitwise_equal(parts, tmp_path):
-    whole = Training(parts=parts).run()
-    reset_state()
-    half = Training(parts=parts)
+    whole = loop.Training(parts=parts).run()
+    loop.reset_state()
+    half = loop.Training(parts=parts)
     half.run(8)  # three batches into the second epoch
     half.accelerator.save_state(tmp_path / "half")
-    reset_state()
-    resumed = Training(parts=parts)
+    loop.reset_state()
+    resumed = loop.Training(parts=parts)
     resumed.accelerator.load_state(tmp_path / "half")
     resumed.done = 8
     assert torch.equal(resumed.run(), whole)
@@ -186,11 +140,11 @@ def test_accelerate_resumed_inside_an_epoch_is_bitwise_equal(parts, tmp_path):
 
 @pytest.mark.parametrize("parts", [1, 2])
 def test_weights_are_averaged_after_each_step(parts, tmp_path):
-    half = Training(parts=parts)
+    half = loop.Training(parts=parts)
     half.run(8)
     half.accelerator.save_state(tmp_path / "half")
-    reset_state()
-    resumed = Training(parts=parts)
+    loop.reset_state()
+    resumed = loop.Training(parts=parts)
     resumed.accelerator.load_state(tmp_path / "half")
     resumed.done = 8
     expected = averages()
@@ -203,49 +157,49 @@ def test_weights_are_averaged_after_each_step(parts, tmp_path):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_float16_on_a_gpu():
-    accelerator = accelerate.Accelerator(mixed_precision="fp16", gradient_accumulation_steps=2)
+    accelerator = loop.accelerate.Accelerator(mixed_precision="fp16", gradient_accumulation_steps=2)
     model = net(torch.float32)
     optimizer = optimizer_for(model)
     model, optimizer, batches = accelerator.prepare(model, optimizer, loader(2, dtype=torch.float32))
     for _ in range(4):
         for x, y in batches:
             with accelerator.accumulate(model):
-                step(accelerator, optimizer, lambda x, y: loss_of(model, x, y), x, y, max_grad_norm=CLIP)
+                loop.step(accelerator, optimizer, lambda x, y: loss_of(model, x, y), x, y, max_grad_norm=CLIP)
     expected, _ = plain(clip=CLIP, dtype=torch.float32, scheduled=False)
     torch.testing.assert_close(flat(model).cpu(), expected, rtol=0.1, atol=0.1)
 
 
 def test_other_optimizers_are_refused():
-    accelerator, model = accelerate.Accelerator(cpu=True), net()
+    accelerator, model = loop.accelerate.Accelerator(cpu=True), net()
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.raises(TypeError, match="got SGD"):
-        step(accelerator, optimizer, lambda: None)
+        loop.step(accelerator, optimizer, lambda: None)
 
 
 def test_prepared_base_is_refused():
     """It lacks the hooks in which gradients are clipped."""
-    accelerator, model = accelerate.Accelerator(cpu=True), net()
+    accelerator, model = loop.accelerate.Accelerator(cpu=True), net()
     model, base = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.raises(TypeError, match=r"accelerator\.prepare\(SAM\(base, \.\.\.\)\)"):
-        step(accelerator, tiltsam.SAM(base, model=model), lambda: None)
+        loop.step(accelerator, tiltsam.SAM(base, model=model), lambda: None)
 
 
 def test_loss_instead_of_loss_fn_is_refused():
-    training = Training()
+    training = loop.Training()
     x, y = torch.zeros(BATCH, 6, dtype=torch.float64), torch.zeros(BATCH, dtype=torch.long)
     with pytest.raises(TypeError, match=r"loss_fn.*got Tensor"):
-        step(training.accelerator, training.optimizer, training.loss(x, y))
+        loop.step(training.accelerator, training.optimizer, training.loss(x, y))
     with pytest.raises(TypeError, match=r"loss_fn.*got tuple"):
-        step(training.accelerator, training.optimizer, lambda *batch: (training.loss(*batch), x), x, y)
+        loop.step(training.accelerator, training.optimizer, lambda *batch: (training.loss(*batch), x), x, y)
 
 
 @pytest.mark.parametrize(("kind", "says"), [("DEEPSPEED", "DDP or FSDP2"), ("FSDP", "fsdp_version=2")])
 def test_unsupported_distributions_are_refused(kind, says, monkeypatch):
-    training = Training()
-    monkeypatch.setattr(type(training.accelerator), "distributed_type", accelerate.DistributedType[kind])
+    training = loop.Training()
+    monkeypatch.setattr(type(training.accelerator), "distributed_type", loop.accelerate.DistributedType[kind])
     monkeypatch.setattr(type(training.accelerator), "is_fsdp2", False)
     with pytest.raises(ValueError, match=says):
-        step(training.accelerator, training.optimizer, training.loss, torch.zeros(BATCH, 6), torch.zeros(BATCH))
+        loop.step(training.accelerator, training.optimizer, training.loss, torch.zeros(BATCH, 6), torch.zeros(BATCH))
 
 
 def test_example_learns_digits(tmp_path, monkeypatch):

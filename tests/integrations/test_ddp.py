@@ -7,9 +7,6 @@ from helpers.ranks import Ranks
 from helpers.trainer_jobs import count_synchronizations, in_accelerate, in_lightning, in_transformers
 from helpers.trainers import CLIP, STEPS, assert_close, net, optimizer_for, plain
 
-pytest.importorskip("lightning")
-pytest.importorskip("accelerate")
-pytest.importorskip("transformers")
 pytestmark = pytest.mark.slow
 
 
@@ -18,6 +15,8 @@ def test_trainers_on_two_ranks_equal_one_process(tmp_path):
 
     One test, because importing the trainers in each process takes most of the time.
     """
+    for name in ("lightning", "accelerate", "transformers"):
+        pytest.importorskip(name)
     expected, _ = plain(clip=CLIP)
     passes = STEPS * 2 * optimizer_for(net()).num_samples
     ranks = Ranks(2)

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import tiltsam
+from helpers.lazy import Lazy
 from helpers.trainers import (
     BATCH,
     CLIP,
@@ -15,7 +16,6 @@ from helpers.trainers import (
     averages,
     example,
     flat,
-    halving,
     loader,
     loss_of,
     net,
@@ -23,12 +23,7 @@ from helpers.trainers import (
     plain,
 )
 
-lightning = pytest.importorskip("lightning")
-from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging, WeightAveraging  # noqa: E402
-from lightning.pytorch.plugins.precision import MixedPrecision  # noqa: E402
-from torchmetrics import MaxMetric, MeanMetric, MetricCollection, RunningMean  # noqa: E402
-
-from tiltsam.integrations.lightning import SharpnessAwareMixin  # noqa: E402
+lit = Lazy("helpers.lightning_modules")
 
 pytestmark = [
     # Lightning asks torch's pytree in a way that torch 2.13 calls outdated.
@@ -39,66 +34,16 @@ pytestmark = [
 ]
 
 
-class Model(SharpnessAwareMixin, lightning.LightningModule):
-    def __init__(self, method="tsam", dtype=torch.float64, **options):
-        super().__init__()
-        self.net = net(dtype)
-        self.method, self.options = method, options
-        self.seen = MeanMetric()
-        self.passes, self.skip_at = 0, set()
-
-    def training_step(self, batch, batch_idx):
-        self.passes += 1
-        loss = loss_of(self.net, *batch)
-        self.log("loss", loss, on_step=True, on_epoch=True)
-        self.seen(loss.detach())
-        return None if self.global_step in self.skip_at else loss
-
-    def configure_optimizers(self):
-        optimizer = optimizer_for(self.net, self.method, **self.options)
-        return [optimizer], [{"scheduler": halving(optimizer), "interval": "step"}]
-
-
-class Notes(Callback):
-    """What callbacks see of the training."""
-
-    def __init__(self):
-        self.logged, self.epochs, self.norms, self.metrics = [], [], [], []
-
-    def on_before_optimizer_step(self, trainer, module, optimizer):
-        gradients = [p.grad for p in module.parameters()]
-        self.norms.append(torch.cat([g.flatten() for g in gradients]).norm().item())
-
-    def on_train_batch_end(self, trainer, module, *_):
-        if "loss_step" in trainer.callback_metrics and (not self.logged or trainer.global_step > len(self.logged)):
-            self.logged.append(trainer.callback_metrics["loss_step"].item())
-
-    def on_train_epoch_end(self, trainer, module):
-        self.epochs.append(trainer.callback_metrics["loss_epoch"].item())
-        self.metrics.append(module.seen.compute().item())
-        module.seen.reset()
-
-
-def trainer(tmp_path, **options):
-    return lightning.Trainer(
-        **{
-            "accelerator": "cpu",
-            "default_root_dir": tmp_path,
-            "max_steps": STEPS,
-            "logger": False,
-            "enable_checkpointing": False,
-            "enable_progress_bar": False,
-            "enable_model_summary": False,
-            **options,
-        }
-    )
+@pytest.fixture(autouse=True, scope="module")
+def _needs_lightning():
+    pytest.importorskip("lightning")
 
 
 @pytest.mark.parametrize("method", ["sam", "esam2", "pgn", "tsam"])
 def test_lightning_equals_loop(method, tmp_path):
     """Weights after 20 steps with clipping and a schedule, and the passes they took."""
-    model = Model(method)
-    trainer(tmp_path, gradient_clip_val=CLIP).fit(model, loader())
+    model = lit.Model(method)
+    lit.trainer(tmp_path, gradient_clip_val=CLIP).fit(model, loader())
     assert torch.equal(flat(model.net), plain(method, clip=CLIP)[0])
     assert model.passes == STEPS * model.optimizers().info.num_forwards
 
@@ -106,16 +51,16 @@ def test_lightning_equals_loop(method, tmp_path):
 @pytest.mark.parametrize("parts", [2, 3])
 def test_lightning_accumulation_equals_the_full_batch(parts, tmp_path):
     """Three parts of five batches end epochs inside no window; a window's gradient is clipped as a whole."""
-    model = Model()
-    trainer(tmp_path, accumulate_grad_batches=parts, gradient_clip_val=CLIP).fit(model, loader(parts))
+    model = lit.Model()
+    lit.trainer(tmp_path, accumulate_grad_batches=parts, gradient_clip_val=CLIP).fit(model, loader(parts))
     assert_close(flat(model.net), plain(clip=CLIP)[0])
     assert model.passes == STEPS * parts * model.optimizers().info.num_forwards
 
 
 def test_epoch_ends_inside_a_window(tmp_path):
     """Lightning steps on what is there, divided by the whole window; so do the passes, and nothing is carried over."""
-    model = Model("sam")
-    trainer(tmp_path, accumulate_grad_batches=3, max_steps=-1, max_epochs=1).fit(model, loader())
+    model = lit.Model("sam")
+    lit.trainer(tmp_path, accumulate_grad_batches=3, max_steps=-1, max_epochs=1).fit(model, loader())
     twin, data = net(), Rows()
     optimizer = optimizer_for(twin, "sam")
     for window in (range(3), range(3, 5)):
@@ -136,8 +81,8 @@ def test_epoch_ends_inside_a_window(tmp_path):
 
 @pytest.mark.parametrize("parts", [1, 2])
 def test_only_the_first_pass_is_logged(parts, tmp_path):
-    notes, model = Notes(), Model("sam")
-    trainer(tmp_path, callbacks=[notes], accumulate_grad_batches=parts).fit(model, loader(parts))
+    notes, model = lit.Notes(), lit.Model("sam")
+    lit.trainer(tmp_path, callbacks=[notes], accumulate_grad_batches=parts).fit(model, loader(parts))
     firsts = torch.tensor(plain("sam")[1]).view(4, 5)
     if parts == 1:
         torch.testing.assert_close(torch.tensor(notes.logged), firsts.flatten(), rtol=1e-5, atol=1e-6)
@@ -149,16 +94,16 @@ def test_only_the_first_pass_is_logged(parts, tmp_path):
 def test_counters_of_metrics_are_restored(tmp_path):
     """A running mean turns to its next place at each update: two passes a step would use the same one of two."""
 
-    class Running(Model):
+    class Running(lit.Model):
         def __init__(self):
             super().__init__("sam")
-            self.seen, self.means = RunningMean(window=2), []
+            self.seen, self.means = lit.RunningMean(window=2), []
 
         def on_train_batch_end(self, *_):
             self.means.append(self.seen.compute().item())
 
     model = Running()
-    trainer(tmp_path, max_steps=3).fit(model, loader())
+    lit.trainer(tmp_path, max_steps=3).fit(model, loader())
     a, b, c = plain("sam", steps=3)[1]
     assert model.means == pytest.approx([a, (a + b) / 2, (b + c) / 2], rel=1e-6)
 
@@ -166,10 +111,12 @@ def test_counters_of_metrics_are_restored(tmp_path):
 def test_metric_collection_counts_only_the_first_pass(tmp_path):
     """Two of its metrics are alike, and share their states."""
 
-    class Collecting(Model):
+    class Collecting(lit.Model):
         def __init__(self):
             super().__init__("sam")
-            self.seen = MetricCollection({"mean": MeanMetric(), "again": MeanMetric(), "largest": MaxMetric()})
+            self.seen = lit.MetricCollection(
+                {"mean": lit.MeanMetric(), "again": lit.MeanMetric(), "largest": lit.MaxMetric()}
+            )
 
         def training_step(self, batch, batch_idx):
             loss = loss_of(self.net, *batch)
@@ -177,7 +124,7 @@ def test_metric_collection_counts_only_the_first_pass(tmp_path):
             self.log_dict(self.seen, on_step=False, on_epoch=True)
             return loss
 
-    model, fit = Collecting(), trainer(tmp_path, max_steps=10)
+    model, fit = Collecting(), lit.trainer(tmp_path, max_steps=10)
     fit.fit(model, loader())
     firsts = plain("sam", steps=10)[1][5:]  # of the second epoch
     wanted = {"mean": sum(firsts) / 5, "again": sum(firsts) / 5, "largest": max(firsts)}
@@ -185,9 +132,9 @@ def test_metric_collection_counts_only_the_first_pass(tmp_path):
 
 
 def test_batches_of_a_window_are_logged_by_their_own_sizes(tmp_path):
-    notes, model, data = Notes(), Model("sam"), Rows()
+    notes, model, data = lit.Notes(), lit.Model("sam"), Rows()
     batches = torch.utils.data.DataLoader(data, batch_size=50)  # 50 and 10
-    trainer(tmp_path, callbacks=[notes], accumulate_grad_batches=2, max_epochs=1, max_steps=-1).fit(model, batches)
+    lit.trainer(tmp_path, callbacks=[notes], accumulate_grad_batches=2, max_epochs=1, max_steps=-1).fit(model, batches)
     assert notes.epochs == [pytest.approx(loss_of(net(), data.x, data.y).item(), rel=1e-6)]
 
 
@@ -212,8 +159,8 @@ class Stateful(torch.utils.data.DataLoader):
 
 def test_lightning_resumed_inside_an_epoch_is_bitwise_equal(tmp_path):
     def run(path=None, **options):
-        model = Model()
-        t = trainer(tmp_path, **options)
+        model = lit.Model()
+        t = lit.trainer(tmp_path, **options)
         t.fit(model, Stateful(Rows(), batch_size=BATCH), ckpt_path=path, weights_only=False if path else None)
         return model, t
 
@@ -226,75 +173,22 @@ def test_lightning_resumed_inside_an_epoch_is_bitwise_equal(tmp_path):
     assert resumed.optimizers().param_groups[0]["steps_taken"] == STEPS
 
 
-class Polynomial(WeightAveraging):
-    """Lightning's own callback, with the decay of tiltsam's average."""
-
-    def __init__(self):
-        super().__init__(avg_fn=lambda average, weights, n: average + (weights - average) * 9 / (n + 9))
-
-
-class Averaging(Callback):
-    """tiltsam's average in Lightning's hooks."""
-
-    average = state = None
-
-    def on_fit_start(self, trainer, module):
-        self.average = tiltsam.WeightAverage(module)
-        if self.state is not None:
-            self.average.load_state_dict(self.state)
-
-    def on_train_batch_end(self, trainer, *_):
-        if trainer.global_step > self.average.count:
-            self.average.update()
-
-    def on_validation_start(self, *_):
-        self.applied = self.average.applied()
-        self.applied.__enter__()
-
-    def on_validation_end(self, *_):
-        self.applied.__exit__(None, None, None)
-
-    def on_train_end(self, trainer, module):
-        self.on_validation_start()
-
-    def state_dict(self):
-        return self.average.state_dict()
-
-    def load_state_dict(self, state):
-        self.state = state
-
-
-class Validated(Model):
-    def __init__(self):
-        super().__init__()
-        self.tested = []
-
-    def validation_step(self, batch, batch_idx):
-        if batch_idx == 0:
-            self.tested.append(flat(self.net))
-
-
-class SaveAt8(Callback):
-    """Three batches into the second epoch, before another window begins."""
-
-    def on_train_batch_end(self, trainer, *_):
-        if trainer.global_step == 8 and not trainer.fit_loop._should_accumulate():
-            trainer.save_checkpoint(f"{trainer.default_root_dir}/half.ckpt", weights_only=False)
-
-
 @pytest.mark.parametrize("parts", [1, 2])
-@pytest.mark.parametrize("averaging", [Polynomial, Averaging])
+@pytest.mark.parametrize("averaging", ["Polynomial", "Averaging"])
 def test_weights_are_averaged_after_each_step(averaging, parts, tmp_path):
     """Validated at the average, left with it, and resumed at step 8."""
-    expected, notes = averages(), Notes()
+    expected, notes = averages(), lit.Notes()
 
     def fit(*callbacks, path=None):
-        model, data = Validated(), Stateful(Rows(), batch_size=BATCH // parts)
-        t = trainer(tmp_path, accumulate_grad_batches=parts, callbacks=[averaging(), *callbacks])
+        model, data = lit.Validated(), Stateful(Rows(), batch_size=BATCH // parts)
+        t = lit.trainer(tmp_path, accumulate_grad_batches=parts, callbacks=[getattr(lit, averaging)(), *callbacks])
         t.fit(model, data, loader(), ckpt_path=path, weights_only=False if path else None)
         return model
 
-    for model, steps in ((fit(notes, SaveAt8()), (0, 5, 10, 15, 20)), (fit(path=tmp_path / "half.ckpt"), (10, 15, 20))):
+    for model, steps in (
+        (fit(notes, lit.SaveAt8()), (0, 5, 10, 15, 20)),
+        (fit(path=tmp_path / "half.ckpt"), (10, 15, 20)),
+    ):
         for found, step in zip(model.tested[-len(steps) :], steps, strict=True):
             assert_close(found, expected[step])
         assert_close(flat(model.net), expected[-1])
@@ -302,8 +196,8 @@ def test_weights_are_averaged_after_each_step(averaging, parts, tmp_path):
 
 
 def test_bfloat16(tmp_path):
-    model = Model(dtype=torch.float32)
-    trainer(tmp_path, precision="bf16-mixed").fit(model, loader(dtype=torch.float32))
+    model = lit.Model(dtype=torch.float32)
+    lit.trainer(tmp_path, precision="bf16-mixed").fit(model, loader(dtype=torch.float32))
     expected, _ = plain(autocast=True, dtype=torch.float32)
     torch.testing.assert_close(flat(model.net), expected, rtol=1e-5, atol=1e-6)
 
@@ -315,16 +209,16 @@ def test_float16_logic_on_a_cpu(method, tmp_path):
     In float64, in which autocast leaves the layers alone.
     """
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=6)
-    model = Model(method)
-    plugin = MixedPrecision("16-mixed", "cpu", scaler=scaler)
+    model = lit.Model(method)
+    plugin = lit.MixedPrecision("16-mixed", "cpu", scaler=scaler)
     plugin.forward_context = plugin.val_step_context = torch.enable_grad
-    trainer(tmp_path, plugins=[plugin], gradient_clip_val=CLIP).fit(model, loader())
+    lit.trainer(tmp_path, plugins=[plugin], gradient_clip_val=CLIP).fit(model, loader())
     torch.testing.assert_close(flat(model.net), plain(method, clip=CLIP)[0], rtol=1e-7, atol=1e-8)
     assert scaler.get_scale() == 1024.0 * 2**3
 
 
 def test_overflow_skips_step_and_lowers_scale(tmp_path):
-    class Overflowing(Model):
+    class Overflowing(lit.Model):
         def on_after_backward(self):
             if self.passes == 4:  # the second pass of the second sample of the first step
                 self.net[0].weight.grad[0, 0] = torch.inf
@@ -332,17 +226,17 @@ def test_overflow_skips_step_and_lowers_scale(tmp_path):
     model = Overflowing()
     before = flat(model.net)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    plugin = MixedPrecision("16-mixed", "cpu", scaler=scaler)
+    plugin = lit.MixedPrecision("16-mixed", "cpu", scaler=scaler)
     plugin.forward_context = torch.enable_grad
-    trainer(tmp_path, plugins=[plugin], max_steps=1).fit(model, loader())
+    lit.trainer(tmp_path, plugins=[plugin], max_steps=1).fit(model, loader())
     assert torch.equal(flat(model.net), before)
     assert scaler.get_scale() == 512.0
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_float16_on_a_gpu(tmp_path):
-    model = Model(dtype=torch.float32)
-    t = trainer(tmp_path, accelerator="gpu", devices=1, precision="16-mixed", gradient_clip_val=CLIP)
+    model = lit.Model(dtype=torch.float32)
+    t = lit.trainer(tmp_path, accelerator="gpu", devices=1, precision="16-mixed", gradient_clip_val=CLIP)
     t.fit(model, loader(dtype=torch.float32))
     expected, _ = plain(clip=CLIP, dtype=torch.float32)
     assert t.precision_plugin.scaler.get_scale() > 0
@@ -350,22 +244,22 @@ def test_float16_on_a_gpu(tmp_path):
 
 
 def test_training_step_returning_none_skips_the_step(tmp_path):
-    model = Model()
+    model = lit.Model()
     model.skip_at = {0}
     before = flat(model.net)
     with pytest.warns(UserWarning, match="returned `None`"):
-        trainer(tmp_path, max_steps=1).fit(model, loader())
+        lit.trainer(tmp_path, max_steps=1).fit(model, loader())
     assert torch.equal(flat(model.net), before)
 
 
 def test_batch_of_a_window_returning_none_is_skipped(tmp_path):
-    class Half(Model):
+    class Half(lit.Model):
         def training_step(self, batch, batch_idx):
             loss = super().training_step(batch, batch_idx)
             return None if batch_idx == 0 else loss
 
     model = Half("sam")
-    trainer(tmp_path, max_steps=1, accumulate_grad_batches=2).fit(model, loader(2))
+    lit.trainer(tmp_path, max_steps=1, accumulate_grad_batches=2).fit(model, loader(2))
     twin, (_, batch) = net(), list(loader(2))[:2]
     optimizer = optimizer_for(twin, "sam")
 
@@ -381,7 +275,7 @@ def test_batch_of_a_window_returning_none_is_skipped(tmp_path):
 def test_epoch_without_backward_updates_statistics_only(tmp_path):
     """StochasticWeightAveraging runs one for BatchNorm, at the averaged weights."""
 
-    class Normalised(Model):
+    class Normalised(lit.Model):
         def __init__(self):
             super().__init__()
             self.net.insert(1, nn.BatchNorm1d(11, dtype=torch.float64))
@@ -389,9 +283,9 @@ def test_epoch_without_backward_updates_statistics_only(tmp_path):
         def configure_optimizers(self):
             return optimizer_for(self.net, self.method)
 
-    averaging = StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=1)
+    averaging = lit.StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=1)
     model = Normalised()
-    trainer(tmp_path, max_steps=-1, max_epochs=2, callbacks=[averaging]).fit(model, loader())
+    lit.trainer(tmp_path, max_steps=-1, max_epochs=2, callbacks=[averaging]).fit(model, loader())
     assert torch.equal(flat(model.net), flat(averaging._average_model.net))
     means = torch.stack([model.net[0](x).mean(0) for x, _ in loader()])
     assert_close(model.net[1].running_mean, means.mean(0).detach())
@@ -399,17 +293,17 @@ def test_epoch_without_backward_updates_statistics_only(tmp_path):
 
 
 def test_other_optimizers_step_as_usual(tmp_path):
-    class Ordinary(Model):
+    class Ordinary(lit.Model):
         def configure_optimizers(self):
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
     model = Ordinary()
-    trainer(tmp_path, accumulate_grad_batches=2).fit(model, loader(2))
+    lit.trainer(tmp_path, accumulate_grad_batches=2).fit(model, loader(2))
     assert model.passes == 2 * STEPS
 
 
 def test_training_step_can_be_called_by_hand():
-    model = Model()
+    model = lit.Model()
     with pytest.warns(UserWarning, match=r"trying to `self\.log\(\)`"):
         loss = model.training_step(next(iter(loader())), 0)
     assert loss.requires_grad
@@ -418,7 +312,7 @@ def test_training_step_can_be_called_by_hand():
 def test_dataloader_iter_is_refused():
     with pytest.raises(TypeError, match=r"training_step\(batch, batch_idx\)"):
 
-        class Wrong(SharpnessAwareMixin, lightning.LightningModule):
+        class Wrong(lit.SharpnessAwareMixin, lit.lightning.LightningModule):
             def training_step(self, dataloader_iter):
                 return None
 
@@ -426,7 +320,7 @@ def test_dataloader_iter_is_refused():
 def test_inherited_and_extended_training_steps(tmp_path):
     """A module of others gets the mixin in front; a subclass may call its parent's step."""
 
-    class Theirs(lightning.LightningModule):
+    class Theirs(lit.lightning.LightningModule):
         def __init__(self):
             super().__init__()
             self.net, self.calls = net(), 0
@@ -435,7 +329,7 @@ def test_inherited_and_extended_training_steps(tmp_path):
             self.calls += 1
             return loss_of(self.net, *batch)
 
-    class Ours(SharpnessAwareMixin, Theirs):
+    class Ours(lit.SharpnessAwareMixin, Theirs):
         def configure_optimizers(self):
             return tiltsam.SAM(torch.optim.SGD(self.parameters(), lr=0.1), model=self)
 
@@ -446,28 +340,28 @@ def test_inherited_and_extended_training_steps(tmp_path):
     weights = []
     for kind in (Ours, More):
         model = kind()
-        trainer(tmp_path, max_steps=3, accumulate_grad_batches=2).fit(model, loader(2))
+        lit.trainer(tmp_path, max_steps=3, accumulate_grad_batches=2).fit(model, loader(2))
         assert model.calls == 3 * 2 * 2
         weights.append(flat(model))
     assert torch.equal(*weights)
 
 
 def test_unsupported_strategies_are_refused(tmp_path):
-    class FSDPStrategy(lightning.pytorch.strategies.SingleDeviceStrategy):
+    class FSDPStrategy(lit.lightning.pytorch.strategies.SingleDeviceStrategy):
         pass
 
     with pytest.raises(ValueError, match="FSDPStrategy"):
-        trainer(tmp_path, strategy=FSDPStrategy()).fit(Model(), loader())
+        lit.trainer(tmp_path, strategy=FSDPStrategy()).fit(lit.Model(), loader())
 
 
 def test_bypassing_the_mixin_is_refused(tmp_path):
     """It would see the last batch of each window alone."""
 
-    class Own(Model):
+    class Own(lit.Model):
         def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure=None):
             optimizer.step(closure=optimizer_closure)
 
-    class Behind(lightning.LightningModule, SharpnessAwareMixin):
+    class Behind(lit.lightning.LightningModule, lit.SharpnessAwareMixin):
         def __init__(self):
             super().__init__()
             self.net = net()
@@ -478,21 +372,21 @@ def test_bypassing_the_mixin_is_refused(tmp_path):
         def configure_optimizers(self):
             return optimizer_for(self.net)
 
-    class Through(Model):
+    class Through(lit.Model):
         def optimizer_step(self, *args):
             super().optimizer_step(*args)
 
     for kind in (Own, Behind):
         for parts in (1, 2):
             with pytest.raises(RuntimeError, match=r"super\(\)\.optimizer_step"):
-                trainer(tmp_path, accumulate_grad_batches=parts).fit(kind(), loader(parts))
-    trainer(tmp_path, max_steps=2).fit(Through(), loader())
+                lit.trainer(tmp_path, accumulate_grad_batches=parts).fit(kind(), loader(parts))
+    lit.trainer(tmp_path, max_steps=2).fit(Through(), loader())
 
 
 def test_module_pickles():
     import pickle
 
-    assert isinstance(pickle.loads(pickle.dumps(Model())).net, nn.Module)
+    assert isinstance(pickle.loads(pickle.dumps(lit.Model())).net, nn.Module)
 
 
 def test_example_learns_digits(tmp_path, monkeypatch):
@@ -500,37 +394,16 @@ def test_example_learns_digits(tmp_path, monkeypatch):
     assert accuracy(example("lightning_digits.py")["trainer"].lightning_module.net) > 0.9
 
 
-class WithoutMixin(lightning.LightningModule):
-    def __init__(self, method, automatic=True):
-        super().__init__()
-        self.net, self.method, self.automatic_optimization = net(torch.float64), method, automatic
-
-    def training_step(self, batch, batch_idx):
-        if self.automatic_optimization:
-            return loss_of(self.net, *batch)
-
-        def closure():
-            loss = loss_of(self.net, *batch)
-            self.manual_backward(loss)
-            return loss
-
-        self.optimizers().step(closure)
-        return None
-
-    def configure_optimizers(self):
-        return optimizer_for(self.net, self.method)
-
-
 def test_module_without_mixin_is_refused(tmp_path):
-    model = WithoutMixin("sam")
+    model = lit.WithoutMixin("sam")
     before = flat(model.net)
     with pytest.raises(RuntimeError, match="WithoutMixin"):
-        trainer(tmp_path).fit(model, loader())
+        lit.trainer(tmp_path).fit(model, loader())
     assert torch.equal(flat(model.net), before)
 
 
 @pytest.mark.parametrize(("method", "automatic"), [("erm", True), ("sam", False)])
 def test_module_without_mixin_may_take_plain_or_manual_steps(method, automatic, tmp_path):
-    model = WithoutMixin(method, automatic)
-    trainer(tmp_path, max_steps=2).fit(model, loader())
+    model = lit.WithoutMixin(method, automatic)
+    lit.trainer(tmp_path, max_steps=2).fit(model, loader())
     assert model.optimizers(use_pl_optimizer=False).setting("steps_taken") == 2

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import tiltsam
+from helpers.lazy import Lazy
 from helpers.trainers import (
     BATCH,
     CLIP,
@@ -24,31 +25,23 @@ from helpers.trainers import (
     plain,
 )
 
-transformers = pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
-from accelerate.state import AcceleratorState, GradientState, PartialState  # noqa: E402
-from transformers import TrainerCallback, TrainingArguments  # noqa: E402
-
-from helpers.transformers_trainer import Classifier, InOrder, trainer  # noqa: E402
-from tiltsam.integrations.transformers import SharpnessAwareTrainer  # noqa: E402
+transformers = Lazy("transformers")
+hf = Lazy("helpers.transformers_trainer")
 
 
 @pytest.fixture(autouse=True)
 def _fresh_state():
     """Reset the state that accelerators of a process share."""
-    reset_state()
+    pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    hf.reset_state()
     yield
-    reset_state()
-
-
-def reset_state():
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
+    hf.reset_state()
 
 
 @pytest.mark.parametrize("method", ["sam", "esam2", "pgn", "tsam"])
 def test_trainer_equals_loop(method, tmp_path):
-    t = trainer(tmp_path, method=method, max_grad_norm=CLIP)
+    t = hf.trainer(tmp_path, method=method, max_grad_norm=CLIP)
     t.train()
     expected, firsts = plain(method, clip=CLIP)
     assert_close(flat(t.model), expected)
@@ -59,7 +52,7 @@ def test_trainer_equals_loop(method, tmp_path):
 
 @pytest.mark.parametrize("parts", [2, 3])
 def test_trainer_accumulation_equals_the_full_batch(parts, tmp_path):
-    t = trainer(tmp_path, parts=parts, max_grad_norm=CLIP)
+    t = hf.trainer(tmp_path, parts=parts, max_grad_norm=CLIP)
     t.train()
     expected, firsts = plain(clip=CLIP)
     assert_close(flat(t.model), expected)
@@ -67,14 +60,14 @@ def test_trainer_accumulation_equals_the_full_batch(parts, tmp_path):
 
 
 def test_callbacks_and_norms_see_the_aggregate_once_a_step(tmp_path):
-    class Count(TrainerCallback):
+    class Count(transformers.TrainerCallback):
         seen = ()
 
         def on_pre_optimizer_step(self, args, state, control, model, **kwargs):
             gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
             Count.seen = (*Count.seen, gradient.norm().item())
 
-    t = trainer(tmp_path, parts=2, callbacks=[Count()], max_grad_norm=CLIP)
+    t = hf.trainer(tmp_path, parts=2, callbacks=[Count()], max_grad_norm=CLIP)
     t.train()
     norms = [row["grad_norm"] for row in t.state.log_history if "grad_norm" in row]
     assert len(Count.seen) == len(norms) == STEPS
@@ -85,9 +78,9 @@ def test_callbacks_and_norms_see_the_aggregate_once_a_step(tmp_path):
 def test_method_wraps_the_optimizer_of_the_trainer(tmp_path):
     """AdamW with the Trainer's schedule and decay groups equals the same by hand."""
     options = {"learning_rate": 0.02, "warmup_steps": 4, "weight_decay": 0.1, "lr_scheduler_type": "cosine"}
-    t = trainer(tmp_path, wrap=functools.partial(tiltsam.SAM, rho=0.05), optim="adamw_torch", **options)
+    t = hf.trainer(tmp_path, wrap=functools.partial(tiltsam.SAM, rho=0.05), optim="adamw_torch", **options)
     t.train()
-    model, data = Classifier(), Rows()
+    model, data = hf.Classifier(), Rows()
     decayed = [p for name, p in model.named_parameters() if name.endswith("weight")]
     others = [p for name, p in model.named_parameters() if not name.endswith("weight")]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
@@ -109,9 +102,10 @@ def test_method_wraps_the_optimizer_of_the_trainer(tmp_path):
 
 @pytest.mark.parametrize("parts", [1, 2])
 def test_trainer_resumed_inside_an_epoch_is_bitwise_equal(parts, tmp_path):
-    whole = trainer(tmp_path, parts=parts, save_strategy="steps", save_steps=8)  # three batches into the second epoch
+    # Saved three batches into the second epoch.
+    whole = hf.trainer(tmp_path, parts=parts, save_strategy="steps", save_steps=8)
     whole.train()
-    resumed = trainer(tmp_path, parts=parts)
+    resumed = hf.trainer(tmp_path, parts=parts)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-8"))
     assert resumed.model.calls < whole.model.calls
     assert torch.equal(flat(resumed.model), flat(whole.model))
@@ -123,7 +117,7 @@ def test_trainer_resumed_inside_an_epoch_is_bitwise_equal(parts, tmp_path):
 def test_weights_are_averaged_after_each_step(parts, tmp_path):
     """As in docs/trainers.md: updated and saved by a callback, evaluated by the Trainer, resumed at step 8."""
 
-    class Averaging(TrainerCallback):
+    class Averaging(transformers.TrainerCallback):
         def on_train_begin(self, args, state, control, model, **kwargs):
             self.average = tiltsam.WeightAverage(model)
             if state.global_step:
@@ -139,7 +133,7 @@ def test_weights_are_averaged_after_each_step(parts, tmp_path):
         def file(self, args, state):
             return f"{args.output_dir}/checkpoint-{state.global_step}/average.pt"
 
-    class Averaged(InOrder):
+    class Averaged(hf.InOrder):
         def evaluate(self, *args, **kwargs):
             with averaging.average.applied():
                 self.tested = [*getattr(self, "tested", []), flat(self.model)]
@@ -149,20 +143,20 @@ def test_weights_are_averaged_after_each_step(parts, tmp_path):
     often = {"save_strategy": "steps", "save_steps": 8, "eval_strategy": "steps", "eval_steps": 4}
     for path, steps in ((None, range(4, 21, 4)), (str(tmp_path / "checkpoint-8"), range(12, 21, 4))):
         averaging = Averaging()
-        t = trainer(tmp_path, parts=parts, cls=Averaged, callbacks=[averaging], **often)
+        t = hf.trainer(tmp_path, parts=parts, cls=Averaged, callbacks=[averaging], **often)
         t.train(resume_from_checkpoint=path)
         assert_close(flat(t.model), plain()[0])
         for found, step in zip(t.tested, steps, strict=True):
             assert_close(found, expected[step])
         losses = [row["eval_loss"] for row in t.state.log_history if "eval_loss" in row]
-        model, data = Classifier(), Rows()
+        model, data = hf.Classifier(), Rows()
         nn.utils.vector_to_parameters(expected[-1], model.parameters())
         assert losses[-1] == pytest.approx(loss_of(model.net, data.x, data.y).item(), rel=1e-6)
-        reset_state()
+        hf.reset_state()
 
 
 def test_label_smoothing(tmp_path):
-    t = trainer(tmp_path, label_smoothing_factor=0.1, parts=2, method="sam")
+    t = hf.trainer(tmp_path, label_smoothing_factor=0.1, parts=2, method="sam")
     t.train()
     twin, data = net(), Rows()
     optimizer = optimizer_for(twin, "sam")
@@ -181,7 +175,7 @@ def test_label_smoothing(tmp_path):
 
 
 def test_bfloat16(tmp_path):
-    t = trainer(tmp_path, bf16=True, dtype=torch.float32)
+    t = hf.trainer(tmp_path, bf16=True, dtype=torch.float32)
     t.train()
     expected, _ = plain(autocast=True, dtype=torch.float32)
     torch.testing.assert_close(flat(t.model), expected, rtol=1e-4, atol=1e-4)
@@ -190,7 +184,7 @@ def test_bfloat16(tmp_path):
 @pytest.mark.parametrize("method", ["sam", "pgn", "tsam-hmc"])
 def test_float16_logic_on_a_cpu(method, tmp_path):
     """The Trainer unscales, clips and steps with a scaler."""
-    t = trainer(tmp_path, method=method, parts=2, max_grad_norm=CLIP)
+    t = hf.trainer(tmp_path, method=method, parts=2, max_grad_norm=CLIP)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=6)
     t.accelerator.scaler, t.accelerator.native_amp, t.accelerator.state._mixed_precision = scaler, True, "fp16"
     t.accelerator.prepare_model = lambda model, **_: model  # autocast would turn float64 into float16
@@ -201,28 +195,28 @@ def test_float16_logic_on_a_cpu(method, tmp_path):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_float16_on_a_gpu(tmp_path):
-    t = trainer(tmp_path, use_cpu=False, fp16=True, parts=2, max_grad_norm=CLIP, dtype=torch.float32)
+    t = hf.trainer(tmp_path, use_cpu=False, fp16=True, parts=2, max_grad_norm=CLIP, dtype=torch.float32)
     t.train()
     expected, _ = plain(clip=CLIP, dtype=torch.float32)
     torch.testing.assert_close(flat(t.model).cpu(), expected, rtol=0.1, atol=0.1)
 
 
 def test_epoch_stopped_inside_a_window_drops_its_batches(tmp_path):
-    class Stop(TrainerCallback):
+    class Stop(transformers.TrainerCallback):
         stopped = False
 
         def on_substep_end(self, args, state, control, **kwargs):
             control.should_epoch_stop = state.global_step == 2 and not self.stopped
             self.stopped = self.stopped or control.should_epoch_stop
 
-    t = trainer(tmp_path, parts=2, callbacks=[Stop()], max_steps=-1, num_train_epochs=2)
+    t = hf.trainer(tmp_path, parts=2, callbacks=[Stop()], max_steps=-1, num_train_epochs=2)
     t.train()
     assert t.state.global_step == 2 + 5
     assert t.model.calls == (2 + 5) * 2 * t.sharpness_aware.info.num_forwards
 
 
 def test_train_twice(tmp_path):
-    t = trainer(tmp_path, max_steps=3)
+    t = hf.trainer(tmp_path, max_steps=3)
     t.train()
     before = flat(t.model)
     t.train()
@@ -231,27 +225,27 @@ def test_train_twice(tmp_path):
 
 
 def test_trainer_without_a_method_is_refused(tmp_path):
-    arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
+    arguments = transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
     with pytest.raises(ValueError, match=r"method=tiltsam\.TSAM"):
-        SharpnessAwareTrainer(Classifier(), arguments)
-    SharpnessAwareTrainer(Classifier(), arguments, method=tiltsam.TSAM)
+        hf.SharpnessAwareTrainer(hf.Classifier(), arguments)
+    hf.SharpnessAwareTrainer(hf.Classifier(), arguments, method=tiltsam.TSAM)
 
 
 def test_two_methods_are_refused(tmp_path):
-    model = Classifier()
-    arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
+    model = hf.Classifier()
+    arguments = transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
     with pytest.raises(ValueError, match="not both"):
-        InOrder(model, arguments, optimizers=(optimizer_for(model.net), None), method=tiltsam.SAM)
+        hf.InOrder(model, arguments, optimizers=(optimizer_for(model.net), None), method=tiltsam.SAM)
 
 
 def test_method_instance_is_refused(tmp_path):
     """The error comes before training begins."""
-    model = Classifier()
-    arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
+    model = hf.Classifier()
+    arguments = transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
     with pytest.raises(TypeError, match=r"got SAM.*optimizers=\(SAM\(\.\.\.\), None\)"):
-        SharpnessAwareTrainer(model, arguments, method=optimizer_for(model.net, "sam"))
+        hf.SharpnessAwareTrainer(model, arguments, method=optimizer_for(model.net, "sam"))
     with pytest.raises(TypeError, match="got 'tsam'"):
-        SharpnessAwareTrainer(model, arguments, method="tsam")
+        hf.SharpnessAwareTrainer(model, arguments, method="tsam")
 
 
 # Without a GPU torch warns that there is no memory to pin.

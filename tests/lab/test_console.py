@@ -81,7 +81,7 @@ def test_stop_before_stops_the_run_display(monkeypatch, capsys):
         screen.print("one is not measured")
         out = err = ""
         end = time.monotonic() + 60
-        while "25%" not in err:  # a thread draws it, ten times a second where nobody else wants the processor
+        while "25%" not in err:  # a thread draws it, up to ten times a second
             assert time.monotonic() < end
             time.sleep(0.1)
             seen = capsys.readouterr()
@@ -91,13 +91,13 @@ def test_stop_before_stops_the_run_display(monkeypatch, capsys):
 
 def test_tick_is_called_within_a_long_epoch(tmp_path, monkeypatch):
     monkeypatch.setattr(training, "TICK_SECONDS", 0.0)
-    told, ended = [], []
-    train(CONFIG, Record(tmp_path), tick=lambda p: told.append((p.done, p.seconds, bool(p.row))), report=ended.append)
+    ticks, ended = [], []
+    train(CONFIG, Record(tmp_path), tick=lambda p: ticks.append((p.done, p.seconds, bool(p.row))), report=ended.append)
     assert len(ended) == 2
-    assert told == sorted(told)
-    assert len(told) > 20
-    assert told[0][2] is False
-    assert told[-1][2] is True
+    assert ticks == sorted(ticks)
+    assert len(ticks) > 20
+    assert ticks[0][2] is False
+    assert ticks[-1][2] is True
 
 
 @pytest.fixture

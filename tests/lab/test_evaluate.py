@@ -5,10 +5,9 @@ import math
 import numpy as np
 import pytest
 import torch
-from scipy import stats
-from sklearn import metrics as reference
 from torch import nn
 
+from helpers.lazy import Lazy
 from tiltsam.lab.data.dataset import Data, Split
 from tiltsam.lab.evaluate import (
     METRICS,
@@ -21,6 +20,9 @@ from tiltsam.lab.evaluate import (
     task_loss,
 )
 from tiltsam.tilting import ExampleTilt
+
+stats = Lazy("scipy.stats")
+reference = Lazy("sklearn.metrics")
 
 
 def logits_of(classes, num_classes, generator):

@@ -7,7 +7,7 @@ import tiltsam
 from helpers.vasso import VaSSO
 from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.errors import ConfigError
-from tiltsam.lab.flags import add_arguments, from_arguments, given, parse_method, remarks, shared_settings
+from tiltsam.lab.flags import add_arguments, from_arguments, given, parse_method, shared_settings
 
 
 def parsed(*flags):
@@ -93,11 +93,9 @@ def test_method_flag_accepts_options():
 
 
 def test_only_given_flags_are_settings():
-    args = parsed("--method", "sam", "--rho", "0.05", "--no-average", "--num-samples", "5", "--radius", "none")
-    assert given(args) == {"method": "sam", "rho": 0.05, "average": False, "num_samples": 5, "radius": None}
-    config = from_arguments(args)
-    assert config == TrainConfig(method="sam")
-    assert remarks(args, config) == ["sam has no num_samples, radius: ignored"]
+    args = parsed("--method", "tsam", "--rho", "0.1", "--no-average", "--num-samples", "5", "--radius", "none")
+    assert given(args) == {"method": "tsam", "rho": 0.1, "average": False, "num_samples": 5, "radius": None}
+    assert from_arguments(args) == TrainConfig(method="tsam", options={"num_samples": 5})
 
 
 def test_shared_settings_separate_those_of_some_methods():

@@ -14,9 +14,7 @@ from tiltsam.lab.flatness import FlatnessPlan, compare
 from tiltsam.landscape import Slice1D
 from tiltsam.sharpness import neighborhood
 
-QUICK = FlatnessPlan(
-    std=(0.01, 0.1), num_samples=4, num_trace_samples=3, num_density_probes=2, num_points=5, plane=True
-)
+QUICK = FlatnessPlan(std=(0.01, 0.1), num_samples=4, num_trace_samples=3, num_density_probes=2, num_points=5)
 
 
 def test_write_figures_writes_all(tmp_path: Path) -> None:
@@ -26,7 +24,7 @@ def test_write_figures_writes_all(tmp_path: Path) -> None:
 
     flats = compare({"a": convnet(), "b/c": convnet()}, cross_entropy, unequal_batches(), QUICK)
     written = write_figures(flats, tmp_path / "new", dpi=40)
-    names = {"neighborhood.png", "spectrum.png", "slices.png", "plane-a.png", "plane-b-c.png"}
+    names = {"neighborhood.png", "spectrum.png", "slices.png"}
     assert {path.name for path in written} == names
     assert all(path.stat().st_size > 1000 for path in written)
     assert not {path.name for path in (tmp_path / "new").iterdir()} - names
@@ -75,7 +73,7 @@ def test_write_figures_of_many_models_keeps_axes_visible(tmp_path: Path, monkeyp
     monkeypatch.setattr(Figure, "savefig", keep)
     (flat,) = compare({"": convnet()}, cross_entropy, unequal_batches(), QUICK)
     names = [f"tsam epochs=6 lr=0.05 rho={rho} t=20 num_samples=1 seed 0" for rho in range(30)]
-    write_figures([dataclasses.replace(flat, name=name, plane=None) for name in names], tmp_path, dpi=40)
+    write_figures([dataclasses.replace(flat, name=name) for name in names], tmp_path, dpi=40)
     assert set(saved) == {"neighborhood", "spectrum", "slices"}
     for figure in saved.values():
         (legend,) = figure.legends
@@ -91,14 +89,17 @@ def test_write_figures_of_many_models_keeps_axes_visible(tmp_path: Path, monkeyp
     assert 0 < max(ticks) < 0.35
 
 
-def test_first_model_of_each_method_has_a_solid_line() -> None:
+def test_first_model_of_each_method_has_its_color_and_a_solid_line() -> None:
     pytest.importorskip("matplotlib")
     from tiltsam.lab.flatness_plots import plot_slices
+    from tiltsam.lab.palette import METHOD_COLORS, OKABE_ITO
 
     line = Slice1D(torch.tensor([0.0, 1.0]), torch.tensor([0.0, 1.0]))
-    names = ["erm seed 0", "erm seed 1", "sam seed 0", "sam seed 1", "mine", "yours"]
+    names = ["erm seed 0", "erm seed 1", "SAM seed 0", "sam seed 1", "mine", "yours"]
     drawn = plot_slices(dict.fromkeys(names, line)).get_lines()
     styles = [x._unscaled_dash_pattern for x in drawn]
     assert styles[0] == styles[2]
     assert styles[1] == styles[3] != styles[0]
     assert styles[4] != styles[5]
+    erm, sam = METHOD_COLORS["erm"], METHOD_COLORS["sam"]
+    assert [x.get_color() for x in drawn] == [erm, erm, sam, sam, *OKABE_ITO[4:6]]

@@ -1,4 +1,4 @@
-"""Method colours can be told apart, also by colour-blind readers."""
+"""Method colours can be distinguished, also by colour-blind readers."""
 
 from itertools import combinations
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import tiltsam
-from tiltsam.lab.palette import METHOD_COLORS, METHOD_COLORS_ON_DARK, OKABE_ITO, color_of
+from tiltsam.lab.palette import METHOD_COLORS, METHOD_COLORS_ON_DARK
 
 # Machado, Oliveira and Fernandes (2009): linear RGB as seen with one kind of cone missing.
 SIGHT = {
@@ -47,9 +47,3 @@ def test_method_colors_contrast_with_background(palette, background):
 
 def test_every_method_has_a_color():
     assert tiltsam.METHODS.keys() <= METHOD_COLORS.keys()
-
-
-def test_color_of_label():
-    assert color_of("TSAM seed 1") == METHOD_COLORS["tsam"]
-    assert color_of("mine", 1) == OKABE_ITO[1]
-    assert color_of("", 9) == OKABE_ITO[1]

@@ -1,17 +1,15 @@
 """Pretrained models: tiny ones, saved by the tests and loaded like real ones."""
 
 import importlib
-import os
 import sys
 import warnings
-
-os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: no test may use the network
 
 import pytest
 import torch
 
 from helpers.lab_files import WORDS, bert, check, glue, load
 from helpers.lab_files import dtd as dtd_files
+from helpers.lazy import Lazy
 from tiltsam.cli import main
 from tiltsam.lab import data as lab_data
 from tiltsam.lab import pretrained
@@ -23,7 +21,12 @@ from tiltsam.lab.pretrained import tokenize
 from tiltsam.lab.records import Record
 from tiltsam.lab.train import train
 
-transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install '.[text]'")
+transformers = Lazy("transformers")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _needs_transformers():
+    pytest.importorskip("transformers")
 
 
 @pytest.fixture(scope="module")

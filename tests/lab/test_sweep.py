@@ -198,8 +198,8 @@ def test_choose_by_score_ignores_the_loss(tmp_path, fake):
 @pytest.mark.slow
 def test_tpe_samples_near_good_trials(tmp_path, fake):
     def distance(sampler):
-        result = sweep(SMALL, ["erm"], {"lr": Range(1e-5, 10.0)}, tmp_path, sampler=sampler, trials=40, seeds=0)
-        return np.mean([trial.value for trial in result.entries[0].trials[20:]])
+        result = sweep(SMALL, ["erm"], {"lr": Range(1e-5, 10.0)}, tmp_path, sampler=sampler, trials=24, seeds=0)
+        return np.mean([trial.value for trial in result.entries[0].trials[12:]])  # TPE draws ten at random first
 
     assert distance("tpe") < 0.5 * distance("random")
 
@@ -262,13 +262,9 @@ def test_edges_are_noted(tmp_path, fake):
     grid = {"lr": (0.01, 0.03), "num_samples": (1, 3), "radius": (None, 1.0)}
     result = sweep(SMALL, ["tsam"], grid, tmp_path, seeds=0)
     assert result.entries[0].edges() == {"lr": "smallest"}
-    assert result.notes == ["tsam: lr=0.01 is the smallest value that was tried"]
-    grid = {"lr": Range(0.01, 1.0)}
-    result = sweep(SMALL, ["erm"], grid, tmp_path, sampler="random", trials=15, seeds=0)
-    assert result.entries[0].edges() == {"lr": "smallest"}
-    fake.loss = lambda config: abs(math.log10(config.lr) + 1)
-    result = sweep(replace(SMALL, epochs=2), ["erm"], grid, tmp_path, sampler="random", trials=15, seeds=0)
-    assert result.entries[0].edges() == {}
+    assert result.notes == ["tsam: lr=0.01 is the smallest value of its grid"]
+    result = sweep(SMALL, ["erm"], {"lr": Range(0.01, 1.0)}, tmp_path, sampler="random", trials=2, seeds=0)
+    assert (result.entries[0].edges(), result.notes) == ({}, [])
 
 
 # ---------------------------------------------------------------- diverged and pruned runs
@@ -366,7 +362,7 @@ def test_interrupted_test_is_run_again(tmp_path, fake):
 
 
 def test_trial_whose_heartbeats_stopped_is_taken_over(tmp_path, fake):
-    """Another process failed and repeated the trial: its own result is dropped, and the sweep goes on."""
+    """Another process failed and repeated the trial: its own result is dropped, and the sweep continues."""
 
     def loss(config):
         if len(fake.runs) == 2:
@@ -532,5 +528,5 @@ def test_shipped_studies_give_entries_equal_trials(path):
 def test_settings_hold_for_the_methods_that_have_them():
     entries, _ = make_entries(SMALL, ["erm", "sam", "asam:rho=2"], RATES, None, "grid", {"rho": 0.3})
     assert [entry.config.options for entry in entries] == [{}, {"rho": 0.3}, {"rho": 2.0}]
-    with pytest.raises(SweepError, match="none of erm has rho"):
+    with pytest.raises(SweepError, match="rho is not a setting of erm"):
         make_entries(SMALL, ["erm"], RATES, None, "grid", {"rho": 0.3})

@@ -1,7 +1,6 @@
 """Several processes on one sweep, on SQLite and on PostgreSQL: each trial ends once, whichever process is killed."""
 
 import json
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -20,7 +19,8 @@ import torch
 
 import postgres
 import tiltsam
-from lab_processes import files_named, wait_for
+from lab_processes import CONTEXT, files_named, wait_for
+from tiltsam.cli import main
 from tiltsam.lab import processes
 from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.errors import SweepError, UserError
@@ -31,10 +31,6 @@ from tiltsam.lab.train import train
 
 BASE = TrainConfig("digits", epochs=3, batch_size=256)
 RATES = {"lr": (0.02, 0.05, 0.1)}
-CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(
-    ["tiltsam.lab.sweep", "sklearn.datasets", "optuna.storages._rdb.models", "torch._dynamo"]
-)
 
 
 @pytest.fixture(scope="module")
@@ -172,12 +168,13 @@ def test_killed_worker_of_a_command_is_reported(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_ctrl_c_stops_workers_and_the_same_command_resumes(tmp_path):
-    command = [sys.executable, "-m", "tiltsam", "sweep", "digits", "--methods", "erm", "--grid", "lr=0.02,0.05,0.1"]
-    command += ["--batch-size", "256", "--seeds", "1", "--epochs", "150", "--workers", "2", "--out", str(tmp_path)]
-    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # processes in the background ignore it
+def test_ctrl_c_stops_workers_and_the_command_resumes(tmp_path, capsys):
+    arguments = ["sweep", "digits", "--methods", "erm", "--grid", "lr=0.02,0.05,0.1", "--batch-size", "256"]
+    arguments += ["--seeds", "1", "--epochs", "150", "--out", str(tmp_path)]
+    command = [sys.executable, "-m", "tiltsam", *arguments, "--workers", "2"]
+    default = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # background processes ignore it
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    process = subprocess.Popen(command, text=True, preexec_fn=heed, **pipes)
+    process = subprocess.Popen(command, text=True, preexec_fn=default, **pipes)
     wait_for(lambda: len(files_named("metrics.jsonl", tmp_path)) == 2)
     process.send_signal(signal.SIGINT)
     _, error = process.communicate(timeout=300)
@@ -188,10 +185,10 @@ def test_ctrl_c_stops_workers_and_the_same_command_resumes(tmp_path):
     assert states["RUNNING"] == 0
     assert states["WAITING"] == states["FAIL"] == 2
     assert len(files_named("manifest.json", tmp_path)) >= 2  # both saved their runs
-    again = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert again.returncode == 0, again.stderr
-    assert again.stderr == ""
-    assert "run 4 of 4" in again.stdout
+    assert main(arguments) == 0
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    assert "run 4 of 4" in printed.out
 
 
 @pytest.mark.slow
@@ -214,18 +211,12 @@ def test_lost_server_is_one_line(tmp_path):
 
 @pytest.mark.slow
 def test_workers_do_not_know_methods_of_a_script(tmp_path, monkeypatch):
+    """The error of a worker reaches the user."""
     monkeypatch.setitem(tiltsam.METHODS, "mine", tiltsam.SAM)
     with pytest.raises(UserError, match=r"'mine'.*your script"):
         sweep(BASE, ["mine"], RATES, tmp_path, workers=2, seeds=0)
     result = sweep(BASE, ["mine"], RATES, tmp_path, seeds=0)
     assert len(result.entries[0].trials) == 3
-
-
-@pytest.mark.slow
-def test_error_of_a_worker_reaches_the_user(tmp_path):
-    base = replace(BASE, model="resnet18")
-    with pytest.raises(UserError, match="resnet18"):
-        sweep(base, ["erm"], RATES, tmp_path, workers=2, seeds=0)
 
 
 # ---------------------------------------------------------------- studies
@@ -278,13 +269,6 @@ def fail(check):
     raise UserError("not possible")
 
 
-def wait_for_parent(path, check):
-    Path(path).write_text(str(os.getpid()))
-    while True:
-        check()
-        time.sleep(0.05)
-
-
 def test_run_processes_interrupts_those_started(tmp_path, monkeypatch):
     first = Mock()
     monkeypatch.setattr(processes, "_start", Mock(side_effect=[first, KeyboardInterrupt]))
@@ -307,12 +291,12 @@ def test_second_interrupt_kills_processes(tmp_path, monkeypatch):
 def test_process_ends_with_its_parent(tmp_path):
     path = tmp_path / "pid"
     code = (
-        "import sys; sys.path[:0] = sys.argv[2:]; from pathlib import Path; import test_sweep_workers as t; "
-        "t.processes.run_processes(t.wait_for_parent, [(sys.argv[1],)], Path(sys.argv[1]).parent)"
+        "import sys; from pathlib import Path; from helpers.waiting import wait_for_parent; "
+        "from tiltsam.lab.processes import run_processes; "
+        "run_processes(wait_for_parent, [(sys.argv[1],)], Path(sys.argv[1]).parent)"
     )
-    folders = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*folders, *sys.path])}
-    parent = subprocess.Popen([sys.executable, "-c", code, str(path), *folders], env=environment)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    parent = subprocess.Popen([sys.executable, "-c", code, str(path)], env=environment)
     wait_for(lambda: path.exists() and path.read_text())
     worker = int(path.read_text())
     parent.kill()

@@ -304,7 +304,7 @@ def test_paused_run_returns_its_last_epoch(tmp_path):
     assert train(config, record, until=0.3)["epoch"] == 3  # not 4, of the attempt that was killed
     with pytest.raises(Stop):
         train(config, record, report=stop_at_seven, checkpoint_seconds=0)
-    row = train(config, record, until=0.5)  # it is at six already, where nobody looked
+    row = train(config, record, until=0.5)  # it is at six already, without an evaluation
     assert row["epoch"] == 6
     assert row["steps"] > 0
     with pytest.raises(ConfigError, match=r"until must be in \(0, 1\]"):
@@ -538,7 +538,7 @@ def test_locked_run_is_refused(tmp_path, capsys):
         (["compare", "digits", "--methods", "sam:lr=nan"], "lr must be > 0, got nan"),
         (["compare", "digits", "--methods", "sam:rho=-1"], "rho must be a finite number >= 0, got -1.0"),
         (["compare", "digits", "--methods", "sam:rhoo=1"], "'sam:rhoo=1': sam has no rhoo; its options: rho"),
-        (["compare", "digits", "--methods", "erm", "sam", "--t", "5"], "none of erm, sam has t"),
+        (["compare", "digits", "--methods", "erm", "sam", "--t", "5"], "t is not a setting of erm, sam"),
         (["compare", "digits", "--methods", "sam:seed=1"], "seed cannot be set for a single method"),
         (["compare", "digits", "--methods", "sam:average=yes"], "average: must be one of true, false, got 'yes'"),
         (

@@ -1,32 +1,8 @@
 """How much Python an eager step runs through."""
 
-import sys
-from pathlib import Path
-
 import tiltsam
 from helpers.cases import Problem, sgd
-
-PACKAGE = str(Path(tiltsam.__file__).parent)
-
-
-def named_functions_of(action):
-    """Return the functions and methods of the package that an action calls, as (file, name).
-
-    Comprehensions, generator expressions and lambdas are lines of the function they are in.
-    """
-    seen = set()
-
-    def profile(frame, event, arg):
-        code = frame.f_code
-        if event == "call" and code.co_filename.startswith(PACKAGE) and not code.co_name.startswith("<"):
-            seen.add((code.co_filename, code.co_qualname))
-
-    sys.setprofile(profile)
-    try:
-        action()
-    finally:
-        sys.setprofile(None)
-    return seen
+from helpers.tracing import named_functions_of
 
 
 def test_step_visits_few_files_and_functions():

@@ -5,10 +5,12 @@ import math
 import numpy as np
 import pytest
 import torch
-from scipy import integrate
 
+from helpers.lazy import Lazy
 from tiltsam import toys
 from tiltsam.toys import COUNTEREXAMPLE, HMC_TEST, TOY1, TOY2, WAVE, Ball, Normal
+
+integrate = Lazy("scipy.integrate")
 
 F64 = {"dtype": torch.float64}
 SMOOTH = [TOY1, HMC_TEST, WAVE, COUNTEREXAMPLE, toys.quadratic(3.0), toys.linear(-2.0)]

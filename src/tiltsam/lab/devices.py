@@ -1,20 +1,52 @@
-"""The device of a run, and torch's settings for it."""
+"""Where a run is trained: the device, torch's settings for it, and the ranks that ``torchrun`` starts.
+
+    torchrun --nproc-per-node 4 -m tiltsam train cifar100 --method tsam
+    torchrun --nproc-per-node 3 -m tiltsam train cifar100 --method tsam --num-samples 3 --parallel samples
+
+The batch size is that of all ranks together, so a run has the same name and the same results for any number of ranks:
+it may be started by one process and finished by four. (BatchNorm sees each rank's part of a batch, and dropout draws
+other masks there, as always in data-parallel training.) Passes are counted on rank 0, so a budget of passes cannot be
+used when ranks divide samples. Rank 0 alone writes the record; all ranks read checkpoints from it, so hosts must share
+the folder. If a rank dies, the others fail within the timeout, and ``torchrun --max-restarts`` starts all of them again
+from the last checkpoint.
+"""
 
 from __future__ import annotations
 
+import gc
+import importlib
+import os
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+from typing import Any, Literal
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
+from torch.nn.parallel import DistributedDataParallel
 
+import tiltsam
 from tiltsam.lab.errors import ConfigError
 
-__all__ = ["RunAheadLimit", "one_thread", "resolve_device", "torch_settings"]
+__all__ = [
+    "DistributedContext",
+    "ParallelMode",
+    "RunAheadLimit",
+    "connect_ranks",
+    "one_thread",
+    "resolve_device",
+    "torch_settings",
+]
 
 SMALL_MODEL = 500_000  # parameters
 SYNC_STEPS = 16  # steps between events on the GPU
+
+ParallelMode = Literal["data", "samples"]
+"""What ranks divide: each batch, or the samples of each step."""
 
 
 def resolve_device(name: str) -> torch.device:
@@ -91,3 +123,137 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
+
+
+class DistributedContext:
+    """One of the ranks that train a run together; by default the only one.
+
+    Args:
+        rank: This rank.
+        world_size: The number of ranks.
+        mode: What the ranks divide.
+        device: The device of this rank; ``None`` leaves the choice to the config.
+    """
+
+    def __init__(
+        self, rank: int = 0, world_size: int = 1, mode: ParallelMode = "data", device: str | None = None
+    ) -> None:
+        self.rank, self.world_size, self.mode, self.device = rank, world_size, mode, device
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, which writes the record and prints."""
+        return self.rank == 0
+
+    @property
+    def divides_batches(self) -> bool:
+        """Whether each rank sees its own part of a batch."""
+        return self.world_size > 1 and self.mode == "data"
+
+    def check_config(self, batch_size: int, passes: float | None = None) -> None:
+        """Raise if a batch cannot be divided evenly, or passes are limited while ranks divide samples.
+
+        Args:
+            batch_size: Examples in a batch, of all ranks together.
+            passes: The limit on passes, if there is one.
+
+        Raises:
+            ConfigError: If so.
+        """
+        if passes is not None and self.mode == "samples" and self.world_size > 1:
+            raise ConfigError(
+                f"passes must be None with --parallel samples, got {passes:g}: each rank computes only some of them; "
+                "pass --epochs or --seconds instead"
+            )
+        if self.mode == "data" and batch_size % self.world_size:
+            raise ConfigError(f"batch size must be divisible by {self.world_size} processes, got {batch_size}")
+
+    def warnings(self, num_samples: int) -> list[str]:
+        """Return a warning if some ranks have no sample to work on."""
+        if self.mode == "data" or num_samples >= self.world_size:
+            return []
+        count = f"{num_samples} sample{'s' if num_samples > 1 else ''}"
+        return [
+            f"{self.world_size} processes share {count}: --parallel samples needs tsam with at least "
+            f"--num-samples {self.world_size}"
+        ]
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """Return the model to train: inside DistributedDataParallel if ranks divide batches."""
+        return DistributedDataParallel(model) if self.divides_batches else model
+
+    def parallel(self) -> tiltsam.Parallel | None:
+        """Return the optimizer's ``parallel`` argument."""
+        if self.world_size == 1:
+            return None
+        return tiltsam.Parallel(samples=dist.group.WORLD if self.mode == "samples" else None)
+
+    def local_batch(self, batch: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Return this rank's part of a batch."""
+        return tuple(x[self.rank :: self.world_size] for x in batch) if self.divides_batches else batch
+
+    def seed_dropout(self, seed: int, epoch: int) -> None:
+        """Seed torch differently on each rank that has its own examples; a resumed epoch is seeded the same."""
+        if self.rank and self.mode == "data":
+            torch.manual_seed(((1_000_003 * seed + epoch) * 1_000_003 + self.rank) % 2**63)
+
+    def broadcast(self, value: float) -> float:
+        """Return rank 0's value on all ranks."""
+        if self.world_size == 1:
+            return value
+        shared = torch.tensor(value, dtype=torch.float64, device=self.device or "cpu")
+        dist.broadcast(shared, 0)
+        return float(shared.item())
+
+    def broadcast_object(self, value: Any) -> Any:
+        """Return rank 0's object on all ranks. Also a barrier."""
+        if self.world_size == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, 0, device=torch.device(self.device or "cpu"))
+        return box[0]
+
+
+@contextmanager
+def connect_ranks(mode: ParallelMode, device: str, *, timeout: float = 300.0) -> Iterator[DistributedContext]:
+    """Connect to the other processes that ``torchrun`` started, while the context lasts.
+
+    Args:
+        mode: What the ranks divide.
+        device: The config's device. On GPUs each process takes that of its local rank.
+        timeout: Seconds after which a silent rank counts as dead.
+
+    Raises:
+        ConfigError: If this host has fewer GPUs than processes.
+    """
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if world_size == 1:
+        yield DistributedContext(mode=mode)
+        return
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    on_gpu = device != "cpu" and torch.cuda.is_available()
+    if on_gpu:
+        here, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", local + 1)), torch.cuda.device_count()
+        if here > gpus:  # raised on all ranks, so that rank 0 prints it
+            raise ConfigError(f"each process on this host needs a GPU, got {here} processes and {gpus} GPUs")
+        torch.cuda.set_device(local)
+    _init_process_group("nccl" if on_gpu else "gloo", timeout)
+    try:
+        yield DistributedContext(dist.get_rank(), world_size, mode, f"cuda:{local}" if on_gpu else "cpu")
+    finally:
+        # A reference cycle that holds the group, such as an optimizer's, keeps gloo's threads alive, and one of them
+        # sometimes aborts the process at its exit.
+        gc.collect()
+        dist.destroy_process_group()
+
+
+def _init_process_group(backend: str, timeout: float) -> None:
+    """Initialise the process group under names of this restart.
+
+    The store through which ranks find each other survives a restart by ``torchrun``. Under the old names they would
+    find the addresses of dead processes, and be refused or wait forever.
+    """
+    importlib.import_module("torch._dynamo")  # loaded later, with the first optimizer, it would hold the group
+    store, rank, size = next(iter(rendezvous("env://")))
+    own = PrefixStore(f"restart-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    dist.init_process_group(backend, store=own, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))

@@ -15,13 +15,11 @@ from typing import Any
 
 import tiltsam
 from tiltsam.lab.config import (
-    TILT_HAS_NO_EFFECT,
     TrainConfig,
     field_types,
     has_setting,
     kinds,
     method_options,
-    tilt_has_no_effect,
 )
 from tiltsam.lab.errors import ConfigError
 
@@ -33,7 +31,6 @@ __all__ = [
     "method_configs",
     "parse_method",
     "parse_setting",
-    "remarks",
     "shared_settings",
 ]
 
@@ -130,18 +127,17 @@ def given(args: Any) -> dict[str, Any]:
 
 
 def from_arguments(args: Any) -> TrainConfig:
-    """Return the config given by flags; those that its method does not have are ignored.
+    """Return the config given by flags.
 
     Raises:
-        ConfigError: If ``--method`` is not what :func:`parse_method` takes, or has a setting that a flag also has.
+        ConfigError: If ``--method`` is not what :func:`parse_method` takes, or a flag sets what it also sets or does
+            not have.
     """
     settings = given(args)
     text = settings.pop("method", TrainConfig.method)
-    own = parse_method(text)
-    if twice := own.keys() & settings.keys():
+    if twice := parse_method(text).keys() & settings.keys():
         raise ConfigError(f"{', '.join(sorted(twice))} must be given once, got a flag and --method {text}")
-    shared = {name: value for name, value in settings.items() if has_setting(own["method"], name)}
-    return TrainConfig.from_settings({**shared, **own})
+    return method_configs(TrainConfig(), [text], settings)[text]
 
 
 def shared_settings(args: Any) -> tuple[TrainConfig, dict[str, Any]]:
@@ -150,13 +146,6 @@ def shared_settings(args: Any) -> tuple[TrainConfig, dict[str, Any]]:
     fields = {name: value for name, value in settings.items() if name in field_types()}
     shared = {name: v for name, v in fields.items() if all(has_setting(method, name) for method in tiltsam.METHODS)}
     return TrainConfig(**shared), {name: v for name, v in settings.items() if name not in shared}
-
-
-def remarks(args: Any, config: TrainConfig) -> list[str]:
-    """Return a remark for each kind of given flag that has no effect: another method's, or the tilt of one sample."""
-    others = [name for name in given(args) if not has_setting(config.method, name)]
-    found = [f"{config.method} has no {', '.join(others)}: ignored"] if others else []
-    return found + ([f"{config.method} has {TILT_HAS_NO_EFFECT}"] if tilt_has_no_effect(config) else [])
 
 
 def parse_method(text: str) -> dict[str, Any]:
@@ -207,7 +196,7 @@ def method_configs(
     own = {name: parse_method(name) for name in methods}
     for name in settings or ():
         if not any(has_setting(entry["method"], name) for entry in own.values()):
-            raise ConfigError(f"none of {', '.join(methods)} has {name}")
+            raise ConfigError(f"{name} is not a setting of {', '.join(methods)}")
     shared = {
         name: {k: v for k, v in (settings or {}).items() if has_setting(entry["method"], k)}
         for name, entry in own.items()

@@ -39,7 +39,7 @@ from tiltsam.lab.models import load_model
 from tiltsam.lab.records import Record, find_run_folders
 from tiltsam.lab.report.runs import RunRecord
 from tiltsam.lab.report.summary import summarize
-from tiltsam.landscape import Slice1D, Slice2D, random_direction, slice_1d, slice_2d
+from tiltsam.landscape import Slice1D, random_direction, slice_1d
 from tiltsam.sharpness import Neighborhood, WorstCase, m_sharpness, neighborhood
 
 __all__ = [
@@ -78,8 +78,7 @@ class FlatnessPlan:
         num_trace_samples: Probes for its trace.
         num_density_probes: Probes for its spectral density.
         num_density_steps: Lanczos steps per probe.
-        num_points: Points of each slice; the plane has the square of it.
-        plane: Whether to measure the plane.
+        num_points: Points of each slice.
         span: Half the length of the slices along random directions, relative to the weights.
         eigen_span: Half the length of the slice along the top eigenvector, a unit vector.
         seed: Seed of everything.
@@ -96,7 +95,6 @@ class FlatnessPlan:
     num_density_probes: int = 1
     num_density_steps: int = 30
     num_points: int = 21
-    plane: bool = False
     span: float = 1.0
     eigen_span: float = 0.5
     seed: int = 0
@@ -115,7 +113,6 @@ class Flatness:
     trace: Trace | None = None
     density: Density | None = None
     slices: tuple[Slice1D, ...] = ()
-    plane: Slice2D | None = None
 
 
 def measure(
@@ -157,7 +154,7 @@ def measure(
         return {"seed": plan.seed, "size_of": size_of, "progress": callback, **more}
 
     around = neighborhood(*given, plan.std, plan.num_samples, plan.t, **options("neighbourhood"))
-    worst = adaptive = eigenpairs = hessian_trace = density = plane = None
+    worst = adaptive = eigenpairs = hessian_trace = density = None
     if steps := plan.num_ascent_steps:
         worst = m_sharpness(*given, **options("worst case", rho=plan.rho, num_steps=steps))
         ratio = options("adaptive worst case", rho=plan.adaptive_rho, num_steps=steps, adaptive=True)
@@ -171,18 +168,12 @@ def measure(
     slices = []
     if points := plan.num_points:
         span, top = (-plan.span, plan.span), (-plan.eigen_span, plan.eigen_span)
-        first, second = (random_direction(model, plan.seed, index) for index in (0, 1))
         line = options("random slice", span=span, num_points=points, label="random direction")
-        slices.append(slice_1d(*given, first, **line))
+        slices.append(slice_1d(*given, random_direction(model, plan.seed), **line))
         if eigenpairs is not None:
             line = options("eigenvector slice", span=top, num_points=points, label="top eigenvector")
             slices.append(slice_1d(*given, eigenpairs.direction(0), **line))
-        if plan.plane:
-            square = options("plane", span_x=span, span_y=span, num_points=points)
-            plane = slice_2d(*given, first, second, **square)
-    return Flatness(
-        name, around.center, around, worst, adaptive, eigenpairs, hessian_trace, density, tuple(slices), plane
-    )
+    return Flatness(name, around.center, around, worst, adaptive, eigenpairs, hessian_trace, density, tuple(slices))
 
 
 def compare(
@@ -396,7 +387,7 @@ def save_flatness(record: Record, flat: Flatness, about: dict[str, Any]) -> Path
         flat: Its measurements.
         about: What determines them: model, examples and plan, as :func:`measure_runs` yields it.
     """
-    around, pairs, density, plane = flat.neighborhood, flat.eigenpairs, flat.density, flat.plane
+    around, pairs, density = flat.neighborhood, flat.eigenpairs, flat.density
     statistics = ("mean", "variance", "tilted_mean", "tilted_variance")
     columns = ("std", *statistics, *(f"{name}_error" for name in statistics), "losses")
     content: dict[str, Any] = {
@@ -415,8 +406,6 @@ def save_flatness(record: Record, flat: Flatness, about: dict[str, Any]) -> Path
     if density is not None:
         names = ("grid", "values", "error", "nodes", "weights", "width")
         content["density"] = {name: _plain(getattr(density, name)) for name in names}
-    if plane is not None:
-        content["plane"] = {name: _plain(getattr(plane, name)) for name in ("x", "y", "losses")}
     path = record.folder / "flatness.json"
     with drafted(path) as draft:
         draft.write_text(json.dumps(content, allow_nan=False) + "\n")
@@ -459,8 +448,6 @@ def _flatness(name: str, content: dict[str, Any]) -> Flatness:
             _tensor(found[key]) for key in ("grid", "values", "error", "nodes", "weights")
         )
         flat = replace(flat, density=Density(grid, values, error, nodes, weights, _number(found["width"])))
-    if found := content.get("plane"):
-        flat = replace(flat, plane=Slice2D(_tensor(found["x"]), _tensor(found["y"]), _tensor(found["losses"])))
     return flat
 
 

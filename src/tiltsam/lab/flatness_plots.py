@@ -18,14 +18,14 @@ from torch import Tensor
 
 from tiltsam.curvature import Density, Eigenpairs
 from tiltsam.lab.flatness import Flatness
-from tiltsam.lab.palette import METHOD_COLORS, color_of
-from tiltsam.landscape import Slice1D, Slice2D
+from tiltsam.lab.palette import METHOD_COLORS, OKABE_ITO
+from tiltsam.landscape import Slice1D
 from tiltsam.sharpness import Neighborhood
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["plot_density", "plot_neighborhood", "plot_plane", "plot_slices", "write_figures"]
+__all__ = ["plot_density", "plot_neighborhood", "plot_slices", "write_figures"]
 
 _DASHES: tuple[Any, ...] = ("-", (0, (6, 2)), (0, (2, 1)), (0, (6, 2, 1, 2)))
 
@@ -124,26 +124,10 @@ def plot_slices(slices: Mapping[str, Slice1D], ax: Axes | None = None, *, logari
     return ax
 
 
-def plot_plane(plane: Slice2D, ax: Axes | None = None, *, num_levels: int = 14) -> Axes:
-    """Plot the loss in a plane as contours; a cross marks the model."""
-    ax = _axes(ax)
-    drawn = ax.contourf(plane.x.numpy(), plane.y.numpy(), plane.losses.numpy(), num_levels, cmap="cividis")
-    ax.contour(plane.x.numpy(), plane.y.numpy(), plane.losses.numpy(), num_levels, colors="white", linewidths=0.4)
-    ax.plot(0, 0, marker="+", color="white", markersize=9, markeredgewidth=1.5)
-    ax.figure.colorbar(drawn, ax=ax, label="loss")
-    ax.set_xlabel("first direction")
-    ax.set_ylabel("second direction")
-    ax.set_aspect("equal")
-    if plane.label:
-        ax.set_title(plane.label)
-    return ax
-
-
 def write_figures(flats: Sequence[Flatness], folder: str | Path, *, dpi: int = 150) -> list[Path]:
     """Write a PNG of each kind of measurement into ``folder``, created if missing; return the paths.
 
-    ``neighborhood.png`` (mean and variance against the noise, plain and t-weighted), ``spectrum.png``,
-    ``slices.png``, ``plane-NAME.png``.
+    ``neighborhood.png`` (mean and variance against the noise, plain and t-weighted), ``spectrum.png``, ``slices.png``.
     """
     from matplotlib.figure import Figure
 
@@ -175,21 +159,12 @@ def write_figures(flats: Sequence[Flatness], folder: str | Path, *, dpi: int = 1
             lines = {flat.name: line for flat in flats for line in flat.slices if line.label == kind}
             plot_slices(lines, _tidy(ax))
         save(figure, "slices.png")
-
-    for flat in flats:
-        if flat.plane is not None:
-            figure = Figure(figsize=(5, 4.2), layout="constrained")
-            plot_plane(flat.plane, figure.subplots()).set_title(flat.name)
-            safe = "".join(c if c.isalnum() or c in "-_." else "-" for c in flat.name)
-            save(figure, f"plane-{safe}.png")
     return written
 
 
 def _one_legend(figure: Any) -> None:
     """Replace the legends of all axes by one below them; the figure grows by its height."""
     handles, labels = figure.axes[0].get_legend_handles_labels()
-    if not labels:  # a plane
-        return
     for ax in figure.axes:
         ax.get_legend().remove()
     # At 8 points: 0.075 inch per letter, 0.6 for the line sample, 0.17 per row.
@@ -214,10 +189,11 @@ def _styles(names: Iterable[str]) -> dict[str, dict[str, Any]]:
     drawn: Counter[str] = Counter()
     for number, name in enumerate(names):
         first = name.split()[0].lower() if name.split() else ""
-        kind = first if first in METHOD_COLORS else ""
-        dash = _DASHES[drawn[kind] % len(_DASHES)]
-        found[name] = {"color": color_of(name, number), "linestyle": dash, "linewidth": 1.6}
-        drawn[kind] += 1
+        method = first if first in METHOD_COLORS else ""
+        color = METHOD_COLORS.get(method, OKABE_ITO[number % len(OKABE_ITO)])
+        dash = _DASHES[drawn[method] % len(_DASHES)]
+        found[name] = {"color": color, "linestyle": dash, "linewidth": 1.6}
+        drawn[method] += 1
     return found
 
 

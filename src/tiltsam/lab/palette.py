@@ -3,15 +3,7 @@
 It has eight colours; those of SAM's variants are further ones that can be told apart on light and dark pages.
 """
 
-__all__ = [
-    "METHOD_COLORS",
-    "METHOD_COLORS_ON_DARK",
-    "OKABE_ITO",
-    "OTHER_COLOR",
-    "color_of",
-    "method_class",
-    "method_color",
-]
+__all__ = ["METHOD_COLORS", "METHOD_COLORS_ON_DARK", "OKABE_ITO", "OTHER_COLOR"]
 
 OKABE_ITO = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
 """Blue, vermilion, green, purple, orange, sky blue, black, yellow."""
@@ -38,24 +30,3 @@ METHOD_COLORS_ON_DARK = METHOD_COLORS | {"asam": "#F2F2F2"}
 
 OTHER_COLOR = "#808080"
 """Colour of methods that are not in :data:`METHOD_COLORS`."""
-
-
-def method_color(method: str) -> str:
-    """Return the colour of a method, or :data:`OTHER_COLOR`."""
-    return METHOD_COLORS.get(method, OTHER_COLOR)
-
-
-def method_class(method: str) -> str:
-    """Return the name of the method's colour on an HTML page: the method, or ``other``."""
-    return method if method in METHOD_COLORS else "other"
-
-
-def color_of(name: str, number: int = 0) -> str:
-    """Return the colour of the method that starts ``name``, or the ``number``-th colour of the palette.
-
-    Example:
-        >>> color_of("tsam seed 3") == METHOD_COLORS["tsam"]
-        True
-    """
-    first = name.split()[0].lower() if name.split() else ""
-    return METHOD_COLORS.get(first, OKABE_ITO[number % len(OKABE_ITO)])

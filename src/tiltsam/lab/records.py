@@ -5,7 +5,7 @@
     RUN/environment.json    versions, device, fingerprints of the code and of user data; earlier environments of the
                             run are under "before", and "since" is the epoch from which each was used
     RUN/metrics.jsonl       one JSON object per line, appended, never rewritten
-    RUN/checkpoints/N/      the last two checkpoints (:mod:`tiltsam.lab.checkpoints`)
+    RUN/checkpoints/N/      the last two checkpoints (:mod:`tiltsam.lab.files`)
     RUN/model.safetensors   the trained model, once finished
     RUN/result.json         the final numbers and their digest, once finished
     RUN/diverged.txt        why training failed, if it did
@@ -35,17 +35,25 @@ from filelock import FileLock, Timeout
 from torch import Tensor
 
 import tiltsam
-from tiltsam.lab import checkpoints
-from tiltsam.lab.checkpoints import Checkpoint
 from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.errors import ConfigError, RecordError
-from tiltsam.lab.files import drafted, drop_drafts, load_tensors, parse_json, save_tensors, write_json
+from tiltsam.lab.files import (
+    Checkpoint,
+    drafted,
+    drop_drafts,
+    load_checkpoint,
+    load_tensors,
+    parse_json,
+    save_checkpoint,
+    save_tensors,
+    write_json,
+)
 
 __all__ = [
-    "Checkpoint",
     "Record",
     "check_result",
     "code_digest",
+    "describe_environment",
     "digest_of",
     "find_run_folders",
     "is_number",
@@ -130,7 +138,7 @@ class Record:
         self._drop_drafts()
         (self.folder / "diverged.txt").unlink(missing_ok=True)
         write_json(self.folder / "config.json", config.to_json())
-        here = _environment(device) | ({"data": data} if data else {})
+        here = describe_environment(device) | ({"data": data} if data else {})
         last = self.environment()
         before = [one for one in (*last.pop("before", ()), last) if one.get("since", 0) < epoch]
         if before and here == {name: value for name, value in before[-1].items() if name != "since"}:
@@ -252,11 +260,11 @@ class Record:
 
     def save(self, checkpoint: Checkpoint) -> None:
         """Write a checkpoint."""
-        checkpoints.save(self.folder / "checkpoints", checkpoint)
+        save_checkpoint(self.folder / "checkpoints", checkpoint)
 
     def load(self) -> Checkpoint | None:
         """Return the newest valid checkpoint, or ``None``."""
-        return checkpoints.load(self.folder / "checkpoints")
+        return load_checkpoint(self.folder / "checkpoints")
 
 
 def check_result(found: dict[str, Any]) -> dict[str, Any]:
@@ -361,7 +369,8 @@ def _ends_in_half_a_line(path: Path) -> bool:
         return file.read(1) != b"\n"
 
 
-def _environment(device: torch.device) -> dict[str, Any]:
+def describe_environment(device: torch.device) -> dict[str, Any]:
+    """Return the versions, the digest of the code, the device and the number of threads."""
     found: dict[str, Any] = {
         "tiltsam": tiltsam.__version__,
         "code": code_digest(),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tiltsam.lab.config import TrainConfig
-from tiltsam.lab.distributed import DistributedContext
+from tiltsam.lab.devices import DistributedContext
 from tiltsam.optim import StepInfo
 
 __all__ = ["Budget", "example_tilt", "passes_of", "passes_per_step", "rate_factor", "set_rates"]

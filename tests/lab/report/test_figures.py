@@ -3,7 +3,6 @@
 import json
 
 import pytest
-from matplotlib.figure import Figure
 
 from helpers.report_runs import flatness, rows, write_run, write_runs
 from tiltsam.lab.palette import METHOD_COLORS
@@ -24,7 +23,7 @@ def test_density_curve_has_gaps(tmp_path, monkeypatch):
     assert figure.curves[0].x == [-1.0, 0.0, 7.0, 8.0]
     assert figure.curves[0].gaps == [2]
     drawn = []
-    monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: drawn.append(self))
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda self, *a, **k: drawn.append(self))
     draw_figure(figure, tmp_path / "x")
     (line,) = drawn[0].axes[0].get_lines()
     assert [str(y) for y in line.get_ydata()] == ["2.0", "5.0", "nan", "0.01", "0.002"]
@@ -33,7 +32,7 @@ def test_density_curve_has_gaps(tmp_path, monkeypatch):
 def test_figure_uses_method_colors(tmp_path, monkeypatch):
     (task,) = summarize(*read_runs([write_runs(tmp_path)]))
     drawn = []
-    monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: drawn.append(self))
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda self, *a, **k: drawn.append(self))
     draw_figure(task_plots(task)[0], tmp_path / "x")
     (ax,) = drawn[0].axes
     methods = ["erm", "sam", "tsam", "tsam"]
@@ -52,7 +51,7 @@ def test_five_tilts_have_different_dashes(tmp_path, monkeypatch):
         write_run(tmp_path, method="tsam", t=t)
     (task,) = summarize(*read_runs([tmp_path]))
     drawn = []
-    monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: drawn.append(self))
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda self, *a, **k: drawn.append(self))
     draw_figure(task_plots(task)[0], tmp_path / "x")
     patterns = {str(line._dash_pattern) for line in drawn[0].axes[0].get_lines()}
     assert len(patterns) == 5
@@ -63,7 +62,7 @@ def test_epoch_ticks_are_integers(epochs, tmp_path, monkeypatch):
     write_run(tmp_path, method="sam", lines=rows(epochs), epochs=epochs)
     (task,) = summarize(*read_runs([tmp_path]))
     drawn = []
-    monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: drawn.append(self))
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda self, *a, **k: drawn.append(self))
     draw_figure(task_plots(task)[0], tmp_path / "x")
     (ax,) = drawn[0].axes
     assert all(float(tick).is_integer() for tick in ax.get_xticks())
@@ -74,7 +73,7 @@ def test_long_legend_entries_stay_inside(tmp_path, monkeypatch):
         write_run(tmp_path, method="sam", model="hf:an-organisation/" + 130 * letter, lr=ord(letter) / 1000)
     (task,) = summarize(*read_runs([tmp_path]))
     drawn = []
-    monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: drawn.append(self))
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda self, *a, **k: drawn.append(self))
     draw_figure(task_plots(task)[0], tmp_path / "x")
     figure = drawn[0]
     figure.canvas.draw()

@@ -3,8 +3,6 @@
 import builtins
 
 import pytest
-from matplotlib.figure import Figure
-from matplotlib.image import imread
 
 from tiltsam.lab.theory import estimators, figures
 from tiltsam.lab.theory.estimators import ESTIMATORS
@@ -24,6 +22,8 @@ def _few_draws(monkeypatch):
 @pytest.fixture
 def saved(monkeypatch):
     """Collect the figures that are saved."""
+    from matplotlib.figure import Figure
+
     found = []
     savefig = Figure.savefig
 
@@ -37,6 +37,8 @@ def saved(monkeypatch):
 
 @pytest.mark.usefixtures("_few_draws")
 def test_draw_all(tmp_path, saved):
+    from matplotlib.image import imread
+
     paths = figures.draw_all(tmp_path / "new" / "folder")
     assert [p.stem for p in paths] == list(FIGURES)
     for path, fig in zip(paths, saved, strict=True):

@@ -139,8 +139,10 @@ def data_loader(
 def data_key(config: TrainConfig) -> TrainConfig:
     """Return the part of a config that decides about its data: it is equal for configs with the same data."""
     names = ("task", "seed", "noise", "validation", "max_length", "image_size")
-    model = config.model if pretrained.source_of(config.model) else "auto"  # other models have no tokenizer
-    return TrainConfig(model=model, **{name: getattr(config, name) for name in names})
+    has_tokenizer = config.model in pretrained.PACKAGED or config.model.startswith("hf:")
+    return TrainConfig(
+        model=config.model if has_tokenizer else "auto", **{name: getattr(config, name) for name in names}
+    )
 
 
 def data_root(root: Path | None = None) -> Path:

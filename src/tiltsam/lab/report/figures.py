@@ -7,7 +7,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from tiltsam.lab.palette import method_color
+from tiltsam.lab.palette import METHOD_COLORS, OTHER_COLOR
 from tiltsam.lab.report.plots import DASHES, Curve, Plot
 
 __all__ = ["draw_figure"]
@@ -79,7 +79,7 @@ def _set_axes(ax: Any, plot: Plot, curves: list[Curve]) -> None:
 
 
 def _draw_curve(ax: Any, curve: Curve, plot: Plot) -> None:
-    color = _mixed_with_white(method_color(curve.method), curve.shade)
+    color = _mixed_with_white(METHOD_COLORS.get(curve.method, OTHER_COLOR), curve.shade)
     pattern = DASHES[curve.dash % len(DASHES)]
     # DASHES are in pixels of a line of width 2; matplotlib's patterns are in line widths.
     style: Any = (0, tuple(x / 2 for x in pattern)) if pattern else "-"

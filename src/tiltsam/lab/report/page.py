@@ -22,7 +22,7 @@ from importlib.resources import files
 from typing import Any
 
 import tiltsam
-from tiltsam.lab.palette import METHOD_COLORS, METHOD_COLORS_ON_DARK, OTHER_COLOR, method_class
+from tiltsam.lab.palette import METHOD_COLORS, METHOD_COLORS_ON_DARK, OTHER_COLOR
 from tiltsam.lab.records import is_number
 from tiltsam.lab.report.plots import Plot, plot_data
 from tiltsam.lab.report.runs import RunProblem
@@ -304,7 +304,7 @@ def _html_cell(cell: TableCell, numeric: bool) -> str:
 
 def _dot(method: str) -> str:
     """Return a dot in the method's colour."""
-    kind = method_class(method)
+    kind = method if method in METHOD_COLORS else "other"
     return f'<svg class="dot m-{kind}" viewBox="0 0 10 10" aria-hidden="true"><circle cx="5" cy="5" r="5"/></svg>'
 
 

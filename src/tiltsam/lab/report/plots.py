@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tiltsam.lab.palette import method_class
+from tiltsam.lab.palette import METHOD_COLORS
 from tiltsam.lab.records import is_number
 from tiltsam.lab.report.runs import measured
 from tiltsam.lab.report.summary import SettingSummary, TaskSummary, format_value
@@ -323,7 +323,8 @@ def plot_data(plots: Sequence[Plot]) -> dict[str, Any]:
         return columns.setdefault(rounded, len(columns))
 
     def curve(c: Curve) -> dict[str, Any]:
-        style = {"name": c.name, "method": method_class(c.method), "dash": c.dash, "shade": c.shade}
+        method = c.method if c.method in METHOD_COLORS else "other"
+        style = {"name": c.name, "method": method, "dash": c.dash, "shade": c.shade}
         style |= {"visible": c.visible, "gaps": list(c.gaps)}
         return style | {name: column(getattr(c, name)) for name in ("x", "y", "error", "count")}
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import tiltsam
 from tiltsam.lab.config import DEFAULTS, NEEDED_OPTION, method_options
-from tiltsam.lab.palette import method_color
+from tiltsam.lab.palette import METHOD_COLORS, OTHER_COLOR
 from tiltsam.lab.report.runs import MetricsRow, RunProblem, RunRecord
 from tiltsam.lab.stats import Mean, mean_of
 
@@ -52,11 +52,13 @@ class SettingSummary:
         """The method's own settings as text: its options, and fields about it that are not at their default."""
         fields = [name for name in NEEDED_OPTION if self.options.get(name, DEFAULTS[name]) != DEFAULTS[name]]
         shown = {name: _resolved(self.method, name, self.options) for name in (*_method_options(self.runs[0]), *fields)}
-        # Switches and names at their default, such as share_ascent=False, say nothing about the method.
-        usual = {
-            name for name, v in _defaults(self.method).items() if isinstance(v, bool | str) and v == shown.get(name)
+        # Switches, names and counts of one at their default, as in share_ascent=False, say nothing about the method.
+        silent = {
+            name: v
+            for name, v in _defaults(self.method).items()
+            if isinstance(v, bool | str) or (isinstance(v, int) and v == 1)
         }
-        return " ".join(f"{name}={format_value(value)}" for name, value in shown.items() if name not in usual)
+        return " ".join(f"{k}={format_value(v)}" for k, v in shown.items() if k not in silent or v != silent[k])
 
     @cached_property
     def finished(self) -> list[RunRecord]:
@@ -182,7 +184,7 @@ def _summarize_task(name: str, runs: list[RunRecord], problems: list[RunProblem]
     )
     options = [_options(group[0]) for group in ordered]
     methods = [group[0].method for group in ordered]
-    colors = [method_color(method) for method in methods]
+    colors = [METHOD_COLORS.get(method, OTHER_COLOR) for method in methods]
     varying = _varying(options)
     common = set.intersection(*(set(body) for body in options))
     by_method = {

@@ -11,12 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from helpers.lab_files import bert
-from lab_processes import files_named, wait_for
+from lab_processes import files_named, start_on_ranks, wait_for
 from tiltsam.cli import main
+from tiltsam.lab import models
 from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.data import load
-from tiltsam.lab.distributed import DistributedContext, connect_ranks
+from tiltsam.lab.devices import DistributedContext, connect_ranks
 from tiltsam.lab.errors import ConfigError
 from tiltsam.lab.records import Record
 from tiltsam.lab.train import Trainer
@@ -24,26 +24,30 @@ from tiltsam.lab.train import Trainer
 METHOD = ("--method", "tsam", "--rho", "0.5", "--num-samples", "3")
 
 
-def start(out, *flags, task="digits", processes=1, restarts=0, checkpoint_seconds="1000", script=("-m", "tiltsam")):
-    """Start a command line, as a user would type it."""
-    command = [sys.executable]
-    if processes > 1:
-        command += ["-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--standalone"]
-        command += ["--max-restarts", str(restarts), "--monitor-interval", "0.2"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TILTSAM_CHECKPOINT_SECONDS": checkpoint_seconds}
-    return subprocess.Popen(
-        [*command, *script, "train", task, *METHOD, *flags, "--out", str(out)],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+def model_without_batchnorm(name, data):
+    """Return a model whose outputs do not depend on how a batch is divided."""
+    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 32), torch.nn.Tanh(), torch.nn.Linear(32, 10))
 
 
-def ended(process):
-    output, _ = process.communicate(timeout=600)
-    assert process.returncode == 0, output
-    return output
+def command(arguments, build):
+    """Run a command, and return its exit code; one that leaves a thread of gloo fails.
+
+    With such a thread the exit of a process sometimes aborts.
+    """
+    with mock.patch("tiltsam.lab.train.build", build):
+        code = main(arguments)
+    names = [Path(f"/proc/self/task/{t}/comm").read_text() for t in os.listdir("/proc/self/task")]
+    return code or int(any("gloo" in name for name in names))
+
+
+def run_on_two_ranks(out, *flags, build=models.build):
+    """Run ``tiltsam train digits`` on two ranks; return their exit codes and output."""
+    output = out.with_suffix(".log")
+    arguments = ["train", "digits", *METHOD, *flags, "--out", str(out)]
+    processes = start_on_ranks(2, command, arguments, build, output=output)
+    for process in processes:
+        process.join(600)
+    return [process.exitcode for process in processes], output.read_text()
 
 
 def result(out):
@@ -55,39 +59,14 @@ def children(pid):
     return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-@pytest.fixture
-def texts(tmp_path):
-    """Two kinds of text, for a model without BatchNorm, whose statistics would differ between ranks."""
-    kinds = ["he said more", "no reply"]
-    rows = [f'"{kinds[i % 2]} {i % 7}",{i % 2}' for i in range(120)]
-    path = tmp_path / "texts.csv"
-    path.write_text("text,label\n" + "\n".join(rows) + "\n")
-    return f"text:{path}"
-
-
-TRAIN_AND_FAIL_WITH_GLOO_THREADS = """
-import os, sys
-from tiltsam.cli import main
-code = main(sys.argv[1:])
-names = [open(f"/proc/self/task/{t}/comm").read() for t in os.listdir("/proc/self/task")]
-sys.exit(code or [name for name in names if "gloo" in name] or 0)
-"""
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("split", ["samples", "data"])
-def test_two_ranks_train_what_one_process_trains(tmp_path, texts, split):
-    """They also leave no thread of gloo, with which the exit of a process sometimes aborts."""
-    script = tmp_path / "script.py"
-    script.write_text(TRAIN_AND_FAIL_WITH_GLOO_THREADS)
+@pytest.mark.parametrize(("split", "build"), [("samples", models.build), ("data", model_without_batchnorm)])
+def test_two_ranks_train_what_one_process_trains(tmp_path, split, build):
     flags = ["--epochs", "1", "--batch-size", "32"]  # the longer, the likelier that rounding switches some ReLU
-    task = "digits" if split == "samples" else texts
-    if split == "data":
-        flags += ["--model", bert(tmp_path / "bert", hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)]
-    one = start(tmp_path / "one", *flags, task=task)
-    two = start(tmp_path / "two", *flags, "--parallel", split, processes=2, task=task, script=[str(script)])
-    ended(one)
-    assert ended(two).count("test accuracy") >= 1
+    codes, output = run_on_two_ranks(tmp_path / "two", *flags, "--parallel", split, build=build)
+    assert codes == [0, 0], output
+    assert output.count("test accuracy") >= 1
+    assert command(["train", "digits", *METHOD, *flags, "--out", str(tmp_path / "one")], build) == 0
     (numbers, model), (expected_numbers, expected) = result(tmp_path / "two"), result(tmp_path / "one")
     assert numbers["steps"] == expected_numbers["steps"]
     assert numbers["train_loss"] == pytest.approx(expected_numbers["train_loss"], rel=1e-4)
@@ -97,14 +76,24 @@ def test_two_ranks_train_what_one_process_trains(tmp_path, texts, split):
 
 @pytest.mark.slow
 def test_killed_rank_is_restarted_from_the_checkpoint(tmp_path):
-    flags = ("--epochs", "8")
-    unbroken = start(tmp_path / "unbroken", *flags, processes=2)
-    killed = start(tmp_path / "killed", *flags, processes=2, restarts=3, checkpoint_seconds="0")
+    """By torchrun, as a user starts it."""
+    arguments = ["train", "digits", *METHOD, "--epochs", "8"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    torchrun += ["--max-restarts", "3", "--monitor-interval", "0.2"]
+    killed = subprocess.Popen(
+        [*torchrun, "-m", "tiltsam", *arguments, "--out", str(tmp_path / "killed")],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "TILTSAM_CHECKPOINT_SECONDS": "0"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
     wait_for(lambda: killed.poll() is not None or files_named("manifest.json", tmp_path / "killed"))
     assert killed.poll() is None  # it has its first checkpoint, and is at work
     os.kill(children(killed.pid)[1], signal.SIGKILL)
-    ended(unbroken)
-    ended(killed)
+    codes, output = run_on_two_ranks(tmp_path / "unbroken", "--epochs", "8")
+    assert codes == [0, 0], output
+    output, _ = killed.communicate(timeout=600)
+    assert killed.returncode == 0, output
     numbers, model = result(tmp_path / "killed")
     expected_numbers, expected = result(tmp_path / "unbroken")
     assert all(torch.equal(model[name], value) for name, value in expected.items())
@@ -115,16 +104,15 @@ def test_killed_rank_is_restarted_from_the_checkpoint(tmp_path):
 
 @pytest.mark.slow
 def test_error_is_printed_once(tmp_path):
-    process = start(tmp_path, "--batch-size", "63", processes=2)
-    output, _ = process.communicate(timeout=600)
-    assert process.returncode != 0
+    codes, output = run_on_two_ranks(tmp_path / "runs", "--batch-size", "63")
+    assert codes == [2, 2]
     assert output.count("divisible by 2 processes, got 63") == 1
 
 
 @pytest.mark.parametrize("local", [0, 1])
 def test_connect_ranks_refuses_more_processes_than_gpus(local, monkeypatch):
-    told = {"RANK": local, "LOCAL_RANK": local, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
-    for name, value in told.items():
+    variables = {"RANK": local, "LOCAL_RANK": local, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+    for name, value in variables.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
@@ -189,8 +177,11 @@ def test_dropout_masks_differ_between_data_parallel_ranks(tmp_path, start_ranks)
 
 @pytest.mark.slow
 def test_ranks_without_a_sample_are_reported(tmp_path):
-    process = start(tmp_path, "--epochs", "0.1", "--num-samples", "1", "--parallel", "samples", processes=2)
-    assert ended(process).count("2 processes share 1 sample: ") == 1
+    codes, output = run_on_two_ranks(
+        tmp_path / "runs", "--epochs", "0.1", "--num-samples", "1", "--parallel", "samples"
+    )
+    assert codes == [0, 0], output
+    assert output.count("2 processes share 1 sample: ") == 1
     assert (
         DistributedContext(0, 2, "samples").warnings(2)
         == DistributedContext(0, 2, "data").warnings(1)

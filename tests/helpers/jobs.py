@@ -465,7 +465,7 @@ def sent_bytes(rank, shape, options):
     model = nn.Sequential(nn.Linear(32, 64, bias=False), nn.Tanh(), nn.Linear(64, 32, bias=False))
     if shape[2] > 1:
         for layer in (*(layer for layer in model if isinstance(layer, nn.Linear)), model):
-            fully_shard(layer, mesh=mesh["data", "shards"] if shape[0] > 1 else mesh["shards"])
+            fsdp.fully_shard(layer, mesh=mesh["data", "shards"] if shape[0] > 1 else mesh["shards"])
     elif shape[0] > 1:
         model = DistributedDataParallel(model, process_group=mesh["data"].get_group())
     parallel = tiltsam.Parallel(samples=mesh["samples"].get_group() if shape[1] > 1 else None)

@@ -3,8 +3,9 @@
     python benchmarks/differences.py benchmarks/records/2026-11-16_digits_below "sam lr=0.01 rho=0.5 average=false"
     python benchmarks/differences.py RECORD [RECORD ...] "sam lr=0.01 rho=0.5" --minus "erm lr=0.001"
 
-Runs are selected by their method and by settings of their config and options; each seed must be selected once. Scores
-are times 100, at the end of training and at the epoch that was best on validation, as mean ± standard error.
+Runs are selected by their method and by settings of their config and options, or by their folder in the record
+(``folder=cifar100-noisy/sam-73af265261``); each seed must be selected once. Scores are times 100, at the end of training
+and at the epoch that was best on validation, as mean ± standard error; differences have a 95 % interval.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from record import read_runs
-from tiltsam.lab.stats import Mean, mean_of, paired_difference
+from tiltsam.lab.stats import Mean, confidence_interval, mean_of, paired_difference
 
 SCORES = {"at the end": "score", "at the best epoch": "score_at_best_validation"}
 
@@ -36,7 +37,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     for label, key in SCORES.items():
         scores, others = ({s: 100 * r["result"][key] for s, r in runs.items()} for runs in (first, second))
         if args.minus:
-            print(f"{label}: {format_mean(paired_difference(scores, others), '+')}")
+            difference = paired_difference(scores, others)
+            low, high = confidence_interval(difference)
+            print(f"{label}: {format_mean(difference, '+')} [{low:+.2f}, {high:+.2f}]")
         else:
             print(f"{label}: {format_mean(mean_of(list(scores.values())))}")
 
@@ -55,7 +58,7 @@ def select_runs(
     }
     found: dict[Hashable, dict[str, Any]] = {}
     for entry in entries:
-        config = {**entry["config"], **entry["config"]["options"]}
+        config = {"folder": str(Path(entry["place"]).parent), **entry["config"], **entry["config"]["options"]}
         if config["method"] != method or any(config.get(key) != value for key, value in wanted.items()):
             continue
         seed = config["seed"]

@@ -331,6 +331,7 @@ def _clean(work: Transformer) -> None:
         p.grad = None
     gc.collect()
     if work.device.type == "cuda":
+        torch._C._cuda_clearCublasWorkspaces()  # one for each stream, and each captured step has its own
         torch.cuda.empty_cache()
 
 
@@ -399,6 +400,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--sizes", nargs="+", choices=sorted(SIZES), help="only settings of these sizes")
+    parser.add_argument("--weights", nargs="+", choices=("fp32", "bf16", "lora"), help="only settings of these weights")
     parser.add_argument("--repeats", type=int, default=3, help="turns, of which the fastest counts")
     parser.add_argument("--time-limit", type=float, default=3600.0, help="seconds after which no row is added")
     parser.add_argument("--out", type=Path, help="folder for the numbers: scale.json")
@@ -417,8 +419,10 @@ def main(arguments: list[str] | None = None) -> None:
     print(json.dumps(about))
     rows: list[dict[str, Any]] = []
     for setting in ON_GPU if device.type == "cuda" else ON_CPU:
-        if (args.sizes and setting.size not in args.sizes) or not clock.allows(5):
+        if (args.sizes and setting.size not in args.sizes) or (args.weights and setting.weights not in args.weights):
             continue
+        if not clock.allows(5):
+            break
         work = Transformer(setting, device)
         common = asdict(setting) | {
             "kind": work.size.kind,

@@ -177,7 +177,7 @@ MEASUREMENTS: dict[str, Callable[[nn.Module, Loss, Any], Any]] = {
             m,
             f,
             b,
-            flatness.FlatnessPlan(std=(0.1,), num_samples=2, num_points=3, num_trace_samples=2, plane=True),
+            flatness.FlatnessPlan(std=(0.1,), num_samples=2, num_points=3, num_trace_samples=2),
         ).neighborhood.losses
     ),
 }

@@ -189,7 +189,7 @@ class TrainConfig:
             raise ConfigError(f"delta must be None with t_schedule={self.t_schedule!r}, got {delta:g}")
 
     def _tilt_defaults(self) -> dict[str, float]:
-        """Return the defaults that depend on the tilts: a negative one without them may silence what is not learnt yet."""
+        """Return the defaults that depend on the tilts."""
         negative = self.example_tilt < 0
         return {
             "example_ess": TILT_ESS if negative and self.class_tilt is None else 0.0,
@@ -299,8 +299,11 @@ class TrainConfig:
         return f"{self.method}-{digest}"
 
 
-DEFAULTS: dict[str, Any] = {f.name: f.default for f in dataclasses.fields(TrainConfig) if f.name != "options"}
-"""The defaults of the fields, without the options."""
+DEFAULTS: dict[str, Any] = {
+    **{f.name: f.default for f in dataclasses.fields(TrainConfig) if f.name != "options"},
+    **dict.fromkeys(("example_ess", "example_tilt_warmup"), 0.0),
+}
+"""The defaults of the fields, without the options; of those that depend on a tilt, the values without one."""
 
 # ---------------------------------------------------------------- the options of a method
 

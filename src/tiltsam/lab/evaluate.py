@@ -80,8 +80,8 @@ def task_loss(
 def prior_shift(targets: Tensor, num_classes: int, tau: float) -> Tensor:
     """Return ``tau log pi_y`` of each class: what logit adjustment adds to the logits in training.
 
-    Menon et al. 2021, "Long-tail learning via logit adjustment". ``pi_y`` is the frequency of class y among the training
-    labels. A model trained with shifted logits and tested without the shift minimises the balanced error.
+    Menon et al. 2021, "Long-tail learning via logit adjustment". ``pi_y`` is the frequency of class y among the
+    training labels. A model trained with shifted logits and tested without the shift minimises the balanced error.
 
     Args:
         targets: Classes of the training examples.

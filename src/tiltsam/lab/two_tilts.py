@@ -16,7 +16,6 @@ from typing import Any
 from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.errors import RecipeError
 from tiltsam.lab.flags import parse_method
-from tiltsam.lab.grids import Grid
 from tiltsam.lab.stats import Mean, confidence_interval, format_mean, mean_of, paired_difference
 from tiltsam.lab.sweep import ChoiceName, EntryResult, SweepResult, SweepStatus, sweep
 
@@ -25,7 +24,8 @@ __all__ = ["NAME", "STUDIES", "TiltRow", "TiltStudy", "num_runs", "result_rows",
 NAME = "two-tilts"
 TILT = "example_tilt=-1"
 PASSES = 520.0  # 43 epochs of SAM in batches of 128, 87 of ERM: enough to learn wrong labels
-GRID: Grid = {"lr": (0.02, 0.08), "rho": (0.2, 0.5), "erm:lr": (0.001, 0.005, 0.02, 0.1)}
+TRIALS = 4
+GRID: dict[str, tuple[float, ...]] = {"lr": (0.02, 0.08), "rho": (0.2, 0.5), "erm:lr": (0.001, 0.005, 0.02, 0.1)}
 _BASE = TrainConfig(
     "digits", model="mlp", epochs=math.inf, passes=PASSES, batch_size=128, validation=0.3, evaluate_every=1000
 )
@@ -129,13 +129,15 @@ def select_studies(name: str, methods: Sequence[str] | None = None) -> list[Tilt
     known = {parse_method(row.entry)["method"] for one in found for row in one.rows}
     if unknown := [method for method in methods if method not in known]:
         raise RecipeError(f"{name} has no method {unknown[0]!r}; choose from {', '.join(sorted(known))}")
-    kept = {one: tuple(r for r in one.rows if parse_method(r.entry)["method"] in methods) for one in STUDIES.values()}
-    return [replace(one, rows=kept[one]) for one in found if kept[one]]
+    kept = [
+        replace(one, rows=tuple(r for r in one.rows if parse_method(r.entry)["method"] in methods)) for one in found
+    ]
+    return [one for one in kept if one.rows]
 
 
 def num_runs(study: TiltStudy, seeds: int) -> int:
     """Return the runs of a study: four trials and the tests of each row."""
-    return len(study.rows) * (len(GRID["erm:lr"]) + seeds)  # type: ignore[arg-type]
+    return len(study.rows) * (TRIALS + seeds)
 
 
 def run_study(
@@ -167,12 +169,13 @@ def run_study(
     if not 0 < scale <= 1:
         raise RecipeError(f"--scale must be in (0, 1], got {scale:g}")
     methods = {parse_method(row.entry)["method"] for row in study.rows}
-    grid = {name: values for name, values in GRID.items() if name.partition(":")[0] in {"lr", "rho", *methods}}
+    unused = {"rho"} if methods == {"erm"} else {"erm:lr"} - {f"{method}:lr" for method in methods}
     return sweep(
         replace(study.base, passes=PASSES * scale, device=device),
         [row.entry for row in study.rows],
-        {name: values for name, values in grid.items() if name != "rho" or methods != {"erm"}},
+        {name: values for name, values in GRID.items() if name not in unused},
         out,
+        trials=TRIALS,
         choose_by=study.choose_by,
         seeds=seeds,
         workers=workers,

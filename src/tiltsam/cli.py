@@ -615,8 +615,6 @@ def _two_tilts(args: argparse.Namespace) -> None:
             )
         table = result_rows(study, result)
         print_table(f"{study.title}: {seeds} seeds, mean ± standard error", table)
-        for note in result.notes:
-            print(note)
         text += f"### {study.title}\n\n{format_markdown(table)}\n\n"
         sweeps.append(result.path.parent)
     folder.mkdir(parents=True, exist_ok=True)

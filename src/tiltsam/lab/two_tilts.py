@@ -29,7 +29,8 @@ GRID: dict[str, tuple[float, ...]] = {"lr": (0.02, 0.08), "rho": (0.2, 0.5), "er
 _BASE = TrainConfig(
     "digits", model="mlp", epochs=math.inf, passes=PASSES, batch_size=128, validation=0.3, evaluate_every=1000
 )
-_METHODS = {"ERM": "erm", "SAM": "sam", "TSAM s=1": "tsam:num_samples=1"}
+_TWO = {"ERM": "erm", "SAM": "sam"}
+_THREE = _TWO | {"TSAM s=1": "tsam:num_samples=1"}
 
 
 @dataclass(frozen=True)
@@ -64,16 +65,16 @@ def _entry(method: str, *settings: str) -> str:
     return f"{name}:{','.join(settings)}" if settings else name
 
 
-def _noise_rows() -> tuple[TiltRow, ...]:
+def _noise_rows(methods: Mapping[str, str]) -> tuple[TiltRow, ...]:
     rows = []
-    for label, method in _METHODS.items():
+    for label, method in methods.items():
         for suffix, average in (("", ()), (", averaged", ("average=true",))):
             rows.append(TiltRow(label + suffix, _entry(method, *average)))
             rows.append(TiltRow(f"{label}{suffix}, tilt", _entry(method, *average, TILT), label + suffix))
-    return (*rows, *(TiltRow(f"{label}, GCE", f"{label.lower()}:loss=gce", label) for label in ("ERM", "SAM")))
+    return (*rows, *(TiltRow(f"{label}, GCE", f"{label.lower()}:loss=gce", label) for label in _TWO))
 
 
-def _noise_study(noise: float, title: str) -> TiltStudy:
+def _noise_study(noise: float, title: str, methods: Mapping[str, str] = _TWO) -> TiltStudy:
     columns = {
         "worst class": "test_worst_class_accuracy",
         "ECE": "test_ece",
@@ -81,13 +82,13 @@ def _noise_study(noise: float, title: str) -> TiltStudy:
         "recall": "silenced_recall",
     }
     return TiltStudy(
-        f"noise-{noise:g}", title, replace(_BASE, noise=noise), _noise_rows(), "score", "test_accuracy", columns
+        f"noise-{noise:g}", title, replace(_BASE, noise=noise), _noise_rows(methods), "score", "test_accuracy", columns
     )
 
 
 def _long_tail_study() -> TiltStudy:
     rows = []
-    for label in ("ERM", "SAM"):
+    for label in _TWO:
         rows.append(TiltRow(label, label.lower()))
         rows.append(TiltRow(f"{label}, class tilt", f"{label.lower()}:class_tilt=1", label))
         rows.append(TiltRow(f"{label}, logit-adjusted", f"{label.lower()}:loss=logit-adjusted", label))
@@ -105,7 +106,7 @@ def _long_tail_study() -> TiltStudy:
 STUDIES: dict[str, TiltStudy] = {
     study.name: study
     for study in (
-        _noise_study(0.4, "digits, 40% wrong labels"),
+        _noise_study(0.4, "digits, 40% wrong labels", _THREE),
         _noise_study(0.2, "digits, 20% wrong labels"),
         _noise_study(0.0, "digits, right labels"),
         _long_tail_study(),

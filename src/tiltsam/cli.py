@@ -274,7 +274,10 @@ def _add_reproduce(commands: argparse._SubParsersAction[argparse.ArgumentParser]
         default=1.0,
         help="fraction of the epochs, and of the examples and draws of a measurement (default: 1)",
     )
-    parser.add_argument("--seeds", type=int, default=3, help="runs per cell, with seeds 0, 1, … (default: %(default)s)")
+    parser.add_argument("--seeds", type=int, help="runs per cell, with seeds 0, 1, … (default: 3; two-tilts: 5)")
+    parser.add_argument(
+        "--workers", type=int, default=1, metavar="INT", help="two-tilts: processes on this machine (default: 1)"
+    )
     parser.add_argument("--methods", nargs="+", metavar="METHOD", help="run these methods only (default: all)")
     parser.add_argument(
         "--precision", choices=("fp32", "bf16"), default="fp32", help="bf16 uses autocast (default: %(default)s)"
@@ -336,10 +339,10 @@ def _add_sweep(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     parser.add_argument(
         "--choose-by",
-        choices=("loss", "score"),
+        choices=("loss", "score", "balanced"),
         default="loss",
-        help="choose the lowest validation loss, or the highest validation score, which is better if labels are wrong "
-        "(default: loss)",
+        help="choose the lowest validation loss; the highest validation score, which is better if labels are wrong; or "
+        "the highest mean accuracy of the classes, for long-tailed tasks (default: loss)",
     )
     parser.add_argument(
         "--trial-seeds", type=int, default=1, metavar="INT", help="runs per trial: seeds 0, 1, … (default: 1)"
@@ -488,12 +491,8 @@ def _compare(args: argparse.Namespace) -> None:
 
 
 def _sweep(args: argparse.Namespace) -> None:
-    try:
+    with _optuna_hint("sweep"):
         from tiltsam.lab.sweep import format_results, sweep
-    except ModuleNotFoundError as error:
-        if error.name not in ("optuna", "sqlalchemy"):
-            raise
-        raise ImportError("tiltsam sweep needs Optuna: pip install '.[sweep]'") from None
     from tiltsam.lab.console import SweepDisplay, print_table
     from tiltsam.lab.flags import given, shared_settings
     from tiltsam.lab.grids import parse_grid
@@ -532,7 +531,7 @@ def _sweep(args: argparse.Namespace) -> None:
         )
     seeds = "1 seed" if args.seeds == 1 else f"{args.seeds} seeds"
     tested = f", tested with {seeds}, mean ± standard error" if args.seeds else ""
-    print_table(f"{args.task}: chosen by validation {args.choose_by}{tested}", format_results(result))
+    print_table(f"{args.task}: chosen by {result.value_name}{tested}", format_results(result))
     for note in result.notes:
         print(note)
     print(f"result: {result.path}")
@@ -543,6 +542,17 @@ def _sweep(args: argparse.Namespace) -> None:
         raise UserError("nothing was chosen: no trial finished with a finite loss")
 
 
+@contextmanager
+def _optuna_hint(command: str) -> Iterator[None]:
+    """Say how to install Optuna if an import inside the context lacks it."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name not in ("optuna", "sqlalchemy"):
+            raise
+        raise ImportError(f"tiltsam {command} needs Optuna: pip install '.[sweep]'") from None
+
+
 def _reproduce(args: argparse.Namespace) -> None:
     from tiltsam.lab.console import MeasurementBars, RunDisplay
     from tiltsam.lab.paper.cost import print_costs
@@ -551,15 +561,24 @@ def _reproduce(args: argparse.Namespace) -> None:
     from tiltsam.lab.paper.tables import print_header, print_results, write_numbers
     from tiltsam.lab.report import write_report
 
+    if args.name and args.name.partition("/")[0] == "two-tilts" and not args.list:
+        _two_tilts(args)
+        return
     if args.name:
         recipes = [find_recipe(args.name).select(methods=args.methods)]
     elif args.list:
         recipes = select_methods([make() for make in RECIPES.values()], args.methods)
     else:
-        raise UserError(f"pass the name of a table or figure: {', '.join(RECIPES)} (see: tiltsam reproduce --list)")
-    plans = [ReproductionPlan(r, args.seeds, args.scale, args.device, args.precision) for r in recipes]
+        names = ", ".join((*RECIPES, "two-tilts"))
+        raise UserError(f"pass the name of a table or figure: {names} (see: tiltsam reproduce --list)")
+    plans = [
+        ReproductionPlan(r, 3 if args.seeds is None else args.seeds, args.scale, args.device, args.precision)
+        for r in recipes
+    ]
     if args.list:
         print_costs(plans)
+        if not args.name:
+            print("two-tilts, an experiment of our own on digits, takes minutes on a CPU: docs/example-tilt.md")
         return
     (plan,) = plans
     print_header(plan)
@@ -580,6 +599,39 @@ def _reproduce(args: argparse.Namespace) -> None:
     print(f"numbers: {folder / 'numbers.json'}")
     if folders := found.folders():
         print(write_report(folders, folder).message())
+
+
+def _two_tilts(args: argparse.Namespace) -> None:
+    with _optuna_hint("reproduce two-tilts"):
+        from tiltsam.lab.two_tilts import num_runs, result_rows, run_study, select_studies
+    from tiltsam.lab.console import SweepDisplay, format_markdown, print_table
+    from tiltsam.lab.report import write_report
+
+    seeds = 5 if args.seeds is None else args.seeds
+    studies = select_studies(args.name, args.methods)
+    print(f"{sum(num_runs(study, seeds) for study in studies)} runs; the same command resumes", flush=True)
+    folder = args.out / "reproduced" / args.name.replace("/", "-")
+    text, sweeps = "", []
+    for study in studies:
+        with SweepDisplay() as display:
+            result = run_study(
+                study,
+                args.out,
+                seeds=seeds,
+                scale=args.scale,
+                device=args.device,
+                workers=args.workers,
+                report=display.report,
+                say=display.print,
+            )
+        table = result_rows(study, result)
+        print_table(f"{study.title}: {seeds} seeds, mean ± standard error", table)
+        text += f"### {study.title}\n\n{format_markdown(table)}\n\n"
+        sweeps.append(result.path.parent)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "tables.md").write_text(text)
+    print(f"tables: {folder / 'tables.md'}")
+    print(write_report(sweeps, folder).message())
 
 
 def _report(args: argparse.Namespace) -> None:

@@ -1,5 +1,6 @@
 import dataclasses
 import json
+import math
 from dataclasses import replace
 from functools import partial
 from typing import Literal
@@ -108,6 +109,45 @@ def test_options_at_their_default_are_left_out(own_methods):
 def test_config_survives_json(own_methods):
     for config in (TrainConfig(), TrainConfig("digits", "vasso", options={"rate": 0.6}, rho_schedule="up", seed=3)):
         assert TrainConfig(**json.loads(json.dumps(config.to_json()))) == config
+
+
+def test_negative_tilt_has_a_floor_and_a_warmup_by_default():
+    def of(config):
+        return config.example_ess, config.example_tilt_warmup
+
+    tilted = TrainConfig(example_tilt=-1.0)
+    assert of(TrainConfig()) == of(TrainConfig(example_tilt=1.0)) == (0.0, 0.0)
+    assert of(tilted) == (0.3, 0.3)
+    assert of(TrainConfig(example_tilt=-1.0, class_tilt=2.0)) == (0.0, 0.3)
+    bare = tilted.with_settings({"example_ess": 0.0, "example_tilt_warmup": 0.0})
+    assert of(bare) == of(bare.with_settings({"lr": 0.3})) == (0.0, 0.0)
+    assert tilted.with_settings({"example_tilt": 0.0}) == TrainConfig()
+    assert tilted.settings() == {"example_tilt": -1.0}
+    assert TrainConfig(**tilted.to_json()) == tilted
+    assert TrainConfig(**bare.to_json()) == bare
+    # Runs keep their names: the record of 2026-11-17 has one without and one with both.
+    base = {"method": "sam", "epochs": math.inf, "passes": 1560.0, "evaluate_every": 3, "validation": 0.3, "lr": 0.01}
+    base |= {"model": "mlp", "rho": 0.2, "noise": 0.4, "example_tilt": -1.0, "example_ess": 0.3}
+    for warmup, key in {0.0: "sam-efd82b5952", 0.3: "sam-fb76e8cfee"}.items():
+        assert TrainConfig.from_settings({**base, "example_tilt_warmup": warmup}).key() == key
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"loss": "gce", "label_smoothing": 0.1}, "label_smoothing must be 0 with loss gce, got 0.1"),
+        ({"gce_q": 0.5}, "gce_q needs loss gce, got cross-entropy"),
+        ({"loss": "gce", "gce_q": 0.0}, r"gce_q must be in \(0, 1\], got 0"),
+        ({"loss": "gce", "gce_q": 1.5}, r"gce_q must be in \(0, 1\], got 1.5"),
+        ({"loss": "gce", "logit_tau": 2.0}, "logit_tau needs loss logit-adjusted, got gce"),
+        ({"loss": "logit-adjusted", "logit_tau": -1.0}, "logit_tau .* got -1"),
+        ({"loss": "hinge"}, "loss must be .*'hinge'"),
+    ],
+    ids=str,
+)
+def test_config_checks_the_loss(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        TrainConfig(**settings)
 
 
 def test_with_settings_sets_fields_and_options(own_methods):

@@ -1,6 +1,7 @@
 """Losses and metrics of the tasks, and BatchNorm statistics for an evaluation."""
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from tiltsam.lab.evaluate import (
     class_accuracies,
     evaluate,
     few_shot_accuracy,
+    prior_shift,
     reestimate_batchnorm,
     silenced_examples,
     task_loss,
@@ -149,6 +151,7 @@ def test_evaluate_adds_metrics_of_classifications(num_classes):
     else:
         assert found["ece"] == calibration_error(outputs, targets)
         assert found["worst_class_accuracy"] == class_accuracies(outputs, targets)[:4].min()
+        assert found["balanced_accuracy"] == class_accuracies(outputs, targets)[:4].mean()
 
 
 def labelled(num_wrong):
@@ -164,7 +167,9 @@ def labelled(num_wrong):
 def test_silenced_examples_equal_naive_twin(t, groups, smoothing):
     data = labelled(20)
     tilt = ExampleTilt(t, between=0.0, num_groups=4) if groups else ExampleTilt(t)
-    found = silenced_examples(lambda part: part.inputs["x"], data, tilt, 16, smoothing)
+    found = silenced_examples(
+        lambda part: part.inputs["x"], data, tilt, 16, partial(task_loss, num_classes=4, label_smoothing=smoothing)
+    )
     x, y = data.train.inputs["x"], data.train.targets
     losses = nn.functional.cross_entropy(x, y, label_smoothing=smoothing, reduction="none").double()
     silenced = set()
@@ -182,7 +187,8 @@ def test_silenced_examples_equal_naive_twin(t, groups, smoothing):
 
 def test_silenced_examples_without_any():
     def found(num_wrong):
-        return silenced_examples(lambda part: part.inputs["x"], labelled(num_wrong), ExampleTilt(0.0), 16)
+        loss_fn = partial(task_loss, num_classes=4)
+        return silenced_examples(lambda part: part.inputs["x"], labelled(num_wrong), ExampleTilt(0.0), 16, loss_fn)
 
     assert found(None) == found(0) == {}
     assert found(20) == {"silenced_recall": 0}  # equal weights
@@ -195,6 +201,44 @@ def test_task_loss_by_number_of_classes():
     for smoothing in (0.0, 0.1):
         expected = nn.functional.cross_entropy(logits, classes, label_smoothing=smoothing)
         assert torch.equal(task_loss(logits, classes, 2, smoothing), expected)
+
+
+def naive_losses(logits, targets, q, tau, counts):
+    """Return the loss of each example, written from the formulas: GCE if q is given, on logits shifted by priors."""
+    found = []
+    for row, y in zip(logits.tolist(), targets.tolist(), strict=True):
+        shifted = [x + tau * math.log(n / sum(counts)) for x, n in zip(row, counts, strict=True)]
+        p = math.exp(shifted[y]) / sum(map(math.exp, shifted))
+        found.append(-math.log(p) if q is None else (1 - p**q) / q)
+    return torch.tensor(found, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("t", [None, -0.7, 1.5])
+@pytest.mark.parametrize(("q", "tau"), [(0.7, 0.0), (1.0, 0.0), (0.01, 0.0), (None, 1.0), (None, 0.4), (0.5, 1.0)])
+def test_task_loss_equals_naive_twin(q, tau, t):
+    logits = 2 * torch.randn(30, 4, dtype=torch.float64, requires_grad=True)
+    targets, seen = torch.randint(4, (30,)), torch.tensor([0] * 50 + [1] * 20 + [3] * 7)
+    shift = prior_shift(seen, 4, tau).double()
+    losses = naive_losses(logits, targets, q, tau, [50, 20, 1, 7])  # a class without examples counts as one
+    loss = task_loss(logits, targets, 4, tilt=None if t is None else ExampleTilt(t), gce_q=q, logit_shift=shift)
+    expected = losses.mean() if t is None else (t * losses).exp().mean().log() / t
+    torch.testing.assert_close(loss.detach(), expected, rtol=1e-6, atol=1e-7)  # the priors are float32
+
+
+def test_gce_gradient_is_that_of_the_cross_entropy_times_a_power_of_the_probability():
+    logits, targets = torch.randn(20, 5, dtype=torch.float64, requires_grad=True), torch.randint(5, (20,))
+    (gradient,) = torch.autograd.grad(task_loss(logits, targets, 5, gce_q=0.7), logits)
+    (plain,) = torch.autograd.grad(task_loss(logits, targets, 5), logits)
+    p = logits.detach().softmax(1).gather(1, targets[:, None])
+    torch.testing.assert_close(gradient, plain * p**0.7, rtol=1e-10, atol=0.0)
+
+
+def test_gce_of_impossible_labels_is_finite():
+    logits = torch.tensor([[0.0, 1e4], [1e4, 0.0]], requires_grad=True)
+    loss = task_loss(logits, torch.tensor([0, 0]), 2, gce_q=0.5)
+    loss.backward()
+    assert loss.item() == 1.0  # (2 + 0) / 2
+    assert logits.grad.abs().max() == 0
 
 
 def test_reestimate_batchnorm_draws_from_all_classes():

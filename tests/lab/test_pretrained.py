@@ -1,6 +1,7 @@
 """Pretrained models: tiny ones, saved by the tests and loaded like real ones."""
 
 import importlib
+import json
 import sys
 import warnings
 
@@ -88,6 +89,21 @@ def test_cli_fine_tunes_a_text_encoder(task, folder, tmp_path, capfd):
     before = transformers.BertModel.from_pretrained(folder).state_dict()["encoder.layer.0.output.dense.weight"]
     after = record.model()["model.bert.encoder.layer.0.output.dense.weight"]
     assert (after - before).abs().max() > 1e-4  # not only the new head is trained
+
+
+def test_example_tilt_silences_wrong_labels_of_texts(folder, tmp_path):
+    glue(tmp_path, "sst2", n=200)
+    run = ["train", "glue/sst2", "--model", f"hf:{folder}", "--data-root", str(tmp_path), "--out", str(tmp_path)]
+    run += ["--noise", "0.2", "--example-tilt", "-0.5", "--method", "sam", "--epochs", "2", "--max-length", "24"]
+    assert main([*run, "--optimizer", "adamw", "--lr", "0.001"]) == 0
+    record = Record(next(tmp_path.rglob("result.json")).parent)
+    assert "silenced_recall" in record.result()
+    assert json.loads((record.folder / "setup.json").read_text())["noise"] == 0.2
+    clean, noisy = (load("glue/sst2", tmp_path, model=f"hf:{folder}", noise=noise) for noise in (0.0, 0.2))
+    labels = [torch.cat([data.train.targets, data.validation.targets]) for data in (clean, noisy)]
+    assert (labels[0] != labels[1]).sum() == 40
+    assert noisy.mislabelled.sum() == (clean.train.targets != noisy.train.targets).sum()
+    assert torch.equal(clean.test.targets, noisy.test.targets)  # the test set stays as it is
 
 
 def test_load_model_of_a_text_encoder(folder, tmp_path):

@@ -195,6 +195,19 @@ def test_choose_by_score_ignores_the_loss(tmp_path, fake):
     assert content["methods"]["erm"]["validation_error"] == pytest.approx(0.9)
 
 
+def test_choose_by_balanced_accuracy(tmp_path):
+    """On a long tail the accuracy of all examples is that of the frequent classes."""
+    config = replace(SMALL, task="digits-lt", epochs=2)
+    result = sweep(config, ["erm"], RATES, tmp_path, choose_by="balanced", seeds=0)
+    (row,) = result.entries
+    runs = [Record.of(tmp_path, config.with_settings({"method": "erm", **trial.params})) for trial in row.trials]
+    assert [t.value for t in row.trials] == [1 - run.result()["validation_balanced_accuracy"] for run in runs]
+    np.savez(tmp_path / "a.npz", x=np.random.default_rng(0).normal(size=(40, 2)), y=np.arange(40) / 7)
+    regression = replace(config, task=f"npz:{tmp_path / 'a.npz'}")
+    with pytest.raises(SweepError, match="--choose-by balanced needs a classification"):
+        sweep(regression, ["erm"], RATES, tmp_path, choose_by="balanced", seeds=0)
+
+
 @pytest.mark.slow
 def test_tpe_samples_near_good_trials(tmp_path, fake):
     def distance(sampler):

@@ -556,10 +556,13 @@ def test_user_errors_are_one_line_and_exit_2(arguments, says, tmp_path, capsys):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(("flag", "says"), [("label-smoothing", "must be 0"), ("class-tilt", "must be None")])
-def test_settings_of_classifications_are_refused_for_a_regression(flag, says, tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("flag", "value", "says"),
+    [("label-smoothing", "0.1", "must be 0"), ("class-tilt", "0.1", "must be None"), ("loss", "gce", "must be cross-")],
+)
+def test_settings_of_classifications_are_refused_for_a_regression(flag, value, says, tmp_path, capsys):
     np.savez(tmp_path / "a.npz", x=np.random.default_rng(0).normal(size=(40, 2)), y=np.arange(40) / 7)
-    arguments = ["train", f"npz:{tmp_path / 'a.npz'}", f"--{flag}", "0.1", "--out", str(tmp_path / "runs")]
+    arguments = ["train", f"npz:{tmp_path / 'a.npz'}", f"--{flag}", value, "--out", str(tmp_path / "runs")]
     assert main(arguments) == 2
     assert f"{flag.replace('-', '_')} {says}" in capsys.readouterr().err
     assert not list((tmp_path / "runs").iterdir())
@@ -712,13 +715,36 @@ def test_long_tailed_task_has_few_shot_accuracy(tmp_path):
     result = train(small(task="digits-lt", method="erm", epochs=5, batch_size=32), Record(tmp_path / "tailed"))
     assert result["test_few_shot_accuracy"] == pytest.approx(sum(result["test_class_accuracies"][7:]) / 3)
     assert result["test_few_shot_accuracy"] < result["test_accuracy"]
+    assert result["test_balanced_accuracy"] == pytest.approx(sum(result["test_class_accuracies"]) / 10)
     assert "test_few_shot_accuracy" not in train(small(method="erm", epochs=1), Record(tmp_path / "usual"))
+
+
+def test_gce_learns_from_wrong_labels_and_is_tilted(tmp_path):
+    config = TrainConfig("digits", "erm", noise=0.4, epochs=40, evaluate_every=10)
+    gce = config.with_settings({"loss": "gce"})
+    scores = [train(c, Record.of(tmp_path, c))["score"] for c in (config, gce)]
+    assert scores[1] > scores[0] + 0.05
+    tilted = gce.with_settings({"example_tilt": -1.0, "epochs": 10})
+    result = train(tilted, Record.of(tmp_path, tilted))
+    assert result["silenced_precision"] > 0.8  # GCE is at most 1/q, so fewer are below half of the mean weight
+    assert {"test_ece", "test_worst_class_accuracy"} <= result.keys()
+
+
+def test_logit_adjustment_helps_rare_classes(tmp_path):
+    plain = small(task="digits-lt", method="erm", epochs=4, batch_size=32, lr=0.01)  # rare classes are not fitted yet
+    adjusted = plain.with_settings({"loss": "logit-adjusted"})
+    one, two = (train(config, Record.of(tmp_path, config)) for config in (plain, adjusted))
+    assert two["test_few_shot_accuracy"] > one["test_few_shot_accuracy"] + 0.3
+    assert two["test_balanced_accuracy"] > one["test_balanced_accuracy"]
 
 
 @pytest.mark.parametrize(
     ("tilts", "message"),
     [
-        ({"example_tilt": -50.0}, r"^example_tilt -50 leaves .* [0-9]% of the batch: .*tilt or --example-ess$"),
+        (
+            {"example_tilt": -50.0, "example_ess": 0.0},
+            r"^example_tilt -50 leaves .* [0-9]% of the batch: .*tilt or --example-ess$",
+        ),
         ({"example_tilt": -50.0, "class_tilt": -50.0}, r"^example_tilt -50 with class_tilt -50 .* use a smaller tilt$"),
     ],
 )
@@ -729,7 +755,7 @@ def test_small_example_ess_warns_once(tilts, message, tmp_path):
 
 
 def test_bounded_example_ess_does_not_warn(tmp_path):
-    result = train(small(method="erm", example_tilt=-50.0, example_ess=0.3), Record(tmp_path))
+    result = train(small(method="erm", example_tilt=-50.0), Record(tmp_path))  # bounded by default
     assert result["example_ess"] >= 0.3
 
 

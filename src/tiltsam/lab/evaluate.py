@@ -24,6 +24,7 @@ __all__ = [
     "evaluate",
     "evaluated_weights",
     "few_shot_accuracy",
+    "prior_shift",
     "reestimate_batchnorm",
     "silenced_examples",
     "split_outputs",
@@ -35,6 +36,8 @@ BATCHNORM_BATCHES = 40  # enough for BatchNorm's statistics to settle, far less 
 CALIBRATION_BINS = 15  # as in Guo et al.
 
 OutputsOf = Callable[[Split], Tensor]
+LossFunction = Callable[..., Tensor]
+"""``loss_fn(outputs, targets, tilt=tilt)``: :func:`task_loss` with the settings of a run."""
 
 
 def task_loss(
@@ -43,8 +46,11 @@ def task_loss(
     num_classes: int,
     label_smoothing: float = 0.0,
     tilt: ExampleTilt | None = None,
+    *,
+    gce_q: float | None = None,
+    logit_shift: Tensor | None = None,
 ) -> Tensor:
-    """Return the loss of a task: the mean squared error of a regression, else the cross-entropy.
+    """Return the loss of a task: the mean squared error of a regression, else the cross-entropy or one in its place.
 
     Args:
         outputs: The model's outputs, (n, classes).
@@ -52,13 +58,38 @@ def task_loss(
         num_classes: The classes of the task; 1 for a regression.
         label_smoothing: The fraction of the target spread over all classes.
         tilt: Replaces the mean over the examples; its groups are the classes.
+        gce_q: Use the generalized cross-entropy (1 - p^q) / q of the probability p of the label (Zhang and Sabuncu
+            2018): the cross-entropy as q goes to 0, 1 - p at q = 1. Needs ``label_smoothing=0``.
+        logit_shift: Added to the logits of each class, as in :func:`prior_shift`.
     """
     reduction = "mean" if tilt is None else "none"
     if num_classes == 1:
         loss = nn.functional.mse_loss(outputs.squeeze(1), targets, reduction=reduction)
-    else:
+        return loss if tilt is None else tilt(loss)
+    if logit_shift is not None:
+        outputs = outputs + logit_shift
+    if gce_q is None:
         loss = nn.functional.cross_entropy(outputs, targets, label_smoothing=label_smoothing, reduction=reduction)
+    else:
+        log_p = -nn.functional.cross_entropy(outputs, targets, reduction="none")
+        losses = -torch.expm1(gce_q * log_p) / gce_q
+        loss = losses.mean() if tilt is None else losses
     return loss if tilt is None else tilt(loss, None if tilt.num_groups is None else targets)
+
+
+def prior_shift(targets: Tensor, num_classes: int, tau: float) -> Tensor:
+    """Return ``tau log pi_y`` of each class: what logit adjustment adds to the logits in training.
+
+    Menon et al. 2021, "Long-tail learning via logit adjustment". ``pi_y`` is the frequency of class y among the
+    training labels. A model trained with shifted logits and tested without the shift minimises the balanced error.
+
+    Args:
+        targets: Classes of the training examples.
+        num_classes: Number of classes; one without examples is counted as if it had one.
+        tau: Strength; 1 is consistent for the balanced error, 0 the plain cross-entropy.
+    """
+    counts = targets.bincount(minlength=num_classes).clamp_min(1).float()
+    return tau * (counts / counts.sum()).log()
 
 
 def evaluated_weights(model: nn.Module, average: WeightAverage | None) -> AbstractContextManager[object]:
@@ -70,7 +101,7 @@ def evaluated_weights(model: nn.Module, average: WeightAverage | None) -> Abstra
 def evaluate(outputs_of: OutputsOf, data: Data, split: Split) -> dict[str, float]:
     """Return the task's metrics and its loss, without label smoothing, on all examples of a split.
 
-    Of a classification also ``ece`` and ``worst_class_accuracy``, which are never the score.
+    Of a classification also ``ece``, ``worst_class_accuracy`` and ``balanced_accuracy``, which are never the score.
 
     Args:
         outputs_of: Returns the model's outputs for some examples, in eval mode.
@@ -83,7 +114,10 @@ def evaluate(outputs_of: OutputsOf, data: Data, split: Split) -> dict[str, float
     found = {name: METRICS[name](outputs, targets) for name in data.metrics}
     found["loss"] = task_loss(outputs, targets, data.num_classes).item()
     if data.num_classes > 1:
-        found |= {"ece": calibration_error(outputs, targets), "worst_class_accuracy": worst_class(outputs, targets)}
+        accuracies = class_accuracies(outputs, targets)
+        found["ece"] = calibration_error(outputs, targets)
+        found["worst_class_accuracy"] = accuracies[~accuracies.isnan()].min().item()
+        found["balanced_accuracy"] = accuracies.nanmean().item()
     return found
 
 
@@ -95,7 +129,7 @@ def split_outputs(outputs_of: OutputsOf, split: Split) -> Tensor:
 
 @torch.no_grad()
 def silenced_examples(
-    outputs_of: OutputsOf, data: Data, tilt: ExampleTilt, batch_size: int, label_smoothing: float = 0.0
+    outputs_of: OutputsOf, data: Data, tilt: ExampleTilt, batch_size: int, loss_fn: LossFunction
 ) -> dict[str, float]:
     """Return how many of the training examples that a tilt silences are mislabelled, and the reverse.
 
@@ -107,7 +141,7 @@ def silenced_examples(
         data: The task, with ``mislabelled``.
         tilt: The tilt over the examples of a batch, for one process.
         batch_size: Examples in a batch.
-        label_smoothing: That of the training loss.
+        loss_fn: The training loss of outputs and targets, which passes the losses of the examples to the tilt.
 
     Returns:
         ``silenced_precision``, the fraction of the silenced examples that are mislabelled, left out if none is
@@ -119,7 +153,7 @@ def silenced_examples(
     silenced = torch.zeros_like(data.mislabelled)
     for rows in data.train.fixed_permutation().split(batch_size):
         part = data.train[rows]
-        task_loss(outputs_of(part), part.targets, data.num_classes, label_smoothing, tilt)
+        loss_fn(outputs_of(part), part.targets, tilt=tilt)
         assert tilt.weights is not None
         silenced[rows] = tilt.weights < 0.5 * tilt.weights.mean()
     both, chosen, wrong = (x.sum().item() for x in (silenced & data.mislabelled, silenced, data.mislabelled))
@@ -228,12 +262,6 @@ def few_shot_accuracy(accuracies: Tensor, targets: Tensor) -> float:
     """
     rarest = targets.bincount(minlength=len(accuracies)).argsort(stable=True)
     return accuracies[rarest[: max(1, len(rarest) // 3)]].nanmean().item()
-
-
-def worst_class(outputs: Tensor, targets: Tensor) -> float:
-    """Return the lowest accuracy of a class, among those that have examples."""
-    accuracies = class_accuracies(outputs, targets)
-    return accuracies[~accuracies.isnan()].min().item()
 
 
 METRICS: dict[str, Callable[[Tensor, Tensor], float]] = {

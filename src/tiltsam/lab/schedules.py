@@ -141,6 +141,5 @@ def example_tilt(config: TrainConfig, done: float) -> float:
         >>> [example_tilt(config, done) for done in (0.0, 0.25, 0.75)]
         [-0.0, -1.0, -2.0]
     """
-    if done >= config.example_tilt_warmup:
-        return config.example_tilt
-    return config.example_tilt * done / config.example_tilt_warmup
+    warmup = config.example_tilt_warmup or 0.0
+    return config.example_tilt if done >= warmup else config.example_tilt * done / warmup

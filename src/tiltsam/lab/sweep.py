@@ -36,7 +36,7 @@ from tiltsam.lab.train import Progress, train
 __all__ = ["EntryResult", "SweepResult", "SweepStatus", "format_results", "sweep"]
 
 PrunerName = Literal["none", "halving"]
-ChoiceName = Literal["loss", "score"]
+ChoiceName = Literal["loss", "score", "balanced"]
 
 RUNGS = (0.25, 0.5, 1.0)  # fractions of the budget at which "halving" compares trials
 REPORTS = 20  # reports of a trial to the database: each is a transaction
@@ -80,10 +80,11 @@ class SweepPlan:
     @property
     def value_name(self) -> str:
         """The name of what trials are compared by."""
-        return "validation loss" if self.choose_by == "loss" else "validation error"
+        names = {"loss": "validation loss", "score": "validation error", "balanced": "balanced validation error"}
+        return names[self.choose_by]
 
     def value(self, row: Mapping[str, Any]) -> float:
-        """Return what trials are compared by, the lower the better: validation loss, or 1 minus the validation score.
+        """Return what trials are compared by, the lower the better: validation loss, or 1 minus score or accuracy.
 
         Raises:
             SweepError: If the row has no validation numbers.
@@ -92,6 +93,10 @@ class SweepPlan:
             raise SweepError(f"{self.entries[0].config.task} has no validation split to choose on")
         if self.choose_by == "loss":
             return float(row["validation_loss"])
+        if self.choose_by == "balanced":
+            if "validation_balanced_accuracy" not in row:
+                raise SweepError(f"--choose-by balanced needs a classification, got {self.entries[0].config.task}")
+            return 1 - float(row["validation_balanced_accuracy"])
         return 1 - float(next(value for name, value in row.items() if name.startswith("validation_")))
 
     @property
@@ -532,8 +537,9 @@ def sweep(
             ``"tpe"`` samples near good trials.
         trials: Trials per entry; by default the size of the largest grid.
         pruner: ``"halving"`` stops the worse half of the trials at 25 % and again at 50 % of the budget.
-        choose_by: ``"loss"`` chooses the lowest validation loss, ``"score"`` the highest validation score. Where
-            validation labels are wrong, the loss favours models that are unsure, or have learnt nothing.
+        choose_by: ``"loss"`` chooses the lowest validation loss, ``"score"`` the highest validation score, and
+            ``"balanced"`` the highest mean accuracy of the classes, for long-tailed tasks. Where validation labels are
+            wrong, the loss favours models that are unsure, or have learnt nothing.
         trial_seeds: Runs per trial, with seeds 0, 1, …; their losses or scores are averaged.
         seeds: Tests of each choice, with seeds 0, 1, …; 0 tests nothing.
         final_epochs: Epochs of the tests. A final budget replaces that of the trials.

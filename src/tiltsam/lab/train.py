@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import tiltsam
-from tiltsam.lab.config import TrainConfig, has_setting
+from tiltsam.lab.config import DEFAULTS, TrainConfig, has_setting
 from tiltsam.lab.data import Data, LoadingCallback, Split, find_task, fingerprint, load
 from tiltsam.lab.data.loader import Batches
 from tiltsam.lab.devices import DistributedContext, RunAheadLimit, resolve_device, torch_settings
@@ -29,6 +29,7 @@ from tiltsam.lab.evaluate import (
     evaluate,
     evaluated_weights,
     few_shot_accuracy,
+    prior_shift,
     reestimate_batchnorm,
     silenced_examples,
     split_outputs,
@@ -184,6 +185,7 @@ class Trainer:
         self.optimizer = self._optimizer()
         self.average = tiltsam.WeightAverage(self.model) if config.average else None
         self.tilt = self._example_tilt(sync=self.distributed.divides_batches)
+        self._task_loss = self._loss_function()
         group = self.optimizer.param_groups[0]
         self._initial: dict[str, float] = {name: group[name] for name in ("rho", "t") if name in group}
         self.progress = Progress()
@@ -197,8 +199,6 @@ class Trainer:
         self.budget = Budget(config, self.distributed)
         self.distributed.check_config(self.batches.size, config.passes)
         part = len(self.distributed.local_batch((self.data.train.targets[: self.batches.size],))[0])
-        if config.label_smoothing and self.data.num_classes == 1:
-            raise ConfigError(f"label_smoothing must be 0 for a regression, got {config.label_smoothing}")
         samples = self.optimizer.num_samples
         if config.split and part < samples:
             raise ConfigError(f"num_samples must be at most the batch size {part} with split, got {samples}")
@@ -236,10 +236,28 @@ class Trainer:
             raise ConfigError(f"class_tilt must be None for a regression, got {config.class_tilt}")
         return tiltsam.ExampleTilt(
             config.example_tilt,
-            min_ess=config.example_ess,
+            min_ess=config.example_ess or 0.0,
             between=config.class_tilt,
             num_groups=None if config.class_tilt is None else self.data.num_classes,
             sync=sync,
+        )
+
+    def _loss_function(self) -> Callable[..., Tensor]:
+        """Return the loss of outputs and targets, with the settings of the run."""
+        config, data = self.config, self.data
+        if data.num_classes == 1:
+            for name in ("label_smoothing", "loss"):
+                if (value := getattr(config, name)) != DEFAULTS[name]:
+                    raise ConfigError(f"{name} must be {DEFAULTS[name]} for a regression, got {value}")
+        shift = None
+        if config.loss == "logit-adjusted":
+            shift = prior_shift(data.train.targets, data.num_classes, config.logit_tau)
+        return partial(
+            task_loss,
+            num_classes=data.num_classes,
+            label_smoothing=config.label_smoothing,
+            gce_q=config.gce_q if config.loss == "gce" else None,
+            logit_shift=shift,
         )
 
     # ---------------------------------------------------------------- the loop
@@ -422,8 +440,7 @@ class Trainer:
         return self._forward(self.model, self.batches.inputs(part))
 
     def _loss(self, *batch: Tensor) -> Tensor:
-        outputs, targets = self._forward(self._passing, batch[:-1]), batch[-1]
-        return task_loss(outputs, targets, self.data.num_classes, self.config.label_smoothing, self.tilt)
+        return self._task_loss(self._forward(self._passing, batch[:-1]), batch[-1], tilt=self.tilt)
 
     def _part_loss(self, sample: int, *batch: Tensor) -> Tensor:
         """Return the loss on the part of the batch that belongs to a sample."""
@@ -477,7 +494,7 @@ class Trainer:
         if find_task(config.task).imbalance > 1:
             numbers["test_few_shot_accuracy"] = few_shot_accuracy(by_class, data.train.targets)
         if tilt := self._example_tilt(sync=False):
-            numbers |= silenced_examples(self._outputs, data, tilt, self.batches.size, config.label_smoothing)
+            numbers |= silenced_examples(self._outputs, data, tilt, self.batches.size, self._task_loss)
         return numbers
 
     def _choose(self, row: dict[str, Any]) -> None:

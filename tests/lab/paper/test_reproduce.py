@@ -289,6 +289,9 @@ def test_reproduce_command_prints_deviations_and_writes_files(here, narrow, tmp_
         (["images", "--seeds", "0"], "at least 1, got 0"),
         (["images/cifar100-resnet18", "--data-root", "nowhere"], "nowhere/cifar-100-binary/train.bin"),
         (["naive", "--device", "cuda:99"], "99"),
+        (["two-tilts/nonsense"], "noise-0.4, noise-0.2, noise-0, long-tail"),
+        (["two-tilts", "--methods", "pgn"], "'pgn'"),
+        (["two-tilts", "--scale", "2"], "(0, 1], got 2"),
     ],
 )
 def test_reproduce_command_mistakes(arguments, value, tmp_path, capsys, monkeypatch):

@@ -66,11 +66,17 @@ def test_examples_table_has_the_settings_with_a_tilt(tmp_path):
     write_run(tmp_path, method="sam")
     (task,) = summarize(*read_runs([tmp_path]))
     assert examples_table(task) is None
-    lines = [row | {"silenced_precision": 0.9, "silenced_recall": 0.71} for row in rows(6)]
+    more = {"silenced_precision": 0.9, "silenced_recall": 0.71, "test_balanced_accuracy": 0.75}
+    lines = [row | more for row in rows(6)]
     write_run(tmp_path, method="sam", example_tilt=-1.0, lines=lines)
     (task,) = summarize(*read_runs([tmp_path]))
     table = examples_table(task)
-    assert [cell.text for cell in table.rows[0]] == ["sam", "example_tilt=-1", "90.0", "71.0"]
+    assert [cell.text for cell in table.rows[0]] == [
+        "sam",
+        "example_tilt=-1 example_ess=0.3 example_tilt_warmup=0.3",
+        "90.0",
+        "71.0",
+    ]
     assert len(table.rows) == 1
     assert "Few-shot" not in table.caption
     report = write_report([tmp_path], tmp_path / "report", figures=False)
@@ -79,9 +85,11 @@ def test_examples_table_has_the_settings_with_a_tilt(tmp_path):
 
 
 def test_examples_table_has_few_shot_accuracy(tmp_path):
-    write_run(tmp_path, task="digits-lt", lines=[row | {"test_few_shot_accuracy": 0.5} for row in rows(6)])
+    more = {"test_few_shot_accuracy": 0.5, "test_balanced_accuracy": 0.75}
+    write_run(tmp_path, task="digits-lt", lines=[row | more for row in rows(6)])
     (task,) = summarize(*read_runs([tmp_path]))
     table = examples_table(task)
+    assert column(table, "balanced accuracy (%)")[0].value == 75
     assert column(table, "few-shot accuracy (%)")[0].value == 50
     assert "third of the classes" in table.caption
     assert "ilenced" not in table.caption

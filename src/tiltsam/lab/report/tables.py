@@ -113,6 +113,7 @@ def results_table(task: TaskSummary) -> ReportTable:
 def examples_table(task: TaskSummary) -> ReportTable | None:
     """Return one row per setting with final numbers about some of the examples; None if no run has such numbers."""
     columns = [
+        NumberColumn("balanced accuracy (%)", _balanced_accuracy),
         NumberColumn("few-shot accuracy (%)", lambda s: s.final("test_few_shot_accuracy", 100)),
         NumberColumn("silenced precision (%)", lambda s: s.final("silenced_precision", 100), 1),
         NumberColumn("silenced recall (%)", lambda s: s.final("silenced_recall", 100), 1),
@@ -124,13 +125,22 @@ def examples_table(task: TaskSummary) -> ReportTable | None:
     caption = f"{task.name}: numbers at the end of training, {MEANS}. {BOLD}"
     headings = [column.heading for column in columns]
     if "few-shot accuracy (%)" in headings:
-        caption += " Few-shot accuracy: test accuracy of the third of the classes with the fewest training examples."
+        caption += (
+            " Balanced accuracy: mean test accuracy of the classes; few-shot accuracy: that of the third of the "
+            "classes with the fewest training examples."
+        )
     if "silenced recall (%)" in headings:
         caption += (
             " Silenced: training examples with less than half of the mean weight of their batch. Precision: fraction "
             "of the silenced that are mislabelled; recall: fraction of the mislabelled that are silenced."
         )
     return _settings_table("examples", caption, settings, columns)
+
+
+def _balanced_accuracy(setting: SettingSummary) -> Mean:
+    """Return the mean test accuracy of the classes in percent, of a long-tailed task; NaN for others."""
+    few_shot = setting.final("test_few_shot_accuracy")
+    return few_shot if math.isnan(few_shot.value) else setting.final("test_balanced_accuracy", 100)
 
 
 def overview_table(tasks: Sequence[TaskSummary]) -> ReportTable:

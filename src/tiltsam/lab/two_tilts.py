@@ -1,0 +1,220 @@
+"""Our own experiment with tilts over examples, small enough for a CPU: ``tiltsam reproduce two-tilts``.
+
+Four sweeps on the 8x8 digits. Every row has the same number of trials on the validation split, the same number of
+passes, and the same seeds. Settings that no grid has are fixed and not tuned: the tilts, GCE's q, the strength of the
+logit adjustment.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tiltsam.lab.config import TrainConfig
+from tiltsam.lab.errors import RecipeError
+from tiltsam.lab.flags import parse_method
+from tiltsam.lab.stats import Mean, confidence_interval, format_mean, mean_of, paired_difference
+from tiltsam.lab.sweep import ChoiceName, EntryResult, SweepResult, SweepStatus, sweep
+
+__all__ = ["NAME", "STUDIES", "TiltRow", "TiltStudy", "num_runs", "result_rows", "run_study", "select_studies"]
+
+NAME = "two-tilts"
+TILT = "example_tilt=-1"
+PASSES = 520.0  # 43 epochs of SAM in batches of 128, 87 of ERM: enough to learn wrong labels
+TRIALS = 4
+GRID: dict[str, tuple[float, ...]] = {"lr": (0.02, 0.08), "rho": (0.2, 0.5), "erm:lr": (0.001, 0.005, 0.02, 0.1)}
+_BASE = TrainConfig(
+    "digits", model="mlp", epochs=math.inf, passes=PASSES, batch_size=128, validation=0.3, evaluate_every=1000
+)
+_TWO = {"ERM": "erm", "SAM": "sam"}
+_THREE = _TWO | {"TSAM s=1": "tsam:num_samples=1"}
+
+
+@dataclass(frozen=True)
+class TiltRow:
+    """A row of a table."""
+
+    name: str
+    entry: str
+    """The method and its own settings, as ``tiltsam sweep --methods`` takes them."""
+    reference: str = ""
+    """The name of the row that it is compared with, seed by seed."""
+
+
+@dataclass(frozen=True)
+class TiltStudy:
+    """One sweep, and how its results are shown."""
+
+    name: str
+    title: str
+    base: TrainConfig
+    rows: tuple[TiltRow, ...]
+    choose_by: ChoiceName
+    metric: str
+    """The result that rows are compared by."""
+    columns: Mapping[str, str]
+    """Other results, by their headings."""
+
+
+def _entry(method: str, *settings: str) -> str:
+    name, _, own = method.partition(":")
+    settings = tuple(filter(None, (own, *settings)))
+    return f"{name}:{','.join(settings)}" if settings else name
+
+
+def _noise_rows(methods: Mapping[str, str]) -> tuple[TiltRow, ...]:
+    rows = []
+    for label, method in methods.items():
+        for suffix, average in (("", ()), (", averaged", ("average=true",))):
+            rows.append(TiltRow(label + suffix, _entry(method, *average)))
+            rows.append(TiltRow(f"{label}{suffix}, tilt", _entry(method, *average, TILT), label + suffix))
+    return (*rows, *(TiltRow(f"{label}, GCE", f"{label.lower()}:loss=gce", label) for label in _TWO))
+
+
+def _noise_study(noise: float, title: str, methods: Mapping[str, str] = _TWO) -> TiltStudy:
+    columns = {
+        "worst class": "test_worst_class_accuracy",
+        "ECE": "test_ece",
+        "silenced precision": "silenced_precision",
+        "recall": "silenced_recall",
+    }
+    return TiltStudy(
+        f"noise-{noise:g}", title, replace(_BASE, noise=noise), _noise_rows(methods), "score", "test_accuracy", columns
+    )
+
+
+def _long_tail_study() -> TiltStudy:
+    rows = []
+    for label in _TWO:
+        rows.append(TiltRow(label, label.lower()))
+        rows.append(TiltRow(f"{label}, class tilt", f"{label.lower()}:class_tilt=1", label))
+        rows.append(TiltRow(f"{label}, logit-adjusted", f"{label.lower()}:loss=logit-adjusted", label))
+    columns = {
+        "few-shot": "test_few_shot_accuracy",
+        "worst class": "test_worst_class_accuracy",
+        "ECE": "test_ece",
+    }
+    base = replace(_BASE, task="digits-lt")
+    return TiltStudy(
+        "long-tail", "long-tailed digits", base, tuple(rows), "balanced", "test_balanced_accuracy", columns
+    )
+
+
+STUDIES: dict[str, TiltStudy] = {
+    study.name: study
+    for study in (
+        _noise_study(0.4, "digits, 40% wrong labels", _THREE),
+        _noise_study(0.2, "digits, 20% wrong labels"),
+        _noise_study(0.0, "digits, right labels"),
+        _long_tail_study(),
+    )
+}
+"""The studies by the name that follows ``two-tilts/``."""
+
+
+def select_studies(name: str, methods: Sequence[str] | None = None) -> list[TiltStudy]:
+    """Return the studies of ``two-tilts``, or the one of ``two-tilts/NAME``, restricted to some methods.
+
+    Raises:
+        RecipeError: If there is no such study, or none of its rows has one of the methods.
+    """
+    _, slash, study = name.partition("/")
+    if slash and study not in STUDIES:
+        raise RecipeError(f"{NAME} has no column {study!r}; choose from {', '.join(STUDIES)}")
+    found = [STUDIES[study]] if slash else list(STUDIES.values())
+    if methods is None:
+        return found
+    known = {parse_method(row.entry)["method"] for one in found for row in one.rows}
+    if unknown := [method for method in methods if method not in known]:
+        raise RecipeError(f"{name} has no method {unknown[0]!r}; choose from {', '.join(sorted(known))}")
+    kept = [
+        replace(one, rows=tuple(r for r in one.rows if parse_method(r.entry)["method"] in methods)) for one in found
+    ]
+    return [one for one in kept if one.rows]
+
+
+def num_runs(study: TiltStudy, seeds: int) -> int:
+    """Return the runs of a study: four trials and the tests of each row."""
+    return len(study.rows) * (TRIALS + seeds)
+
+
+def run_study(
+    study: TiltStudy,
+    out: Path,
+    *,
+    seeds: int = 5,
+    scale: float = 1.0,
+    device: str = "cpu",
+    workers: int = 1,
+    report: Callable[[SweepStatus], None] = lambda status: None,
+    say: Callable[[str], None] = lambda line: None,
+) -> SweepResult:
+    """Run a study, or what is left of it.
+
+    Args:
+        study: The study.
+        out: Folder of the records and of the sweep.
+        seeds: Tests of each row.
+        scale: Fraction of the passes.
+        device: The device to train on.
+        workers: Processes to start; 1 works in this one.
+        report: Called with the status as the work goes on.
+        say: Called with notes.
+
+    Raises:
+        RecipeError: If ``scale`` is out of bounds.
+    """
+    if not 0 < scale <= 1:
+        raise RecipeError(f"--scale must be in (0, 1], got {scale:g}")
+    methods = {parse_method(row.entry)["method"] for row in study.rows}
+    unused = {"rho"} if methods == {"erm"} else {"erm:lr"} - {f"{method}:lr" for method in methods}
+    return sweep(
+        replace(study.base, passes=PASSES * scale, device=device),
+        [row.entry for row in study.rows],
+        {name: values for name, values in GRID.items() if name not in unused},
+        out,
+        trials=TRIALS,
+        choose_by=study.choose_by,
+        seeds=seeds,
+        workers=workers,
+        report=report,
+        say=say,
+    )
+
+
+def result_rows(study: TiltStudy, result: SweepResult) -> list[list[str]]:
+    """Return the table of a study, headings first: means ± standard errors over seeds, in percent.
+
+    Differences are paired by seed, with the 95 % interval of Student's t distribution.
+    """
+    entries = {row.name: entry for row, entry in zip(study.rows, result.entries, strict=True)}
+    title = study.metric.removeprefix("test_").replace("_", " ")
+    shown = {heading: key for heading, key in study.columns.items() if any(_results(e, key) for e in entries.values())}
+    table = [["", "chosen", title, "difference", "95% interval", *shown, "seeds"]]
+    for row in study.rows:
+        entry = entries[row.name]
+        scores = _results(entry, study.metric)
+        difference, interval = "", ""
+        if row.reference:
+            mean = paired_difference(scores, _results(entries[row.reference], study.metric))
+            low, high = confidence_interval(mean)
+            difference = f"{mean.value:+.2f}" if mean.runs else "–"
+            interval = "–" if math.isnan(low) else f"[{low:+.2f}, {high:+.2f}]"
+        chosen = "–" if entry.best is None else " ".join(f"{name}={v:g}" for name, v in entry.best.params.items())
+        others = [_format(mean_of(list(_results(entry, key).values())), 1) for key in shown.values()]
+        mean = mean_of(list(scores.values()))
+        table.append([row.name, chosen, _format(mean, 2), difference, interval, *others, f"{len(scores)}"])
+    return table
+
+
+def _results(entry: EntryResult, key: str) -> dict[int, float]:
+    """Return a result of the tests in percent, by seed."""
+    found: dict[int, Any] = {seed: test.user_attrs.get("result", {}) for seed, test in sorted(entry.tests.items())}
+    return {seed: 100 * float(numbers[key]) for seed, numbers in found.items() if numbers.get(key) is not None}
+
+
+def _format(mean: Mean, digits: int) -> str:
+    return format_mean(mean, digits) if mean.runs else ""

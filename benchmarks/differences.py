@@ -4,8 +4,8 @@
     python benchmarks/differences.py RECORD [RECORD ...] "sam lr=0.01 rho=0.5" --minus "erm lr=0.001"
 
 Runs are selected by their method and by settings of their config and options, or by their folder in the record
-(``folder=cifar100-noisy/sam-73af265261``); each seed must be selected once. Scores are times 100, at the end of training
-and at the epoch that was best on validation, as mean ± standard error; differences have a 95 % interval.
+(``folder=cifar100-noisy/sam-73af265261``); each seed must be selected once. Scores are times 100, at the end of
+training and at the epoch that was best on validation, as mean ± standard error; differences have a 95 % interval.
 """
 
 from __future__ import annotations

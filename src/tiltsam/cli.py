@@ -123,6 +123,7 @@ def _needs(command: str) -> None:
 
 
 def _add_lab(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    from tiltsam.lab.config import COMPARED
     from tiltsam.lab.flags import add_arguments
 
     train = commands.add_parser(
@@ -169,9 +170,10 @@ def _add_lab(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     compare.add_argument(
         "--methods",
         nargs="+",
-        default=list(tiltsam.METHODS),
+        default=list(COMPARED),
         metavar="METHOD",
-        help="methods, maybe with settings of their own, as in asam:rho=5 or tsam:num_samples=3,t=100 (default: all)",
+        help="methods, maybe with settings of their own, as in asam:rho=5 or tsam:num_samples=3,t=100 (default: "
+        f"{' '.join(COMPARED)})",
     )
     compare.add_argument(
         "--seeds", type=int, default=2, metavar="INT", help="runs per method: seeds 0, 1, … (default: %(default)s)"
@@ -288,6 +290,7 @@ def _add_reproduce(commands: argparse._SubParsersAction[argparse.ArgumentParser]
 
 
 def _add_sweep(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    from tiltsam.lab.config import COMPARED
     from tiltsam.lab.flags import add_arguments
 
     parser = commands.add_parser(
@@ -308,9 +311,10 @@ def _add_sweep(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--methods",
         nargs="+",
-        default=list(tiltsam.METHODS),
+        default=list(COMPARED),
         metavar="METHOD",
-        help="methods, maybe with settings of their own that no grid changes, as in tsam:num_samples=1 (default: all)",
+        help="methods, maybe with settings of their own that no grid changes, as in tsam:num_samples=1 (default: "
+        f"{' '.join(COMPARED)})",
     )
     parser.add_argument(
         "--grid",

@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-import tiltsam
-from tiltsam.lab.config import TrainConfig
+from tiltsam.lab.config import COMPARED, TrainConfig
 from tiltsam.lab.data import Data, LoadingCallback, data_loader
 from tiltsam.lab.errors import ConfigError, TrainError
 from tiltsam.lab.flags import method_configs
@@ -88,8 +87,8 @@ def compare(
 
     Args:
         config: The settings that all methods share; its method and seed are replaced.
-        methods: Methods, maybe with their own settings, as in ``asam:rho=5``; by default all of
-            :data:`tiltsam.METHODS`.
+        methods: Methods, maybe with their own settings, as in ``asam:rho=5``; by default
+            :data:`tiltsam.lab.config.COMPARED`.
         out: Folder of the records.
         seeds: Runs per method, with seeds 0, 1, ….
         settings: Settings of all methods that have them, as in ``{"rho": 0.2}``; a method's own go first.
@@ -98,7 +97,7 @@ def compare(
     Raises:
         ConfigError: If there is no such method or setting, before anything is trained.
     """
-    cells = comparison_cells(config, list(tiltsam.METHODS) if methods is None else methods, seeds, settings)
+    cells = comparison_cells(config, COMPARED if methods is None else methods, seeds, settings)
     names = {runs[0].key(): name for name, runs in cells.items()}
     configs = [runs[seed] for seed in range(seeds) for runs in cells.values()]
     return compare_configs(configs, out, names=names, **training)

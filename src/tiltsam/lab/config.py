@@ -22,6 +22,7 @@ from tiltsam.lab.errors import ConfigError
 from tiltsam.samplers import Center, Sampler
 
 __all__ = [
+    "COMPARED",
     "DEFAULTS",
     "NEEDED_OPTION",
     "TrainConfig",
@@ -31,6 +32,9 @@ __all__ = [
     "method_options",
     "tilt_has_no_effect",
 ]
+
+COMPARED = ("erm", "sam", "asam", "esam2", "pgn", "rsam", "tsam")
+"""The methods that are compared by default: the paper's, and ASAM."""
 
 TILT_HAS_NO_EFFECT = "one sample, so t has no effect: pass --num-samples 3"
 

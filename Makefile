@@ -11,16 +11,17 @@ READY  := $(VENV)/.ready
 FLOOR  := $(shell sed -n 's/^dependencies = \["torch>=\([0-9.]*\)"\]/\1/p' pyproject.toml)
 CODE   := src tests examples benchmarks docs/hooks.py
 
-.PHONY: help venv demo test test-fast test-range lint format docs bench clean
+.PHONY: help venv demo test test-fast test-range lint format docs bench release-check clean
 
 help:
-	@echo "make demo    train all seven methods on digits with 20% wrong labels and compare them"
+	@echo "make demo    train seven methods on digits with 20% wrong labels and compare them"
 	@echo "make test    run all tests; make test-fast leaves out the slow ones"
 	@echo "make test-range  run all tests with the oldest supported torch and with the newest; make test TORCH=2.12 with any"
-	@echo "make lint    formatting, lint and types"
+	@echo "make lint    formatting, lint, types and spelling"
 	@echo "make format  rewrite files as make lint wants them"
 	@echo "make docs    build the documentation into site/; every warning is an error"
 	@echo "make bench   cost and memory of a step, time of a report"
+	@echo "make release-check  build wheel and sdist, and try each in an environment that has nothing but torch"
 	@echo "make clean   remove the environment and all caches"
 
 PINS    := $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
@@ -45,11 +46,8 @@ $(READY): $(DEMO)
 
 venv: $(READY)
 
-# All methods may use the same number of passes. With a fifth of the labels wrong, a larger rho than on clean data is
-# better; ASAM measures rho in units of the weights.
 demo: $(DEMO)
-	$(BIN)/tiltsam compare digits --passes 1300 --epochs 1000 --seeds 2 --rho 0.5 \
-		--methods erm sam asam:rho=5 esam2 pgn rsam tsam:num_samples=1 tsam:num_samples=3 --out runs/demo
+	$(BIN)/tiltsam demo
 
 test: $(READY)
 	$(BIN)/python -m pytest -n 2 --dist worksteal
@@ -65,6 +63,7 @@ lint: $(READY)
 	$(BIN)/ruff format --check $(CODE)
 	$(BIN)/ruff check $(CODE)
 	$(BIN)/mypy
+	$(BIN)/codespell $(CODE) .ci docs *.md
 
 format: $(READY)
 	$(BIN)/ruff format $(CODE)
@@ -80,6 +79,9 @@ bench: $(READY)
 	$(BIN)/python benchmarks/bench_step.py
 	$(BIN)/python benchmarks/bench_scale.py
 	$(BIN)/python benchmarks/bench_report.py
+
+release-check: $(READY)
+	.ci/release-check $(abspath $(BIN))/python
 
 clean:
 	rm -rf $(VENV) .venv-torch* .pytest_cache .mypy_cache .ruff_cache .hypothesis dist build site

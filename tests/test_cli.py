@@ -10,7 +10,7 @@ import torch
 
 import tiltsam
 from tiltsam.cli import main
-from tiltsam.lab.config import TILT_HAS_NO_EFFECT
+from tiltsam.lab.config import COMPARED, TILT_HAS_NO_EFFECT
 from tiltsam.lab.records import code_digest
 
 
@@ -22,6 +22,15 @@ def test_version_help_and_methods(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == list(tiltsam.METHODS)
     assert all("pass" in line and "`" not in line for line in lines)  # what each costs
+
+
+@pytest.mark.slow
+def test_demo_compares_seven_methods(tmp_path, capsys):
+    assert main(["demo", "--passes", "6", "--out", str(tmp_path)]) == 0
+    table = capsys.readouterr().out.rpartition("mean ± standard error")[2]
+    rows = [line.split()[1].partition(":")[0] for line in table.splitlines() if "±" in line]
+    assert rows == [*COMPARED, "tsam"]
+    assert (tmp_path / "digits" / "report" / "report.html").is_file()
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ from tiltsam.optim import (
 )
 from tiltsam.tilting import ExampleTilt, tilted_loss, tilted_mean, tilted_var, tilted_weights
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "ASAM",

@@ -24,7 +24,7 @@ __all__ = [
     "skip_garbage_collection_at_exit",
 ]
 
-RESUMES = dict.fromkeys(("train", "compare", "reproduce", "sweep"), "; the same command resumes")
+RESUMES = dict.fromkeys(("train", "compare", "demo", "reproduce", "sweep"), "; the same command resumes")
 """The commands that can be resumed, and what their last line says of it."""
 
 

@@ -1,4 +1,4 @@
-"""What the site needs beyond mkdocs: files from outside ``docs``, formulas without a script, reST in docstrings.
+"""What the site needs beyond mkdocs: files from outside ``docs``, formulas, reST in docstrings, the flags of commands.
 
 The pages are read in the repository, too, and link to files beside ``docs`` (``../examples/digits.py``). The site shows
 such a file below ``repository/``: code and Markdown as pages, all else as it is. Formulas become MathML, which browsers
@@ -7,9 +7,11 @@ draw by themselves, so that neither building nor reading asks anything of the ne
 
 from __future__ import annotations
 
+import argparse
 import html
 import posixpath
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +58,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         target = _site_path(_repository_path(page.file.src_uri, match[0]))
         return match[0] if target is None else posixpath.relpath(target, posixpath.dirname(page.file.src_uri))
 
+    if page.file.src_uri == "command-line.md":
+        markdown = markdown.replace("In the site, all flags of all commands follow.\n\n<!-- commands -->", _commands())
     # The repository's pages ask for a backslash before a bar in the code of a table; here it would be seen.
     markdown = TABLE_ROW.sub(lambda row: CODE.sub(lambda code: code[0].replace(r"\|", "|"), row[0]), markdown)
     return LINK.sub(to_site, markdown)
@@ -64,6 +68,34 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 def on_page_content(content: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Write formulas as MathML."""
     return MATH.sub(lambda match: _mathml(html.unescape(match[2]), block=match[1] == "div"), content)
+
+
+def _commands() -> str:
+    """Return the flags of every command as Markdown."""
+    sys.path.insert(0, str(ROOT / "src"))
+    from tiltsam.cli import build_parser
+
+    parts = []
+    for name, parser in build_parser()[1].items():
+        parts.append(f"## tiltsam {name}\n\n{parser.description or parser.format_usage()}\n")
+        if parser.epilog:
+            lines = [line.strip() for line in re.sub(r"^examples?:", "", parser.epilog).split("\n")]
+            parts.append("```\n" + "\n".join(filter(None, lines)).replace("; tiltsam", "\ntiltsam") + "\n```\n")
+        for group in parser._action_groups:
+            rows = [_flag(parser, action) for action in group._group_actions if action.dest != "help"]
+            if rows:
+                title = {"options": "flag", "positional arguments": "argument"}.get(group.title or "", group.title)
+                parts.append("\n".join([f"| {title} | |", "|---|---|", *rows]) + "\n")
+    return "\n".join(parts).replace("%%", "%")
+
+
+def _flag(parser: argparse.ArgumentParser, action: argparse.Action) -> str:
+    choices = ",".join(map(str, action.choices)) if action.choices else ""
+    value = "" if action.nargs == 0 else str(action.metavar or (f"{{{choices}}}" if choices else action.dest.upper()))
+    name = ", ".join(action.option_strings)
+    text = parser._get_formatter()._expand_help(action) if action.help else ""
+    cells = [f"`{name} {value}`".replace(" `", "`") if name else f"`{value}`", html.escape(text, quote=False)]
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 
 def _mathml(tex: str, *, block: bool) -> str:

@@ -2,6 +2,7 @@
 
 import copy
 import importlib.util
+import json
 import re
 import runpy
 import subprocess
@@ -104,3 +105,18 @@ def test_finetune_lora_runs(tmp_path):
     assert last < first
     assert "17,408 of 132,416 weights are trained" in run.stdout
     assert (tmp_path / "adapter_model.safetensors").exists()
+
+
+@pytest.mark.slow
+def test_quickstart_notebook_runs():
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    pyplot.switch_backend("Agg")
+    cells = json.loads((EXAMPLES / "quickstart.ipynb").read_text())["cells"]
+    namespace = {}
+    for cell in cells:
+        if cell["cell_type"] == "code":
+            assert cell["outputs"] or cell["source"][0].startswith("PASSES")  # committed with its output
+            exec("".join(cell["source"]), namespace)
+    pyplot.close("all")
+    last = {name: curve[-1][1] for name, (_, curve) in namespace["runs"].items()}
+    assert last["SGD"] < min(last["SAM"], last["TSAM, one sample"])  # what the notebook says

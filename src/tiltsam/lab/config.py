@@ -72,6 +72,9 @@ class TrainConfig:
     model: str = "auto"
     """mlp, cnn, resnet18, resnet34, wrn16-8, vit-s; of timm, untrained: timm:NAME; pretrained: minilm,
     hf:FOLDER-OR-NAME; auto depends on the task."""
+    init: Literal["published", "torch"] = "published"
+    """Initial convolutions of residual networks: published, by He's method; torch, its defaults, which are 2.2 times
+    shorter in a ResNet-18 and make a given rho as much stronger. Other models have one initialisation."""
 
     epochs: float = 60.0
     """Epochs to train; with a limit on passes or seconds, at most this many."""

@@ -63,8 +63,8 @@ def test_differences_are_paired_by_seed(capsys):
     sam, erm = "sam lr=0.01 rho=0.5 average=false", "erm lr=0.001 average=false"
     differences.main([str(RECORDS / "2026-11-16_digits_below"), sam, "--minus", erm])
     assert capsys.readouterr().out.splitlines() == [
-        "at the end: +1.49 ± 0.19 (10 seeds)",
-        "at the best epoch: +1.59 ± 0.28 (10 seeds)",
+        "at the end: +1.49 ± 0.19 (10 seeds) [+1.06, +1.91]",
+        "at the best epoch: +1.59 ± 0.28 (10 seeds) [+0.95, +2.22]",
     ]
     differences.main([str(RECORDS / "2026-11-16_digits_below"), erm])
     assert capsys.readouterr().out.startswith("at the end: 95.21 ± ")

@@ -46,7 +46,10 @@ def test_compare_and_table_rows():
     assert text.splitlines()[0].split() == ["model", "a", "b"]
     assert "±" in text
     few = compare(
-        {"a": convnet()}, cross_entropy, unequal_batches(), FlatnessPlan((0.1,), 2, 1.0, 0.05, 0.5, 0, (), 0, 0, 0, 1, 0)
+        {"a": convnet()},
+        cross_entropy,
+        unequal_batches(),
+        FlatnessPlan((0.1,), 2, 1.0, 0.05, 0.5, 0, (), 0, 0, 0, 1, 0),
     )
     assert not {"λ1", "4-bit rise"} & table_rows(few)[0].keys()
     with pytest.raises(ValueError, match="models"):

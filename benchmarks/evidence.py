@@ -306,7 +306,6 @@ def main_table() -> list[str]:
         "method",
         "settings",
         "epochs",
-        "seeds",
         "accuracy",
         "test loss",
         "accuracy − SAM's",
@@ -315,7 +314,7 @@ def main_table() -> list[str]:
     lines = [format_row(heading), "|---" * len(heading) + "|"]
     for label, settings, epochs, runs in MAIN:
         means = {metric: mean_of(list(runs.values(metric).values())) for metric in METRICS}
-        cells = [label, settings, epochs, str(means["accuracy"].runs)]
+        cells = [label, settings, epochs]
         cells += [f"{mean.value:.{METRICS[metric][2]}f}" for metric, mean in means.items()]
         cells += ["", ""] if runs is SAM else [format_difference(metric, runs, SAM) for metric in METRICS]
         lines.append(format_row(cells))

@@ -5,7 +5,8 @@
 
 Runs are selected by their method and by settings of their config and options, or by their folder in the record
 (``folder=cifar100-noisy/sam-73af265261``); each seed must be selected once. Scores are times 100, at the end of
-training and at the epoch that was best on validation, as mean ± standard error; differences have a 95 % interval.
+training and at the epoch that was best on validation, as mean ± standard error; test losses are those at the end.
+Differences are paired by seed and have a 95 % interval (Student's t).
 """
 
 from __future__ import annotations
@@ -19,7 +20,11 @@ from typing import Any
 from record import read_runs
 from tiltsam.lab.stats import Mean, confidence_interval, mean_of, paired_difference
 
-SCORES = {"at the end": "score", "at the best epoch": "score_at_best_validation"}
+METRICS = {  # key of a result, factor, digits
+    "at the end": ("score", 100, 2),
+    "at the best epoch": ("score_at_best_validation", 100, 2),
+    "test loss": ("test_loss", 1, 3),
+}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -34,14 +39,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     entries = [run for run in runs if "result" in run]
     first = select_runs(entries, args.runs, args.seeds)
     second = select_runs(entries, args.minus, args.seeds) if args.minus else {}
-    for label, key in SCORES.items():
-        scores, others = ({s: 100 * r["result"][key] for s, r in runs.items()} for runs in (first, second))
+    for label, (key, factor, digits) in METRICS.items():
+        values, others = ({s: factor * r["result"][key] for s, r in runs.items()} for runs in (first, second))
         if args.minus:
-            difference = paired_difference(scores, others)
+            difference = paired_difference(values, others)
             low, high = confidence_interval(difference)
-            print(f"{label}: {format_mean(difference, '+')} [{low:+.2f}, {high:+.2f}]")
+            print(f"{label}: {format_mean(difference, digits, '+')} [{low:+.{digits}f}, {high:+.{digits}f}]")
         else:
-            print(f"{label}: {format_mean(mean_of(list(scores.values())))}")
+            print(f"{label}: {format_mean(mean_of(list(values.values())), digits)}")
 
 
 def select_runs(
@@ -76,9 +81,9 @@ def select_runs(
     return found
 
 
-def format_mean(mean: Mean, sign: str = "") -> str:
+def format_mean(mean: Mean, digits: int, sign: str = "") -> str:
     """Return ``value ± error (runs)``."""
-    return f"{mean.value:{sign}.2f} ± {mean.error:.2f} ({mean.runs} seeds)"
+    return f"{mean.value:{sign}.{digits}f} ± {mean.error:.{digits}f} ({mean.runs} seeds)"
 
 
 def _is_json(text: str) -> bool:

@@ -11,6 +11,7 @@ import torch
 import bench_overhead
 import bench_step
 import differences
+import evidence
 import tiltsam
 from helpers.cases import Problem, sgd
 
@@ -63,14 +64,26 @@ def test_differences_are_paired_by_seed(capsys):
     sam, erm = "sam lr=0.01 rho=0.5 average=false", "erm lr=0.001 average=false"
     differences.main([str(RECORDS / "2026-11-16_digits_below"), sam, "--minus", erm])
     assert capsys.readouterr().out.splitlines() == [
-        "at the end: +1.49 ± 0.19 (10 seeds)",
-        "at the best epoch: +1.59 ± 0.28 (10 seeds)",
+        "at the end: +1.49 ± 0.19 (10 seeds) [+1.06, +1.91]",
+        "at the best epoch: +1.59 ± 0.28 (10 seeds) [+0.95, +2.22]",
+        "test loss: -0.055 ± 0.004 (10 seeds) [-0.065, -0.045]",
     ]
     differences.main([str(RECORDS / "2026-11-16_digits_below"), erm])
     assert capsys.readouterr().out.startswith("at the end: 95.21 ± ")
     for query in ("sam lr=7", "sam lr=0.01"):
         with pytest.raises(SystemExit, match=query):
             differences.main([str(RECORDS / "2026-11-16_digits_below"), query])
+
+
+def test_evidence_page_has_the_tables_and_intervals_of_the_records(capsys):
+    evidence.main([])
+    tables, printed = capsys.readouterr().out.split("\nevidence_", 1)
+    page = (RECORDS.parents[1] / "docs" / "evidence.md").read_text()
+    for table in tables.strip().split("\n\n"):
+        assert table in page
+    intervals = re.findall(r"\[[−+]?[\d.]+, [−+]?[\d.]+\]", page)
+    assert len(intervals) > 30
+    assert [interval for interval in intervals if interval not in tables + printed] == []
 
 
 @pytest.mark.parametrize("record", sorted(path.name for path in RECORDS.iterdir()))

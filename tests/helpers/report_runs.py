@@ -64,6 +64,7 @@ def flatness(scale=1.0, label="random direction"):
             "variance": [1e-6 * scale, 1e-5 * scale, 0.1 * scale],
         },
         "worst_case": {"value": 0.05 * scale, "error": None},
+        "rounding": {"bits": [8, 4], "losses": [0.5, 0.6 * scale]},
         "eigenvalues": {"values": [7.1 * scale, 6.2 * scale, 5.3 * scale]},
         "density": {"grid": [-1.0, 0.0, 4.0 * scale, 8.0 * scale], "values": [1e-12, 5.0, 0.01, 0.002]},
         "trace": {"value": 120.0 * scale, "error": 4.0},

@@ -24,18 +24,23 @@ from tiltsam.lab.train import Trainer
 METHOD = ("--method", "tsam", "--rho", "0.5", "--num-samples", "3")
 
 
-def model_without_batchnorm(name, data):
+def model_without_batchnorm(name, data, init):
     """Return a model whose outputs do not depend on how a batch is divided."""
     return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 32), torch.nn.Tanh(), torch.nn.Linear(32, 10))
 
 
 def command(arguments, build):
-    """Run a command, and return its exit code; one that leaves a thread of gloo fails.
+    """Run a command with another model, and return its exit code."""
+    with mock.patch("tiltsam.lab.train.build", build):
+        return main(arguments)
+
+
+def command_of_rank(arguments, build):
+    """Run a command on a rank, and return its exit code; one that leaves a thread of gloo fails.
 
     With such a thread the exit of a process sometimes aborts.
     """
-    with mock.patch("tiltsam.lab.train.build", build):
-        code = main(arguments)
+    code = command(arguments, build)
     names = [Path(f"/proc/self/task/{t}/comm").read_text() for t in os.listdir("/proc/self/task")]
     return code or int(any("gloo" in name for name in names))
 
@@ -44,7 +49,7 @@ def run_on_two_ranks(out, *flags, build=models.build):
     """Run ``tiltsam train digits`` on two ranks; return their exit codes and output."""
     output = out.with_suffix(".log")
     arguments = ["train", "digits", *METHOD, *flags, "--out", str(out)]
-    processes = start_on_ranks(2, command, arguments, build, output=output)
+    processes = start_on_ranks(2, command_of_rank, arguments, build, output=output)
     for process in processes:
         process.join(600)
     return [process.exitcode for process in processes], output.read_text()

@@ -29,6 +29,23 @@ def images(*shape):
     return Data("images", split, split, split, 4)
 
 
+@pytest.mark.parametrize("name", ["resnet18", "wrn16-8"])
+def test_init_torch_draws_convolutions_as_torch_does(name):
+    convolutions = [m for m in models.build(name, images(3, 32, 32), "torch").modules() if isinstance(m, nn.Conv2d)]
+    for m in convolutions:
+        # Uniform with the bound 1/sqrt(fan_in).
+        bound = 1 / math.sqrt(m.in_channels * math.prod(m.kernel_size))
+        assert 0.9 * bound < m.weight.abs().max().item() <= bound
+
+
+def test_init_does_not_change_other_models():
+    weights = []
+    for init in ("published", "torch"):
+        torch.manual_seed(0)
+        weights.append(models.build("cnn", images(3, 32, 32), init).state_dict())
+    assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
+
+
 @pytest.mark.parametrize(
     ("name", "data", "value"),
     [

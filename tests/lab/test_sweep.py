@@ -535,7 +535,8 @@ def test_shipped_studies_give_entries_equal_trials(path):
     grid = parse_grid(args.grid, args.methods)
     entries, notes = make_entries(base, args.methods, grid, args.trials, args.trial_sampler, settings)
     assert len({entry.trials for entry in entries}) == 1
-    assert not notes
+    fixed = [f"{name}: sets rho itself, the grid is not used" for name in args.methods if "sampler=" in name]
+    assert notes == fixed  # naive sampling and HMC have no ascent
 
 
 def test_settings_hold_for_the_methods_that_have_them():

@@ -742,7 +742,7 @@ def test_logit_adjustment_helps_rare_classes(tmp_path):
     ("tilts", "message"),
     [
         (
-            {"example_tilt": -50.0, "example_ess": 0.0},
+            {"example_tilt": -50.0, "example_ess": 0.0, "example_tilt_warmup": 0.0},
             r"^example_tilt -50 leaves .* [0-9]% of the batch: .*tilt or --example-ess$",
         ),
         ({"example_tilt": -50.0, "class_tilt": -50.0}, r"^example_tilt -50 with class_tilt -50 .* use a smaller tilt$"),

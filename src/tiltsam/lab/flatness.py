@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from tiltsam.curvature import Density, Eigenpairs, Trace, spectral_density, top_eigenvalues, trace
-from tiltsam.flatness.loss_surface import Batches, LossFn, ProgressCallback
+from tiltsam.flatness.loss_surface import Batches, LossFn, ProgressCallback, trainable
 from tiltsam.flatness.objectives import CrossEntry, CrossTable, Objective, cross_objectives
 from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.data import Data, data_key, data_loader
@@ -40,7 +40,7 @@ from tiltsam.lab.records import Record, find_run_folders
 from tiltsam.lab.report.runs import RunRecord
 from tiltsam.lab.report.summary import summarize
 from tiltsam.landscape import Slice1D, random_direction, slice_1d
-from tiltsam.sharpness import Neighborhood, WorstCase, m_sharpness, neighborhood
+from tiltsam.sharpness import Neighborhood, Rounding, WorstCase, m_sharpness, neighborhood, rounding
 
 __all__ = [
     "PAPER_STDS",
@@ -74,6 +74,7 @@ class FlatnessPlan:
         rho: Radius of worst-case sharpness.
         adaptive_rho: Radius of adaptive worst-case sharpness.
         num_ascent_steps: Ascent steps of both.
+        bits: Numbers of bits that the weights are rounded to; empty to skip it.
         num_eigenvalues: Number of largest eigenvalues of the Hessian.
         num_trace_samples: Probes for its trace.
         num_density_probes: Probes for its spectral density.
@@ -90,6 +91,7 @@ class FlatnessPlan:
     rho: float = 0.05
     adaptive_rho: float = 0.5
     num_ascent_steps: int = 5
+    bits: Sequence[int] = (8, 4)
     num_eigenvalues: int = 5
     num_trace_samples: int = 30
     num_density_probes: int = 1
@@ -109,6 +111,7 @@ class Flatness:
     neighborhood: Neighborhood
     worst_case: WorstCase | None = None
     adaptive: WorstCase | None = None
+    rounding: Rounding | None = None
     eigenpairs: Eigenpairs | None = None
     trace: Trace | None = None
     density: Density | None = None
@@ -154,11 +157,13 @@ def measure(
         return {"seed": plan.seed, "size_of": size_of, "progress": callback, **more}
 
     around = neighborhood(*given, plan.std, plan.num_samples, plan.t, **options("neighbourhood"))
-    worst = adaptive = eigenpairs = hessian_trace = density = None
+    worst = adaptive = rounded = eigenpairs = hessian_trace = density = None
     if steps := plan.num_ascent_steps:
         worst = m_sharpness(*given, **options("worst case", rho=plan.rho, num_steps=steps))
         ratio = options("adaptive worst case", rho=plan.adaptive_rho, num_steps=steps, adaptive=True)
         adaptive = m_sharpness(*given, **ratio)
+    if plan.bits and any(p.ndim > 1 for p in trainable(model).values()):
+        rounded = rounding(*given, plan.bits, size_of=size_of)
     if plan.num_eigenvalues:
         eigenpairs = top_eigenvalues(*given, plan.num_eigenvalues, **options("eigenvalues"))
     if plan.num_trace_samples:
@@ -173,7 +178,9 @@ def measure(
         if eigenpairs is not None:
             line = options("eigenvector slice", span=top, num_points=points, label="top eigenvector")
             slices.append(slice_1d(*given, eigenpairs.direction(0), **line))
-    return Flatness(name, around.center, around, worst, adaptive, eigenpairs, hessian_trace, density, tuple(slices))
+    return Flatness(
+        name, around.center, around, worst, adaptive, rounded, eigenpairs, hessian_trace, density, tuple(slices)
+    )
 
 
 def compare(
@@ -270,7 +277,7 @@ def measure_runs(
     for loaded, names, where in _by_data(runs, task, device, data or data_loader(root)):
         batches = _batches(loaded, split, examples, batch_size, where)
         about = {"task": loaded.name, "split": split, "examples": sum(len(targets) for _, targets in batches)}
-        about |= {"batch_size": batch_size, **asdict(plan), "std": list(plan.std)}
+        about |= {"batch_size": batch_size, **asdict(plan), "std": list(plan.std), "bits": list(plan.bits)}
         for name in names:
             weights = runs[name].folder / "model.safetensors"
             try:
@@ -401,6 +408,12 @@ def save_flatness(record: Record, flat: Flatness, about: dict[str, Any]) -> Path
     for name, estimate in (("worst_case", flat.worst_case), ("adaptive", flat.adaptive), ("trace", flat.trace)):
         if estimate is not None:
             content[name] = {"value": _plain(estimate.value), "error": _plain(estimate.error)}
+    if flat.rounding is not None:
+        content["rounding"] = {
+            "bits": list(flat.rounding.bits),
+            "losses": _plain(flat.rounding.losses),
+            "distances": _plain(flat.rounding.distances),
+        }
     if pairs is not None:
         content["eigenvalues"] = {"values": _plain(pairs.values), "residuals": _plain(pairs.residuals)}
     if density is not None:
@@ -437,6 +450,9 @@ def _flatness(name: str, content: dict[str, Any]) -> Flatness:
         flat = replace(flat, worst_case=WorstCase(*_estimate(found), loss, rises=unsaved, sizes=unsaved))
     if found := content.get("adaptive"):
         flat = replace(flat, adaptive=WorstCase(*_estimate(found), loss, rises=unsaved, sizes=unsaved))
+    if found := content.get("rounding"):
+        losses, distances = _tensor(found["losses"]), _tensor(found["distances"])
+        flat = replace(flat, rounding=Rounding(tuple(found["bits"]), loss, losses, distances))
     if found := content.get("trace"):
         flat = replace(flat, trace=Trace(*_estimate(found), layers={}, samples=unsaved))
     if found := content.get("eigenvalues"):
@@ -500,6 +516,9 @@ def table_rows(flats: Sequence[Flatness], std: float | None = None) -> list[dict
         for column, worst in [("worst case", flat.worst_case), ("adaptive", flat.adaptive)]:
             if worst is not None:
                 row[column], row[f"{column} error"] = worst.value, worst.error
+        if flat.rounding is not None:
+            for bits, loss in zip(flat.rounding.bits, flat.rounding.losses.tolist(), strict=True):
+                row[f"{bits}-bit rise"] = loss - flat.rounding.center
         if flat.eigenpairs is not None:
             for number, value in enumerate(flat.eigenpairs.values.tolist(), start=1):
                 row[f"λ{number}"] = value

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -249,12 +250,13 @@ def cnn(num_classes: int, *, channels: int = 1, width: int = 32) -> nn.Sequentia
     )
 
 
-def build(name: str, data: Data) -> nn.Module:
+def build(name: str, data: Data, init: Literal["published", "torch"] = "published") -> nn.Module:
     """Build a model with the inputs and outputs of a task and its initial weights.
 
     Args:
         name: Name of the model, as in a config; ``auto`` chooses one that fits the task.
         data: The task's data.
+        init: Initial convolutions of residual networks: as they were published, or torch's defaults.
 
     Raises:
         ConfigError: If there is no such model, or it does not fit the inputs.
@@ -275,6 +277,10 @@ def build(name: str, data: Data) -> nn.Module:
             _check_input_size(model, name, inputs)
     except ValueError as error:
         raise ConfigError(str(error)) from None
+    if init == "torch" and isinstance(model, ResNet | WideResNet):
+        for module in model.modules():
+            if isinstance(module, nn.Conv2d):
+                module.reset_parameters()
     return model
 
 

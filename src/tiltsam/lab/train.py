@@ -177,7 +177,7 @@ class Trainer:
         self.device = resolve_device(self.distributed.device or config.device)
         self.data = data.to(self.device)
         torch.manual_seed(config.seed)
-        self.model = build(config.model, data).to(self.device)
+        self.model = build(config.model, data, config.init).to(self.device)
         if self.device.type == "cuda":
             self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.trained = self.distributed.wrap(self.model)

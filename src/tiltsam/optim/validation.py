@@ -103,7 +103,10 @@ def check_base(base: Any, name: str, engine: type[Optimizer]) -> None:
     if isinstance(base, engine):
         raise TypeError(f"{name} cannot wrap {type(base).__name__}, which is sharpness-aware itself: wrap its base")
     if not isinstance(base, Optimizer):
-        raise TypeError(f"base must be a torch.optim.Optimizer instance, got {type(base).__name__}")
+        raise TypeError(
+            f"base must be a torch.optim.Optimizer instance, got {type(base).__name__}: write "
+            f"{name}(torch.optim.SGD(model.parameters(), lr=0.1), ...)"
+        )
     for refused, reason in _REFUSED.items():
         if isinstance(base, refused):
             raise TypeError(f"{name} cannot wrap {refused.__name__}, which {reason}")

@@ -25,7 +25,8 @@ Vector: TypeAlias = Any
 def default_radius(dim: int) -> float:
     """Return 0.003 √d, the radius of TSAM's random start in d dimensions: 10 for a ResNet-18.
 
-    The paper's 20 there is 0.006 √d, which did no better, and worse when fine-tuning a transformer (docs/evidence.md).
+    The paper's 20 there is 0.006 √d, which did no better; 0.01 √d was worse when fine-tuning a transformer
+    (docs/evidence.md).
     """
     return 0.003 * math.sqrt(dim)
 

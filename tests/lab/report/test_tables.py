@@ -122,6 +122,7 @@ def test_flatness_table_shows_rises(tmp_path):
         for method, loss, rise in (("erm", 0.01, 0.2), ("sam", 0.3, 0.02)):
             around = {"std": [0.01], "mean": [loss + rise + 0.001 * seed], "variance": [rise]}
             measured = {"about": about, "loss": loss, "neighborhood": around, "worst_case": {"value": rise}}
+            measured["rounding"] = {"bits": [8, 4], "losses": [loss + rise, loss + 3 * rise]}
             write_run(tmp_path, flatness=measured, method=method, seed=seed)
     (task,) = summarize(*read_runs([tmp_path]))
     table = flatness_table(comparable_flatness(task)[0], task)
@@ -132,6 +133,7 @@ def test_flatness_table_shows_rises(tmp_path):
     assert [cell.best for cell in columns["loss"]] == [False, False]
     assert [cell.value for cell in columns["mean rise at 0.01"]] == pytest.approx([0.2005, 0.0205])
     assert [cell.best for cell in columns["mean rise at 0.01"]] == [False, True]
+    assert [cell.value for cell in columns["4 bits"]] == pytest.approx([0.6, 0.06])
     assert "largest rise nearby" in table.caption  # the radius is not in these records
     assert "over seeds, of 2 runs each; losses" in table.caption
 

@@ -268,7 +268,8 @@ def _objectives() -> dict[str, Objective]:
 
 
 def _flatness_plan(plan: ReproductionPlan) -> FlatnessPlan:
-    off: dict[str, Any] = {"num_ascent_steps": 0, "num_trace_samples": 0, "num_density_probes": 0, "num_points": 0}
+    counts = ("num_ascent_steps", "num_trace_samples", "num_density_probes", "num_points")
+    off: dict[str, Any] = {**dict.fromkeys(counts, 0), "bits": ()}
     if plan.recipe.kind == "neighborhood":
         return FlatnessPlan(num_samples=plan.num_draws, num_eigenvalues=0, **off)
     return FlatnessPlan(std=PAPER_STDS[:1], num_samples=2, num_eigenvalues=5, **off)

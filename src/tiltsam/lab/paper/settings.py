@@ -17,8 +17,8 @@ Not stated, and chosen here:
 - *Budgets*. "The same amount of time as TSAM" means the same number of passes: PGN and RSAM train for s times the
   epochs, ESAM1 is SAM for s times the epochs, and ESAM2 searches 6s−6 points (a forward pass counts a third).
 - *Sizes*. The ViT is ViT-B/16 with 224 pixels; the WideResNet on DTD sees 32 pixels.
-- *Initial weights*. He's for the residual networks, as published. PyTorch's defaults are 2.2 times shorter, which makes
-  the same rho about twice as strong.
+- *Initial weights*. PyTorch's defaults for the residual networks. He's, as the networks were published, are 2.2 times
+  longer, which makes the same rho about half as strong.
 - *GLUE*. No label smoothing; the aggregated gradient is clipped (the authors' code clips the gradient of each sample).
 - *Validation split*. A tenth of the training examples; DTD's own validation set.
 """
@@ -36,8 +36,8 @@ __all__ = ["COLUMNS", "DISTILBERT", "PUBLISHED_EXAMPLES", "VIT", "Column", "colu
 VIT = "hf:google/vit-base-patch16-224"
 DISTILBERT = "hf:distilbert/distilbert-base-uncased"
 
-_IMAGES = TrainConfig(method="erm", lr=0.01, label_smoothing=0.1, epochs=200.0)
-_VIT = replace(_IMAGES, task="dtd", model=VIT, lr=0.001, epochs=20.0)
+_IMAGES = TrainConfig(method="erm", init="torch", lr=0.01, label_smoothing=0.1, epochs=200.0)
+_VIT = replace(_IMAGES, task="dtd", model=VIT, init="published", lr=0.001, epochs=20.0)
 _TEXT = TrainConfig(method="erm", model=DISTILBERT, lr=0.01, clip=1.0, epochs=10.0)
 
 

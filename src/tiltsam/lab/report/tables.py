@@ -232,12 +232,17 @@ def flatness_table(settings: Sequence[SettingSummary], task: TaskSummary, std: f
     def rise(setting: SettingSummary) -> Mean:
         return mean_of([_at_noise(run, "mean", std) - measured(run.flatness, "loss")[0] for run in setting.runs])
 
+    def rounded(bits: int) -> Callable[[SettingSummary], Mean]:
+        return lambda s: mean_of([_rise_at_bits(run, bits) for run in s.runs])
+
     columns = [
         NumberColumn("loss", scalar("loss"), None, highest=None),
         NumberColumn(f"mean rise at {std:g}", rise, None, highest=False),
         NumberColumn(f"variance at {std:g}", around("variance"), None, highest=False),
         NumberColumn("worst case", scalar("worst_case", "value"), None, highest=False),
         NumberColumn("adaptive", scalar("adaptive", "value"), None, highest=False),
+        NumberColumn("8 bits", rounded(8), None, highest=False),
+        NumberColumn("4 bits", rounded(4), None, highest=False),
         NumberColumn("λ1", scalar("eigenvalues", "values"), None, highest=False),
         NumberColumn("trace", scalar("trace", "value"), None, highest=False),
     ]
@@ -249,7 +254,8 @@ def flatness_table(settings: Sequence[SettingSummary], task: TaskSummary, std: f
     caption = (
         f"Flatness at the trained weights on {where}, {MEANS}{counts}; losses in {task.loss_unit}. Mean rise and "
         f"variance: of the loss under noise of standard deviation {std:g} on every weight; worst case and adaptive: "
-        f"its largest rise {_radius(runs)}; λ1 and trace: of the Hessian. {BOLD}"
+        f"its largest rise {_radius(runs)}; bits: its rise when weights are rounded to as many; λ1 and trace: of the "
+        f"Hessian. {BOLD}"
     )
     return _settings_table("flatness", caption, settings, columns)
 
@@ -258,6 +264,13 @@ def _at_noise(run: RunRecord, name: str, std: float) -> float:
     """Return a statistic of the neighbourhood at a noise level, or NaN."""
     levels, values = (measured(run.flatness, "neighborhood", key) for key in ("std", name))
     return next((v for s, v in zip(levels, values, strict=False) if math.isclose(s, std)), math.nan)
+
+
+def _rise_at_bits(run: RunRecord, bits: int) -> float:
+    """Return the rise of the loss when weights are rounded to so many bits, or NaN."""
+    widths, losses = (measured(run.flatness, "rounding", key) for key in ("bits", "losses"))
+    found = next((loss for width, loss in zip(widths, losses, strict=False) if width == bits), math.nan)
+    return found - measured(run.flatness, "loss")[0]
 
 
 def _about(run: RunRecord) -> dict[str, Any]:

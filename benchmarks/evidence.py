@@ -1,0 +1,375 @@
+"""Print the tables and intervals of docs/evidence.md and draw its figures, from the runs in records/.
+
+    python benchmarks/evidence.py                           # the two tables, and the differences of each figure
+    python benchmarks/evidence.py --figures docs/figures    # draws evidence_*.png, too
+
+Runs are selected as by ``differences.py``. Scores (times 100) and test losses are those at the end of training.
+Differences are paired by seed; intervals are 95 % of Student's t over seeds.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Hashable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from differences import select_runs
+from record import read_runs
+from tiltsam.lab.paper.numbers import IMAGES, SAMPLES
+from tiltsam.lab.stats import Mean, confidence_interval, mean_of, paired_difference
+
+RECORDS = Path(__file__).parent / "records"
+NOISY, COSINE, MINILM = "2026-11-15_noisy", "2026-11-17_noisy_cosine", "2026-11-15_minilm"
+BELOW, CNN, DIGITS = "2026-11-16_digits_below", "2026-11-16_digits_cnn", "2026-11-15_digits"
+SPLIT, TILTS, TILTS_CIFAR = "2026-11-15_digits_split", "2026-11-17_two_tilts", "2026-11-18_two_tilts_cifar"
+METRICS = {"accuracy": ("score", 100, 2), "test loss": ("test_loss", 1, 3)}  # key of a result, factor, digits
+
+
+class Runs(NamedTuple):
+    """Runs of one setting, by seed."""
+
+    query: str
+    records: tuple[str, ...] = (NOISY,)
+
+    def results(self) -> dict[Hashable, dict[str, Any]]:
+        """Return the results by seed."""
+        entries = [run for name in self.records for run in _finished(name)]
+        return {seed: run["result"] for seed, run in select_runs(entries, self.query).items()}
+
+    def values(self, metric: str) -> dict[Hashable, float]:
+        """Return a metric at the end of training, by seed."""
+        key, factor, _ = METRICS[metric]
+        return {seed: factor * result[key] for seed, result in self.results().items()}
+
+
+@cache
+def _finished(record: str) -> list[dict[str, Any]]:
+    return [run for run in read_runs(RECORDS / record / "runs.jsonl.gz") if "result" in run]
+
+
+def digits_tilts(method: str, noise: float, tilt: float = 0.0, warmup: float = 0.0, **chosen: float) -> Runs:
+    """Return the runs of the sweep without label smoothing, with the settings that it chose."""
+    settings = {"noise": noise, "example_tilt": tilt, "example_tilt_warmup": warmup, **chosen}
+    query = " ".join(f"{name}={value}" for name, value in settings.items())
+    return Runs(f"{method} task=digits label_smoothing=0.0 {query}", (TILTS,))
+
+
+def parts(number: int, rho: float) -> Runs:
+    """Return the runs of m-SAM on digits."""
+    return Runs(f"tsam split=true num_samples={number} radius=0.0 t=0.0 rho={rho} average=false", (SPLIT,))
+
+
+def minilm(folder: str) -> Runs:
+    """Return the runs of a folder of the record of MiniLM."""
+    return Runs(f"{folder.partition('/')[2].partition('-')[0]} folder={folder}", (MINILM,))
+
+
+# Noisy CIFAR-100: what the trials chose (tables.md of the record), with three seeds or more.
+ERM = Runs("erm lr=0.1 average=false epochs=118.0")
+SAM = Runs("sam folder=cifar100-noisy/sam-73af265261")
+TSAM1 = Runs("tsam folder=cifar100-noisy/tsam-505f0fdf7a")
+TSAM3 = Runs("tsam folder=cifar100-noisy/tsam-dc267a4515")
+PGN = Runs("pgn folder=cifar100-noisy/pgn-c501b189a6")
+RSAM = Runs("rsam folder=cifar100-noisy/rsam-2a8c1466cd")
+ESAM2 = Runs("esam2 folder=cifar100-noisy/esam2-d8cdfa7af7")
+ERM_COSINE = Runs("erm schedule=cosine lr=0.1", (COSINE,))
+SAM_COSINE = Runs("sam schedule=cosine lr=0.1 rho=0.2")
+ERM_AVERAGED = Runs("erm lr=0.1 average=true epochs=116.3")
+SAM_AVERAGED = Runs("sam lr=0.1 rho=0.2 average=true epochs=59.5")
+TSAM_AVERAGED = Runs("tsam average=true")
+SAM_TILTED = Runs("sam example_tilt=-0.5", (TILTS_CIFAR,))
+ERM_TILTED = Runs("erm task=cifar100-noisy noise=null example_tilt=-0.4", (TILTS, TILTS_CIFAR))
+
+# Method, settings, epochs, runs; in the order of the page.
+MAIN = [
+    ("ERM", "lr 0.1", "118", ERM),
+    ("SAM", "lr 0.03, ρ 0.2", "60", SAM),
+    ("TSAM, s=1", "lr 0.03, ρ 0.2, R 20", "58.8", TSAM1),
+    ("TSAM, s=3", "lr 0.03, ρ 0.1, R 20, t 20", "20", TSAM3),
+    ("PGN", "lr 0.03, ρ 0.2, α 0.5", "58.9", PGN),
+    ("RSAM", "lr 0.03, ρ 0.2, λ 2", "50.1", RSAM),
+    ("ESAM2", "lr 0.03, ρ 0.1, K 3", "38.5", ESAM2),
+    ("ERM, cosine", "lr 0.1", "118", ERM_COSINE),
+    ("SAM, cosine", "lr 0.1, ρ 0.2", "60", SAM_COSINE),
+    ("ERM, averaged", "lr 0.1", "116.3", ERM_AVERAGED),
+    ("SAM, averaged", "lr 0.1, ρ 0.2", "59.5", SAM_AVERAGED),
+    ("TSAM, s=1, averaged", "lr 0.1, ρ 0.2, R 10", "58.8", TSAM_AVERAGED),
+    ("SAM, τ = −0.5", "lr 0.03, ρ 0.2", "58.15", SAM_TILTED),
+    ("ERM, averaged, τ = −0.4", "lr 0.1", "116.3", ERM_TILTED),
+]
+
+# Figure: what is compared, the runs, the runs to subtract.
+DIFFERENCES: dict[str, list[tuple[str, Runs, Runs]]] = {
+    "ascent": [
+        ("CIFAR-100: SAM − ERM", SAM, ERM),
+        ("CIFAR-100, cosine: SAM − ERM", SAM_COSINE, ERM_COSINE),
+        ("CIFAR-100: SAM, constant − ERM, cosine", SAM, ERM_COSINE),
+        ("CIFAR-100, averaged: SAM − ERM", SAM_AVERAGED, ERM_AVERAGED),
+        (
+            "digits, MLP: SAM − ERM",
+            Runs("sam lr=0.01 rho=0.5 average=false", (BELOW,)),
+            Runs("erm lr=0.001 average=false", (BELOW,)),
+        ),
+        (
+            "digits, CNN: SAM − ERM",
+            Runs("sam lr=0.03 rho=0.8 average=false", (CNN,)),
+            Runs("erm lr=0.001 average=false", (CNN,)),
+        ),
+        (
+            "digits, CNN, averaged: SAM − ERM",
+            Runs("sam lr=0.03 rho=0.8 average=true", (CNN,)),
+            Runs("erm lr=0.001 average=true", (CNN,)),
+        ),
+        ("RTE: SAM − ERM", minilm("glue-rte/sam-b423ca7fb9"), minilm("glue-rte/erm-1f471a06e2")),
+        ("MRPC: SAM − ERM", minilm("glue-mrpc/sam-06188ba257"), minilm("glue-mrpc/erm-386d96b0fa")),
+        ("STS-B: SAM − ERM", minilm("glue-stsb/sam-f070023a97"), minilm("glue-stsb/erm-6aba6ff916")),
+        ("CoLA: SAM − ERM", minilm("glue-cola/sam-993122395b"), minilm("glue-cola/erm-fc733f2de6")),
+    ],
+    "samples": [
+        ("CIFAR-100, equal seconds: TSAM s=3 − SAM", TSAM3, SAM),
+        (
+            "digits, equal passes: TSAM s=3 − SAM",
+            Runs("tsam folder=digits/tsam-8b832cf25a", (DIGITS,)),
+            Runs("sam lr=0.03 rho=0.5 epochs=60.0", (DIGITS,)),
+        ),
+        (
+            "digits, equal steps: s=3 − s=1",
+            Runs("tsam folder=digits/tsam-e5a5a11456", (DIGITS,)),
+            Runs("tsam folder=digits/tsam-a9be145e87", (DIGITS,)),
+        ),
+        (
+            "digits, s=3: t = 20 − t = 0",
+            Runs("tsam folder=digits/tsam-e5a5a11456", (DIGITS,)),
+            Runs("tsam folder=digits/tsam-491908054f", (DIGITS,)),
+        ),
+        (
+            "digits, s=3: t = 1000 − t = 0",
+            Runs("tsam folder=digits/tsam-0b313a6d4b", (DIGITS,)),
+            Runs("tsam folder=digits/tsam-491908054f", (DIGITS,)),
+        ),
+        ("CIFAR-100: TSAM s=1 − SAM", TSAM1, SAM),
+        ("CIFAR-100, averaged: TSAM s=1 − SAM", TSAM_AVERAGED, SAM_AVERAGED),
+        (
+            "digits: TSAM s=1 − SAM",
+            Runs("tsam folder=digits/tsam-20976efc73", (DIGITS,)),
+            Runs("tsam folder=digits/tsam-e8aa3441f0", (DIGITS,)),
+        ),
+        ("RTE, other lr and ρ: TSAM s=1 − SAM", minilm("glue-rte/tsam-cbfdaa4c47"), minilm("glue-rte/sam-b423ca7fb9")),
+        ("MRPC: TSAM s=1 − SAM", minilm("glue-mrpc/tsam-e4bb0d6537"), minilm("glue-mrpc/sam-06188ba257")),
+        ("STS-B, other ρ: TSAM s=1 − SAM", minilm("glue-stsb/tsam-018e36e72b"), minilm("glue-stsb/sam-f070023a97")),
+        (
+            "CoLA, other lr and ρ: TSAM s=1 − SAM",
+            minilm("glue-cola/tsam-f42c2246c9"),
+            minilm("glue-cola/sam-993122395b"),
+        ),
+        (
+            "CoLA, equal lr and ρ: TSAM s=1 − SAM",
+            minilm("glue-cola/tsam-f42c2246c9"),
+            minilm("glue-cola/tsam-ae9b56e3c3"),
+        ),
+    ],
+    "radius": [
+        ("RTE: R = 24 − R = 0", minilm("glue-rte/tsam-4bced8e6b1"), minilm("glue-rte/tsam-f8054adfeb")),
+        ("MRPC: R = 24 − R = 0", minilm("glue-mrpc/tsam-b24c97f1df"), minilm("glue-mrpc/tsam-f5e4c85965")),
+        ("STS-B: R = 24 − R = 0", minilm("glue-stsb/tsam-b3c7293940"), minilm("glue-stsb/tsam-e7cb4e9496")),
+        ("CoLA: R = 24 − R = 0", minilm("glue-cola/tsam-8b90fa205f"), minilm("glue-cola/tsam-ae9b56e3c3")),
+        ("RTE: R = 48 − R = 0", minilm("glue-rte/tsam-3e86433f38"), minilm("glue-rte/tsam-f8054adfeb")),
+        ("MRPC: R = 48 − R = 0", minilm("glue-mrpc/tsam-46c42b1408"), minilm("glue-mrpc/tsam-f5e4c85965")),
+        ("STS-B: R = 48 − R = 0", minilm("glue-stsb/tsam-e18ddb3461"), minilm("glue-stsb/tsam-e7cb4e9496")),
+        ("CoLA: R = 48 − R = 0", minilm("glue-cola/tsam-dd9f1c3803"), minilm("glue-cola/tsam-ae9b56e3c3")),
+    ],
+    "average": [
+        ("CIFAR-100, ERM: averaged − last", ERM_AVERAGED, ERM),
+        ("CIFAR-100, SAM: averaged − last", SAM_AVERAGED, SAM),
+        ("CIFAR-100, SAM: averaged − cosine", SAM_AVERAGED, SAM_COSINE),
+        (
+            "digits, MLP, SAM: averaged − last",
+            Runs("sam lr=0.01 rho=0.5 average=true", (BELOW,)),
+            Runs("sam lr=0.01 rho=0.5 average=false", (BELOW,)),
+        ),
+        (
+            "digits, MLP, ERM: averaged − last",
+            Runs("erm lr=0.001 average=true", (BELOW,)),
+            Runs("erm lr=0.001 average=false", (BELOW,)),
+        ),
+        (
+            "digits, CNN, SAM: averaged − last",
+            Runs("sam lr=0.03 rho=0.8 average=true", (CNN,)),
+            Runs("sam lr=0.03 rho=0.8 average=false", (CNN,)),
+        ),
+        ("RTE, ERM: averaged − last", minilm("glue-rte/erm-2ae760bedf"), minilm("glue-rte/erm-1f471a06e2")),
+        ("MRPC, ERM: averaged − last", minilm("glue-mrpc/erm-c086dff91c"), minilm("glue-mrpc/erm-386d96b0fa")),
+        ("STS-B, ERM: averaged − last", minilm("glue-stsb/erm-ea9e50747e"), minilm("glue-stsb/erm-6aba6ff916")),
+        ("CoLA, ERM: averaged − last", minilm("glue-cola/erm-e1c505bef6"), minilm("glue-cola/erm-fc733f2de6")),
+        ("RTE: ERM, averaged − SAM", minilm("glue-rte/erm-2ae760bedf"), minilm("glue-rte/sam-b423ca7fb9")),
+        ("MRPC: ERM, averaged − SAM", minilm("glue-mrpc/erm-c086dff91c"), minilm("glue-mrpc/sam-06188ba257")),
+        ("STS-B: ERM, averaged − SAM", minilm("glue-stsb/erm-ea9e50747e"), minilm("glue-stsb/sam-f070023a97")),
+        ("CoLA: ERM, averaged − SAM", minilm("glue-cola/erm-e1c505bef6"), minilm("glue-cola/sam-993122395b")),
+    ],
+    "parts": [
+        ("digits, 4 parts − SAM", parts(4, 0.4), Runs("tsam num_samples=1 radius=0.0 rho=0.7", (SPLIT,))),
+        ("digits, 8 parts − SAM", parts(8, 0.25), Runs("tsam num_samples=1 radius=0.0 rho=0.7", (SPLIT,))),
+        ("RTE, 4 parts − SAM", minilm("glue-rte/tsam-211007391c"), minilm("glue-rte/sam-b423ca7fb9")),
+        ("MRPC, 4 parts − SAM", minilm("glue-mrpc/tsam-e8af5201c6"), minilm("glue-mrpc/sam-06188ba257")),
+        ("STS-B, 4 parts − SAM", minilm("glue-stsb/tsam-dca319a455"), minilm("glue-stsb/sam-f070023a97")),
+        ("CoLA, 4 parts − SAM", minilm("glue-cola/tsam-d9f71bb066"), minilm("glue-cola/sam-993122395b")),
+    ],
+    "example_tilt": [
+        ("CIFAR-100, 20 % wrong: SAM, τ = −0.5", SAM_TILTED, SAM),
+        ("CIFAR-100, 20 % wrong: ERM, averaged, τ = −0.4", ERM_TILTED, ERM_AVERAGED),
+        (
+            "digits, 40 % wrong: SAM, τ = −1",
+            digits_tilts("sam", 0.4, -1.0, 0.3, lr=0.03, rho=0.2),
+            digits_tilts("sam", 0.4, lr=0.01, rho=0.5),
+        ),
+        (
+            "digits, 40 % wrong: ERM, τ = −1",
+            digits_tilts("erm", 0.4, -1.0, 0.3, lr=0.003),
+            digits_tilts("erm", 0.4, lr=0.001),
+        ),
+        (
+            "digits, 20 % wrong: ERM, τ = −1",
+            digits_tilts("erm", 0.2, -1.0, 0.3, lr=0.003),
+            digits_tilts("erm", 0.2, lr=0.001),
+        ),
+        (
+            "digits, right labels: SAM, τ = −1",
+            digits_tilts("sam", 0.0, -1.0, 0.3, lr=0.03, rho=0.2),
+            digits_tilts("sam", 0.0, lr=0.03, rho=0.5),
+        ),
+        (
+            "digits, right labels: ERM, τ = −1",
+            digits_tilts("erm", 0.0, -1.0, 0.3, lr=0.03),
+            digits_tilts("erm", 0.0, lr=0.03),
+        ),
+        (
+            "digits, right labels: SAM, τ = −1, no warm-up",
+            digits_tilts("sam", 0.0, -1.0, 0.0, lr=0.03, rho=0.8),
+            digits_tilts("sam", 0.0, lr=0.03, rho=0.5),
+        ),
+    ],
+}
+
+
+def difference(metric: str, first: Runs, second: Runs) -> Mean:
+    """Return the difference of a metric, paired by seed."""
+    return paired_difference(first.values(metric), second.values(metric))
+
+
+def format_interval(mean: Mean, digits: int, sign: str = "") -> str:
+    """Return ``value [low, high]``."""
+    low, high = confidence_interval(mean)
+    return f"{mean.value:{sign}.{digits}f} [{low:{sign}.{digits}f}, {high:{sign}.{digits}f}]".replace("-", "−")
+
+
+def format_difference(metric: str, first: Runs, second: Runs) -> str:
+    """Return a difference with its interval."""
+    return format_interval(difference(metric, first, second), METRICS[metric][2], "+")
+
+
+def format_row(cells: Sequence[str]) -> str:
+    """Return a row of a Markdown table."""
+    return "| " + " | ".join(cells) + " |"
+
+
+def paper_table() -> list[str]:
+    """Return the paper's noisy CIFAR-100, ResNet-18, next to our runs."""
+    ours: Mapping[str, tuple[str, str, Runs] | None] = {
+        "erm": ("ERM", "118", ERM),
+        "sam": ("SAM", "60", SAM),
+        "esam1": None,
+        "esam2": ("ESAM2", "38.5", ESAM2),
+        "pgn": ("PGN", "58.9", PGN),
+        "rsam": ("RSAM", "50.1", RSAM),
+        "s=3": ("TSAM, s=3", "20", TSAM3),
+        "s=5": None,
+        "s=1": ("TSAM, s=1", "58.8", TSAM1),
+    }
+    rows = [["method", "paper", "ours, same protocol", "ours, different protocol [95 %]", "our epochs"]]
+    for name, found in ours.items():
+        label = found[0] if found else {"esam1": "ESAM1", "s=5": "TSAM, s=5"}[name]
+        printed = {**IMAGES["noisy-resnet18"], **SAMPLES["noisy-resnet18"]}.get(name)
+        cells = [label, f"{printed[0].value:.2f}" if printed else "–", "not run"]
+        if found:
+            cells += [format_interval(mean_of(list(found[2].values("accuracy").values())), 2), found[1]]
+        else:
+            cells += ["not run", ""]
+        rows.append(cells)
+    return [format_row(rows[0]), "|---" * len(rows[0]) + "|", *map(format_row, rows[1:])]
+
+
+def main_table() -> list[str]:
+    """Return all methods on noisy CIFAR-100."""
+    heading = [
+        "method",
+        "settings",
+        "epochs",
+        "accuracy",
+        "test loss",
+        "accuracy − SAM's",
+        "test loss − SAM's",
+    ]
+    lines = [format_row(heading), "|---" * len(heading) + "|"]
+    for label, settings, epochs, runs in MAIN:
+        means = {metric: mean_of(list(runs.values(metric).values())) for metric in METRICS}
+        cells = [label, settings, epochs]
+        cells += [f"{mean.value:.{METRICS[metric][2]}f}" for metric, mean in means.items()]
+        cells += ["", ""] if runs is SAM else [format_difference(metric, runs, SAM) for metric in METRICS]
+        lines.append(format_row(cells))
+    return lines
+
+
+def draw(rows: Sequence[tuple[str, Runs, Runs]], path: Path) -> None:
+    """Draw differences in accuracy with their intervals; differences in test loss are printed next to them."""
+    import matplotlib.pyplot as plt
+
+    height = 0.75 + 0.24 * len(rows)  # in inches, as are the margins: labels left, numbers right
+    figure = plt.figure(figsize=(9.8, height))
+    axes = figure.add_axes((3.1 / 9.8, 0.5 / height, 3.3 / 9.8, 1 - 0.5 / height))
+    for y, (_, first, second) in enumerate(rows):
+        mean = difference("accuracy", first, second)
+        axes.plot(confidence_interval(mean), [y, y], color="C0", linewidth=1.4)
+        axes.plot(mean.value, y, "o", color="C0", markersize=5)
+    numbers = [[format_difference(metric, first, second) for metric in METRICS] for _, first, second in rows]
+    for y, texts in enumerate([["score, points", "test loss"], *numbers], -1):
+        for offset, text in zip((8, 128), texts, strict=True):  # points right of the axes
+            place = {"xycoords": axes.get_yaxis_transform(), "xytext": (offset, 0), "textcoords": "offset points"}
+            axes.annotate(text, (1, y), va="center", fontsize=8, color="0.4" if y < 0 else "0", **place)
+    axes.axvline(0, color="0.3", linewidth=0.8)
+    labels = [f"{label} ({difference('accuracy', a, b).runs})" for label, a, b in rows]
+    axes.set_yticks(range(len(rows)), labels, fontsize=8)
+    axes.set(ylim=(len(rows) - 0.5, -1.4))
+    axes.set_xlabel("difference in test score, points, with its 95 % interval; number of seeds in brackets", fontsize=8)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+    axes.tick_params(axis="x", labelsize=8)
+    axes.grid(axis="x", alpha=0.25)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Print, and draw if asked to."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--figures", type=Path, help="folder for evidence_*.png")
+    args = parser.parse_args(argv)
+    print(*paper_table(), "", *main_table(), sep="\n")
+    for name, rows in DIFFERENCES.items():
+        print(f"\nevidence_{name}.png: accuracy, test loss (seeds)")
+        for label, first, second in rows:
+            texts = [format_difference(metric, first, second) for metric in METRICS]
+            print(f"{label}: {', '.join(texts)} ({difference('accuracy', first, second).runs})")
+        if args.figures is not None:
+            draw(rows, args.figures / f"evidence_{name}.png")
+    print(
+        "\nsilenced examples: % of the wrong labels that are silenced, % of the silenced that are wrong, seed by seed"
+    )
+    for label, runs in (("SAM, τ = −0.5", SAM_TILTED), ("ERM, averaged, τ = −0.4", ERM_TILTED)):
+        found = [result for result in runs.results().values() if "silenced_recall" in result]  # newer runs
+        print(label, [f"{100 * r['silenced_recall']:.0f}, {100 * r['silenced_precision']:.0f}" for r in found])
+
+
+if __name__ == "__main__":
+    main()

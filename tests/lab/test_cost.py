@@ -81,3 +81,18 @@ def test_divided_samples_win_where_passes_wait_for_the_network():
     assert many[0].seconds() > 0.95 * min(cost.seconds() for cost in many if cost.layout.samples == 1)
     assert compare_layouts(70e9, 2**18, 8) == []  # 24 bytes a parameter do not fit
     assert all(cost.memory_bytes < Machine().memory for cost in few)
+
+
+def test_compare_layouts_orders_by_the_given_machine():
+    slow = Machine(network_bandwidth=1e8, node_bandwidth=1e9)
+    seconds = [cost.seconds(slow) for cost in compare_layouts(1e9, 2**20, 16, machine=slow)]
+    assert len(seconds) > 2
+    assert seconds == sorted(seconds)
+    assert compare_layouts(1e9, 2**20, 2)
+
+
+def test_step_without_noise_and_ascent_has_one_sample():
+    with pytest.raises(ValueError, match="num_samples must be 1"):
+        step_cost(1e9, 4096, num_samples=3, noise=False, ascent=False)
+    plain = step_cost(1e9, 4096, num_samples=1, noise=False, ascent=False)
+    assert (plain.passes, plain.bytes_above_base) == (1, 0)

@@ -109,6 +109,16 @@ def test_unperturbed_groups_do_not_count_in_the_norm(method):
     assert length > 0 or method.name == "looksam"
 
 
+def test_unperturbed_groups_do_not_count_after_plain_steps():
+    """Plain steps add the gradients of all groups to Friendly-SAM's mean."""
+    problem = Problem(Normed())
+    rho = late_phase(0.05, num_steps=4, fraction=0.5)
+    optimizer = tiltsam.FriendlySAM(sgd(norm_groups(problem.model)), rho=rho, model=problem.model)
+    for _ in range(4):
+        optimizer.step(problem.closure)
+    assert optimizer.info.perturbation_norms[-1].item() == pytest.approx(0.05)
+
+
 def test_sam_on_equals_naive_twin():
     ours, theirs = Problem(Normed()), Problem(Normed())
     groups, other_groups = norm_groups(ours.model), norm_groups(theirs.model)

@@ -221,3 +221,16 @@ def test_captured_step_sees_later_tilts():
         weights.append(jobs.flat(model))
         assert step is None or step.reason is None
     torch.testing.assert_close(weights[1], weights[0], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("groups", [None, torch.tensor([0, 1, 1])])
+def test_no_finite_loss_gives_no_weight(groups):
+    tilt = ExampleTilt(-1.0, num_groups=None if groups is None else 2)
+    losses = torch.full((3,), torch.nan, requires_grad=True)
+    value = tilt(losses, groups)
+    value.backward()
+    assert value.isnan()
+    assert tilt.weights.tolist() == [0.0, 0.0, 0.0]
+    assert tilt.effective_sample_size == 0
+    assert tilt.num_nonfinite == 3
+    assert losses.grad.tolist() == [0.0, 0.0, 0.0]

@@ -125,7 +125,7 @@ def step_cost(
         tokens: Tokens of the batch of a rank.
         num_samples: s.
         noise: Whether samples start at random (TSAM); without, one sample is SAM.
-        ascent: Whether samples ascend; without noise and ascent a step is the base's.
+        ascent: Whether samples ascend; with one sample, without noise and ascent, a step is the base's.
         share_ascent: Whether samples share an ascent gradient.
         layout: The ranks.
         weight_bytes: Bytes of a weight, and so of its gradient, its states and its copies.
@@ -133,6 +133,9 @@ def step_cost(
             ``weight_bytes`` by default. Gradients are reduced in ``weight_bytes``.
         state_vectors: Vectors of the base's state: AdamW 2, SGD with momentum 1.
         checkpointing: Whether activations are computed again in the backward pass.
+
+    Raises:
+        ValueError: If several samples have neither noise nor an ascent: they would be the same.
 
     Note:
         FSDP2 gathers each block twice a pass, but the parameters of the root module once; this counts twice for all.
@@ -142,6 +145,8 @@ def step_cost(
         >>> cost.passes, cost.bytes_above_base / 7e9
         (6, 8.0)
     """
+    if num_samples > 1 and not (noise or ascent):
+        raise ValueError(f"num_samples must be 1 without noise and ascent, got {num_samples}")
     samples = math.ceil(num_samples / layout.samples)
     moves = noise or ascent
     passes = samples if not ascent else samples + 1 if share_ascent else 2 * samples
@@ -195,10 +200,11 @@ def compare_layouts(
     num_samples: int = 4,
     machine: Machine = Machine(),  # noqa: B008 (frozen)
 ) -> list[StepCost]:
-    """Return the layouts of so many GPUs whose vectors fit into 80% of a GPU's memory, the fastest first.
+    """Return layouts of so many GPUs whose vectors fit into 80% of a GPU's memory, the fastest first.
 
-    Every layout sees the same batch a step. Weights are float32 and gathered in bf16, the base is AdamW, activations
-    are computed again.
+    Tried are 1, 2 and 4 sample ranks with 1 and 8 shards, and with a quarter, half and all of the GPUs. Every layout
+    sees the same batch a step. Weights are float32 and gathered in bf16, the base is AdamW, activations are computed
+    again.
 
     Args:
         parameters: Parameters of the model.
@@ -208,7 +214,8 @@ def compare_layouts(
         machine: The GPUs.
     """
     found = []
-    for samples, shards in product((1, 2, 4), sorted({1, min(8, gpus), gpus, gpus // 2, gpus // 4})):
+    shards_tried = {shards for shards in (1, min(8, gpus), gpus // 4, gpus // 2, gpus) if shards}
+    for samples, shards in product((1, 2, 4), sorted(shards_tried)):
         if gpus % (samples * shards) or samples > num_samples:
             continue
         layout = Layout(gpus // (samples * shards), shards, samples)
@@ -218,7 +225,7 @@ def compare_layouts(
         )
         if cost.memory_bytes < 0.8 * machine.memory:
             found.append(cost)
-    return sorted(found, key=StepCost.seconds)
+    return sorted(found, key=lambda cost: cost.seconds(machine))
 
 
 def main() -> None:

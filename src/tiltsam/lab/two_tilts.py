@@ -119,11 +119,11 @@ def select_studies(name: str, methods: Sequence[str] | None = None) -> list[Tilt
     """Return the studies of ``two-tilts``, or the one of ``two-tilts/NAME``, restricted to some methods.
 
     Raises:
-        RecipeError: If there is no such study, or none of its rows has one of the methods.
+        RecipeError: If there is no such study, or no row has one of the methods.
     """
     _, slash, study = name.partition("/")
     if slash and study not in STUDIES:
-        raise RecipeError(f"{NAME} has no column {study!r}; choose from {', '.join(STUDIES)}")
+        raise RecipeError(f"{NAME} has no study {study!r}; choose from {', '.join(STUDIES)}")
     found = [STUDIES[study]] if slash else list(STUDIES.values())
     if methods is None:
         return found
@@ -137,7 +137,7 @@ def select_studies(name: str, methods: Sequence[str] | None = None) -> list[Tilt
 
 
 def num_runs(study: TiltStudy, seeds: int) -> int:
-    """Return the runs of a study: four trials and the tests of each row."""
+    """Return the number of runs of a study: the trials and the tests of each row."""
     return len(study.rows) * (TRIALS + seeds)
 
 

@@ -78,9 +78,9 @@ class SharpnessAware(Optimizer):
 
     A step of the wrapper contains a step of the base: torch's global step hooks run for both.
 
-    A step that raises leaves no trace: whatever the closure or a hook before the base's update raises, including a
-    Ctrl-C, weights, buffers and the step count are those from before the step, bit for bit. Once the base has begun its
-    update, the weights are the base's.
+    A step that raises is undone: whatever the closure or a hook before the base's update raises, including a Ctrl-C,
+    weights, buffers and the step count are those from before the step, bit for bit (``.grad`` may be empty). Once the
+    base has begun its update, the weights are the base's.
 
     Args:
         base: An *instance* of a torch optimizer.

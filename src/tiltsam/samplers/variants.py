@@ -90,6 +90,7 @@ class FriendlyAscent(Stateless):
             return evaluated(first)
         sigma, direction = space.setting("sigma"), space.point
         space.map_(direction, lambda _, g, m, sigma: g - sigma * m, first.gradient, mean, sigma)
+        space.zero_unperturbed_(direction)  # the mean may hold gradients of plain steps
         space.scale_(direction, space.rho / (space.norm(direction) + EPS))
         space.add_(space.point, space.center)
         return after_ascent(first, space.evaluate(after=first))
@@ -143,6 +144,6 @@ def _orthogonal_if(before: Tensor, x: Tensor, y: Tensor, along: Tensor, mask: Te
 
 
 def _add_to_running_mean(space: Space, mean: Vector, at: Evaluation, decay: Tensor) -> None:
-    """``mean <- decay mean + (1 − decay) gradient``, unless the gradient is not finite: then it becomes zero."""
+    """``mean <- decay mean + (1 − decay) gradient``; a gradient that is not finite is zeroed and leaves the mean."""
     space.zero_unless_(at.gradient, at.finite)
     space.map_(mean, lambda m, g, share: m + share * (g - m), at.gradient, (1 - decay) * at.finite)

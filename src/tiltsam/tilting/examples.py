@@ -36,21 +36,24 @@ _TINY = 1e-15  # keeps 0/0 away where no loss is finite; its square is a float32
 class ExampleTilt:
     """Tilted loss of a batch: ``tilt(losses)`` instead of ``losses.mean()``. Costs no extra pass.
 
-    The gradient is exact, nothing is read back to the host, and ``t`` may be changed between steps, also of a captured
-    one (:func:`tiltsam.capture`). Examples whose loss is not finite get no weight.
+    The gradient is exact (with ``min_ess`` for the tilt that is used, held constant), nothing is read back to the host,
+    and ``t`` may be changed between steps, also of a captured one (:func:`tiltsam.capture`). Examples whose loss is not
+    finite get no weight; if there is no other, the value is NaN and the gradient zero.
 
-    Several processes: the weights are those of the whole batch of all ranks, for one all-gather of six scalars
-    (``min_ess`` needs four more). DDP and FSDP2 average gradients; the loss is scaled so that this average is the
-    gradient of the whole batch, as in one process. Gradient accumulation: the tilt is over each micro-batch, and the
-    sum of their gradients approximates that of the whole batch (``between=0`` over micro-batches).
+    Several processes: the weights are those of the whole batch of all ranks, for one all-gather of six scalars, or of
+    six for each group (``min_ess`` needs four more all-gathers of up to 384 numbers). DDP and FSDP2 average gradients;
+    the loss is scaled so that this average is the gradient of the whole batch, as in one process. Gradient
+    accumulation: the tilt is over each micro-batch, and the mean of their gradients approximates that of the whole
+    batch (``between=0`` over micro-batches).
 
     Args:
         t: The tilt: negative, zero or positive.
         min_ess: Smallest effective sample size of the weights, as a fraction of the batch, in [0, 1). If t would give
-            less, the largest tilt of the same sign that does not is used instead. A t of -100, say, then means "as much
-            as ``min_ess`` allows".
+            less, the tilt of the same sign that gives just this is used instead. A t of -100, say, then means "as much
+            as ``min_ess`` allows". Must be 0 with ``num_groups``.
         between: Tilt between groups of examples; by default t. Needs ``num_groups``.
-        num_groups: Number of groups; then pass the group of each example, in [0, num_groups), with the losses.
+        num_groups: Number of groups; then pass the group of each example, in [0, num_groups), with the losses. An
+            example of another group gets no weight.
         process_group: The ranks that see different examples; by default all processes of ``torch.distributed``, if it
             is initialised. Pass the data group if other ranks share samples of one batch.
         sync: Whether to use the losses of all these ranks; ``False`` tilts over the examples of this process alone.
@@ -113,7 +116,7 @@ class ExampleTilt:
         return f"ExampleTilt(t={self.t}, min_ess={self.min_ess}{groups})"
 
     def __call__(self, losses: Tensor, groups: Tensor | None = None) -> Tensor:
-        """Return the tilted loss, a scalar whose gradient with respect to ``losses`` is ``weights``.
+        """Return the tilted loss, a scalar whose gradient with respect to ``losses`` is ``weights`` times the ranks.
 
         Args:
             losses: The loss of each example, from a criterion with ``reduction="none"``.
@@ -152,7 +155,7 @@ class ExampleTilt:
             value, shares = _tilt_groups(risks, sizes, between)
             weights, squares = shares @ inside, (shares.square() * squares_inside).sum()
         self.t_used, self.num_nonfinite = t, finite.numel() - finite.sum()
-        self.effective_sample_size = 1 / squares
+        self.effective_sample_size = (squares > 0) / squares.clamp_min(_TINY)
         return weights, value
 
     def _tilt_rows(self, x: Tensor, members: Tensor, t: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -200,7 +203,7 @@ class ExampleTilt:
         return t.sign() * low
 
     def _t_on(self, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """Return ``t`` in memory that stays the same, so that a captured step sees later values."""
+        """Return a copy of ``t``, read from memory that stays the same, so that a captured step sees later values."""
         if self._device_t is None or self._device_t.device != device or self._device_t.dtype != dtype:
             self._device_t = torch.full((), self._t, dtype=dtype, device=device)
         return self._device_t.clone()
@@ -222,7 +225,7 @@ class ExampleTilt:
 def _tilt_groups(risks: Tensor, sizes: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
     """Return the tilted mean risk of groups, and dF/dR_g; empty groups do not count."""
     top, masses, sums = _sum_rows(torch.where(sizes > 0, risks, 0.0)[None], sizes[None], t)
-    return _tilted_value(t, top, sums)[0], masses[0] / sums[0]
+    return _tilted_value(t, top, sums)[0], masses[0] / sums[0].clamp_min(_TINY)
 
 
 def _sum_rows(x: Tensor, counts: Tensor, t: Tensor) -> tuple[Tensor, Tensor, Tensor]:

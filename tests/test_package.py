@@ -246,6 +246,7 @@ def test_readme_shows_install_demo_and_test():
     }
     assert max(first.values()) < 25
     assert f"## [{tiltsam.__version__}]" in (REPOSITORY / "CHANGELOG.md").read_text()
+    assert f"version: {tiltsam.__version__}\n" in (REPOSITORY / "CITATION.cff").read_text()
 
 
 def test_install_hints_work_from_a_clone():

@@ -71,7 +71,7 @@ def _noise_rows(methods: Mapping[str, str]) -> tuple[TiltRow, ...]:
         for suffix, average in (("", ()), (", averaged", ("average=true",))):
             rows.append(TiltRow(label + suffix, _entry(method, *average)))
             rows.append(TiltRow(f"{label}{suffix}, tilt", _entry(method, *average, TILT), label + suffix))
-    return (*rows, *(TiltRow(f"{label}, GCE", f"{label.lower()}:loss=gce", label) for label in _TWO))
+    return (*rows, *(TiltRow(f"{label}, GCE", _entry(method, "loss=gce"), label) for label, method in _TWO.items()))
 
 
 def _noise_study(noise: float, title: str, methods: Mapping[str, str] = _TWO) -> TiltStudy:
@@ -88,10 +88,10 @@ def _noise_study(noise: float, title: str, methods: Mapping[str, str] = _TWO) ->
 
 def _long_tail_study() -> TiltStudy:
     rows = []
-    for label in _TWO:
-        rows.append(TiltRow(label, label.lower()))
-        rows.append(TiltRow(f"{label}, class tilt", f"{label.lower()}:class_tilt=1", label))
-        rows.append(TiltRow(f"{label}, logit-adjusted", f"{label.lower()}:loss=logit-adjusted", label))
+    for label, method in _TWO.items():
+        rows.append(TiltRow(label, method))
+        rows.append(TiltRow(f"{label}, class tilt", _entry(method, "class_tilt=1"), label))
+        rows.append(TiltRow(f"{label}, logit-adjusted", _entry(method, "loss=logit-adjusted"), label))
     columns = {
         "few-shot": "test_few_shot_accuracy",
         "worst class": "test_worst_class_accuracy",

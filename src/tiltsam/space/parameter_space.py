@@ -118,9 +118,7 @@ class ParameterSpace(TensorLists):
             self._unfinished = True
             self._gradients_before = [p.grad for p in self.params + self._empty]
             if moves:
-                if not self._center:
-                    self._center, _ = allocate(self._point)
-                self.copy_(self._center, self._point)
+                self.copy_(self.center, self._point)
                 self._saved = True
             yield
             self._gradient.clear()  # the mean has what is needed of it

@@ -80,7 +80,3 @@ class CapturedModelState(ModelState):
     def _keep_other_buffers(self) -> None:
         if not self._concurrent:
             super()._keep_other_buffers()
-
-    def _restore_other_buffers(self) -> None:
-        if not self._concurrent:
-            super()._restore_other_buffers()

@@ -86,7 +86,7 @@ class ModelState:
         """Keep the buffers of the first pass."""
         if self.buffers_once and self.num_passes > 1:
             self._resume_tracking()
-            self._restore_other_buffers()
+            self._after_first_pass.restore()
 
     def end_step(self) -> None:
         """Release what the passes share; safe to repeat."""
@@ -101,9 +101,6 @@ class ModelState:
     def _keep_other_buffers(self) -> None:
         known = {id(layer) for layer in self._tracking}
         self._after_first_pass.save(m for m in self._modules() if id(m) not in known)
-
-    def _restore_other_buffers(self) -> None:
-        self._after_first_pass.restore()
 
     def _set_random_state(self) -> None:
         if self._random_state is None:

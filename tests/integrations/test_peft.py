@@ -9,11 +9,9 @@ from torch import nn
 import tiltsam
 from timing import allocated_peak
 
-peft = pytest.importorskip("peft")
-transformers = pytest.importorskip("transformers")
-
 
 def lora(width=32, rank=4, dtype=torch.float64):
+    transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")  # slow to import
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         hidden_size=width,

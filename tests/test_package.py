@@ -215,7 +215,7 @@ PUBLIC = [
     *("tiltsam.samplers", "tiltsam.sharpness", "tiltsam.space", "tiltsam.tilting"),
     *("tiltsam.toys", "tiltsam.toys.chain_space", "tiltsam.lab.theory.estimators", "tiltsam.lab.theory.statements"),
     *("tiltsam.integrations.accelerate", "tiltsam.integrations.lightning", "tiltsam.integrations.transformers"),
-    *("tiltsam.lab.compare", "tiltsam.lab.cost", "tiltsam.lab.report", "tiltsam.lab.sweep", "tiltsam.lab.train"),
+    *("tiltsam.lab.compare", "tiltsam.lab.scaling", "tiltsam.lab.report", "tiltsam.lab.sweep", "tiltsam.lab.train"),
 ]
 
 

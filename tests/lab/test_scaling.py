@@ -9,7 +9,7 @@ import torch
 import bench_step
 from helpers import jobs
 from helpers.ranks import Ranks
-from tiltsam.lab.cost import Layout, Machine, compare_layouts, step_cost
+from tiltsam.lab.scaling import Layout, Machine, compare_layouts, step_cost
 
 PARAMETERS = 2 * 32 * 64  # of the job's model
 

@@ -2,7 +2,7 @@
 
 :func:`step_cost` counts. Its counts of passes, memory and sent bytes are tested against real steps;
 :meth:`StepCost.seconds` turns them into a time under assumptions that a :class:`Machine` states, which is a prediction.
-``python -m tiltsam.lab.cost`` prints the table of ``docs/large-models.md``.
+``python -m tiltsam.lab.scaling`` prints the table of ``docs/large-models.md``.
 """
 
 from __future__ import annotations

@@ -165,13 +165,13 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
         raise
-    for old in _places(folder)[:-KEPT_CHECKPOINTS]:
+    for old in _checkpoint_folders(folder)[:-KEPT_CHECKPOINTS]:
         shutil.rmtree(old, ignore_errors=True)
 
 
 def load_checkpoint(folder: Path) -> Checkpoint | None:
     """Return the newest valid checkpoint, or ``None``; warn of damaged ones."""
-    for place in reversed(_places(folder)):
+    for place in reversed(_checkpoint_folders(folder)):
         try:
             manifest = parse_json((place / "manifest.json").read_text())
             for name in ("model.safetensors", "optimizer.safetensors", "state.json"):
@@ -210,7 +210,7 @@ def _check_state(state: dict[str, Any]) -> None:
         raise ValueError(f"done in state.json must be in [0, 1), got {state['done']!r}")
 
 
-def _places(folder: Path) -> list[Path]:
+def _checkpoint_folders(folder: Path) -> list[Path]:
     return sorted(p for p in folder.iterdir() if p.name.isdigit()) if folder.exists() else []
 
 

@@ -53,7 +53,7 @@ from tiltsam.space.validation import check_nonnegative, warn, warn_low_precision
 __all__ = ["Schedule", "SharpnessAware", "Step", "StepInfo"]
 
 _MAX_PENDING = 256  # samples whose validity is kept before it is summed up
-_LAST = -1  # key of a pre-hook of the base; torch's own keys count from 0
+_COMMIT_KEY = -1  # of a pre-hook of the base, see _step_base; torch's own keys count from 0
 
 
 class Step(NamedTuple):
@@ -132,10 +132,10 @@ class SharpnessAware(Optimizer):
         Optimizer.__setstate__(self, {"defaults": {**base.defaults}})
         self._zero_grad_profile_name = f"Optimizer.zero_grad#{type(self).__name__}.zero_grad"
         self._hyperparameters = Hyperparameters(base, {**settings, "seed": seed, "steps_taken": 0})
-        self._numbers = [name for name in settings if name != "rho"]
+        self._setting_names = [name for name in settings if name != "rho"]
         self._space: ParameterSpace | None = None
         self._space_key: tuple[Any, ...] = ()
-        self._places: list[Any] = []  # of the parameters in memory, to notice changes quickly
+        self._addresses: list[Any] = []  # of the parameters, to notice changes quickly
         self._written: tuple[Any, ...] = ()  # settings that were checked and written to the space
         self._info: StepInfo | None = None
         self._valid: list[Tensor] = []  # whether samples were finite, not counted yet
@@ -148,7 +148,7 @@ class SharpnessAware(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         # Without a scheduler's patch of step, hooks (like torch), and what the next step makes again.
         state = {k: v for k, v in self.__dict__.items() if k != "step" and not k.startswith("_optimizer_")}
-        return {**state, "_space": None, "_places": [], "_written": (), "_info": None, "_stepping": False}
+        return {**state, "_space": None, "_addresses": [], "_written": (), "_info": None, "_stepping": False}
 
     # ---------------------------------------------------------------- what a method may override
 
@@ -165,7 +165,7 @@ class SharpnessAware(Optimizer):
 
         All settings that are numbers are written; override it for numbers derived from them, and call ``super()``.
         """
-        for name in self._numbers:
+        for name in self._setting_names:
             if not isinstance(value := self.setting(name), bool) and isinstance(value, int | float):
                 space.scalars.set(name, float(value))
         if "rho" in self._hyperparameters:
@@ -334,7 +334,7 @@ class SharpnessAware(Optimizer):
         record = space.step_record(self.weighting(space) if num_samples > 1 else None, num_samples)
         common = sampler.begin(space)
         for j in range(num_samples):
-            space.evaluator.sample = j
+            space.evaluator.current_sample = j
             draw = sampler.sample(space, j, common)
             share = record.add(draw, space.perturbation_norm())
             space.add_to_mean(draw, share, single=num_samples == 1)
@@ -345,15 +345,15 @@ class SharpnessAware(Optimizer):
         space = step.space
         space.assign_gradients()
         hooks = self.base._optimizer_step_pre_hooks
-        hooks.pop(_LAST, None)  # left by an interrupted step, it would not come last
-        hooks[_LAST] = space.commit  # runs in base.step(), after all its other pre-hooks
+        hooks.pop(_COMMIT_KEY, None)  # left by an interrupted step, it would not come last
+        hooks[_COMMIT_KEY] = space.commit  # runs in base.step(), after all its other pre-hooks
         try:
             if step.scaler is not None:
                 self._step_scaled(step.scaler, space, info)
             elif not self.skip_nonfinite or bool(info.weights.any().item()):
                 self.base.step()
         finally:
-            hooks.pop(_LAST, None)
+            hooks.pop(_COMMIT_KEY, None)
         space.commit()  # if the base was skipped
 
     def _step_scaled(self, scaler: torch.amp.GradScaler, space: ParameterSpace, info: StepInfo) -> None:
@@ -455,17 +455,17 @@ class SharpnessAware(Optimizer):
     def current_space(self) -> ParameterSpace:
         """Return the space over the parameters that are trainable now; rebuilt only when they change."""
         space = self._space
-        places: list[Any] = []
+        addresses: list[Any] = []
         if space is not None and space.sharding.mesh is None:
-            places = [[(id(p), p.requires_grad, p.data_ptr()) for p in g["params"]] for g in self.base.param_groups]
-            if places == self._places:
+            addresses = [[(id(p), p.requires_grad, p.data_ptr()) for p in g["params"]] for g in self.base.param_groups]
+            if addresses == self._addresses:
                 return space
         key = tuple(
             tuple((id(p), p.requires_grad, p.dtype, p.device, p.shape, p.stride()) for p in group["params"])
             for group in self.param_groups
         )
         if space is not None and key == self._space_key and space.accepts_memory():
-            self._places = places
+            self._addresses = addresses
             return space
         if space is not None:
             with torch.no_grad():
@@ -485,7 +485,7 @@ class SharpnessAware(Optimizer):
             raise ValueError(f"Parallel(ascent='local') would make each rank keep another {', '.join(names)}")
         self._sampler_state.allocate(space.params)
         # In this order: if any line above raises, or an interrupt arrives between these, the next step builds it again.
-        self._places, self._written = [], ()
+        self._addresses, self._written = [], ()
         self._space = space
         self._space_key = key
         warn_low_precision(space.params)

@@ -81,7 +81,7 @@ class Evaluator:
     ) -> None:
         """Set the closures of a step: one for all samples, or one for each."""
         self.closures, self.ascent_closure, self.scaler = closures, ascent_closure, scaler
-        self.sample = 0
+        self.current_sample = 0  # set by the loop over samples: which closure to run
         self.num_forwards = self.num_backwards = self.num_ascents = 0
 
     def end_step(self) -> None:
@@ -131,7 +131,7 @@ class Evaluator:
     def _closure(self, *, ascent: bool = False) -> Closure:
         if ascent and self.ascent_closure is not None:
             return self.ascent_closure
-        return self.closures[self.sample if len(self.closures) > 1 else 0]
+        return self.closures[self.current_sample if len(self.closures) > 1 else 0]
 
     def _loss(self, value: Any) -> Tensor:
         """Return what the closure returned as a scalar, averaged over the ranks that see different batches."""

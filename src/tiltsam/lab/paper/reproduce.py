@@ -248,7 +248,7 @@ def _measure(
     else:
         options: dict[str, Any] = {"device": plan.device, "data": load, "progress": progress}
         for flat, about in measure_runs(runs, examples=plan.num_examples, plan=_flatness_plan(plan), **options):
-            measured[flat.name] = _numbers(kind, flat)
+            measured[flat.name] = _as_json(kind, flat)
             # The report shows flatness.json; one that exists may hold more than a neighbourhood.
             if kind == "neighborhood" and not (runs[flat.name].folder / "flatness.json").exists():
                 save_flatness(runs[flat.name], flat, about)
@@ -275,7 +275,7 @@ def _flatness_plan(plan: ReproductionPlan) -> FlatnessPlan:
     return FlatnessPlan(std=PAPER_STDS[:1], num_samples=2, num_eigenvalues=5, **off)
 
 
-def _numbers(kind: str, flat: Flatness) -> dict[str, Any]:
+def _as_json(kind: str, flat: Flatness) -> dict[str, Any]:
     if kind == "neighborhood":
         return {name: getattr(flat.neighborhood, name).tolist() for name in ("std", "mean", "variance")}
     assert flat.eigenpairs is not None

@@ -148,7 +148,7 @@ def _read_run(folder: Path, config: dict[str, Any], problems: list[RunProblem], 
         folder=folder,
         config=config,
         rows=rows,
-        result=None if result is None else _numbers(result),
+        result=None if result is None else _numeric_entries(result),
         metric=metric if result is None else result["metric"],
         environment=_read_optional(folder / "environment.json", problems) or {},
         setup=_read_optional(folder / "setup.json", problems) or {},
@@ -197,7 +197,7 @@ def _read_metrics(path: Path, problems: list[RunProblem]) -> tuple[list[MetricsR
         return [], ""
     for number, what in damaged.items():
         problems.append(RunProblem(f"{path}, line {number}", f"damaged, skipped: {what}"))
-    rows = [_numbers(row) for row in found]
+    rows = [_numeric_entries(row) for row in found]
     tested = (k.removeprefix("test_") for row in rows for k in row if k.startswith("test_") and k != "test_loss")
     return rows, next(tested, "")
 
@@ -223,5 +223,5 @@ def _drop_duplicates(runs: list[RunRecord], problems: list[RunProblem]) -> RunSe
     return RunSet([run for run in runs if id(run) in chosen], problems)
 
 
-def _numbers(row: dict[str, Any]) -> MetricsRow:
+def _numeric_entries(row: dict[str, Any]) -> MetricsRow:
     return {k: float(v) for k, v in row.items() if is_number(v)}

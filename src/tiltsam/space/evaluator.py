@@ -102,9 +102,9 @@ class Evaluator:
         gradient = self._take_gradient()
         if all(g is None for g in gradient):
             raise RuntimeError(
-                "the closure left no gradient on any trainable parameter: it must call loss.backward() on a loss of "
-                "the optimizer's own parameters, not of a copy (fully_shard makes new ones: make the optimizer after "
-                "it), and must not clear the gradients afterwards"
+                "the closure left no gradient on any trainable parameter: call loss.backward() in it and do not clear "
+                "gradients afterwards. If it does so, the optimizer holds other parameters than the model: create it "
+                "after fully_shard, or after any other change to the model"
             )
         return self._loss(value), gradient
 

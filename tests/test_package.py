@@ -148,9 +148,10 @@ def test_import_accepts_new_torch(version):
     tiltsam._check_torch(version)
 
 
-def test_torch_floor_matches_pyproject():
+def test_torch_floor_matches_pyproject_and_ci():
     floor = ".".join(map(str, tiltsam._TORCH_FLOOR))
     assert f'dependencies = ["torch>={floor}"]' in (REPOSITORY / "pyproject.toml").read_text()
+    assert f'torch: "{floor}"' in (REPOSITORY / ".github" / "workflows" / "ci.yml").read_text()
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")

@@ -17,7 +17,7 @@ help:
 	@echo "make demo    train seven methods on digits with 20% wrong labels and compare them"
 	@echo "make test    run all tests; make test-fast leaves out the slow ones"
 	@echo "make test-range  run all tests with the oldest supported torch and with the newest; make test TORCH=2.12 with any"
-	@echo "make lint    formatting, lint, types and spelling"
+	@echo "make lint    formatting, lint, types, spelling and style of prose"
 	@echo "make format  rewrite files as make lint wants them"
 	@echo "make docs    build the documentation into site/; every warning is an error"
 	@echo "make bench   cost and memory of a step, time of a report"
@@ -64,6 +64,7 @@ lint: $(READY)
 	$(BIN)/ruff check $(CODE)
 	$(BIN)/mypy
 	$(BIN)/codespell $(CODE) .ci docs *.md
+	$(BIN)/proselint check docs *.md benchmarks/*.md benchmarks/records/*/*.md
 
 format: $(READY)
 	$(BIN)/ruff format $(CODE)

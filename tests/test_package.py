@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 import tiltsam
 
@@ -147,9 +148,10 @@ def test_import_accepts_new_torch(version):
     tiltsam._check_torch(version)
 
 
-def test_torch_floor_matches_pyproject():
+def test_torch_floor_matches_pyproject_and_ci():
     floor = ".".join(map(str, tiltsam._TORCH_FLOOR))
     assert f'dependencies = ["torch>={floor}"]' in (REPOSITORY / "pyproject.toml").read_text()
+    assert f'torch: "{floor}"' in (REPOSITORY / ".github" / "workflows" / "ci.yml").read_text()
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
@@ -198,15 +200,45 @@ def test_doctests_run(name):
     assert results.failed == 0
 
 
+# What torchrun sets for a single process; port 0 is any free one.
+ONE_RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+
+
+def python_blocks(path: Path) -> list[str]:
+    return [block.split("```")[0] for block in path.read_text().split("```python\n")[1:]]
+
+
 @pytest.mark.parametrize("path", sorted(REPOSITORY.glob("*.md")) + sorted((REPOSITORY / "docs").rglob("*.md")), ids=str)
 def test_python_in_pages_runs(path, tmp_path, monkeypatch):
-    """Run the ```python blocks of a page in order, in one namespace."""
+    """Run the ```python blocks of a page in order, in one namespace; process groups have one rank."""
     monkeypatch.chdir(tmp_path)
+    blocks = python_blocks(path)
+    if any("init_process_group" in block for block in blocks):
+        if not dist.is_available():
+            pytest.skip("torch was built without torch.distributed")
+        for name, value in ONE_RANK.items():
+            monkeypatch.setenv(name, value)
     namespace: dict[str, object] = {}
-    for number, block in enumerate(path.read_text().split("```python\n")[1:]):
-        code = block.split("```")[0]
-        with skip_without_package():
-            exec(compile(code, f"{path.name} block {number}", "exec"), namespace)
+    try:
+        for number, code in enumerate(blocks):
+            with skip_without_package():
+                exec(compile(code, f"{path.name} block {number}", "exec"), namespace)
+    finally:
+        if dist.is_available() and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not dist.is_available(), reason="torch was built without torch.distributed")
+def test_ddp_script_of_the_page_runs_on_two_ranks(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    script = tmp_path / "train.py"
+    script.write_text(python_blocks(REPOSITORY / "docs" / "distributed.md")[0])
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    run = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+    losses = [float(value) for value in re.findall(r"loss (\d+\.\d+)", run.stdout)]
+    assert len(losses) == 5
+    assert losses[-1] < losses[0] / 2
 
 
 # Modules that users import: all their public names are in the reference.

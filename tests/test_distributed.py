@@ -14,10 +14,10 @@ pytestmark = [
 ]
 names = [m.name for m in METHODS]
 every_method = pytest.mark.parametrize("method", names)
-# The number of ranks divides shards and batches in the same way for all methods: three, the uneven case, for all of
-# them, and two for one.
-three_ranks_and_two = pytest.mark.parametrize(
-    ("ranks", "method"), [*((3, name) for name in names), (2, "tsam")], indirect=["ranks"]
+# The number of ranks divides shards and batches in the same way for all methods, and neither two nor three ranks divide
+# the tensors evenly: two ranks for all methods, three for a few.
+two_ranks_and_three = pytest.mark.parametrize(
+    ("ranks", "method"), [*((2, name) for name in names), *((3, name) for name in ("sam", "tsam"))], indirect=["ranks"]
 )
 CLOSE = {"rtol": 0, "atol": 1e-10}
 
@@ -29,7 +29,7 @@ def same(results):
 # ---------------------------------------------------------------- data-parallel
 
 
-@three_ranks_and_two
+@two_ranks_and_three
 def test_ddp_equals_one_process(ranks, method):
     found = [weights for weights, _ in ranks(jobs.data_parallel, method, "sgd", 25, {})]
     assert same(found)
@@ -97,7 +97,7 @@ def test_unsupported_ddp_is_refused(ranks):
 # ---------------------------------------------------------------- sharded
 
 
-@three_ranks_and_two
+@two_ranks_and_three
 def test_fsdp_equals_one_process(ranks, method):
     found = ranks(jobs.sharded, method, "sgd", 12, {})
     torch.testing.assert_close(found[0], jobs.alone(method, "sgd", 12), **CLOSE)

@@ -5,7 +5,6 @@ import importlib.util
 import json
 import re
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import torch
 from torch import nn
 
 import tiltsam
+from lab_processes import start_on_ranks
 from tiltsam.space.randomness import derive_seed
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -55,13 +55,18 @@ def test_tsam_minimal_fits_on_a_page():
     assert len((EXAMPLES / "tsam_minimal.py").read_text().splitlines()) <= 60
 
 
+def run_example(name, *arguments):
+    sys.argv = [name, *arguments]
+    runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+
+
 @pytest.fixture
 def run_script(monkeypatch, capsys):
     """Return a function that runs an example as a script, and returns what it prints."""
 
-    def run(name, *arguments):
-        monkeypatch.setattr(sys, "argv", [name, *arguments])
-        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    def run(*command):
+        monkeypatch.setattr(sys, "argv", sys.argv)  # to be restored
+        run_example(*command)
         return capsys.readouterr().out
 
     return run
@@ -88,22 +93,24 @@ def losses(output):
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without torch.distributed")
 def test_finetune_fsdp2_runs(tmp_path):
     pytest.importorskip("transformers")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    script = [EXAMPLES / "finetune_fsdp2.py", "--steps", "8", "--num-samples", "2", "--out", tmp_path / "checkpoint"]
-    run = subprocess.run([*command, *script], capture_output=True, text=True, check=True, timeout=300)
-    first, last = losses(run.stdout)
+    options = ["--steps", "8", "--num-samples", "2", "--out", str(tmp_path / "checkpoint")]
+    log = tmp_path / "log"
+    processes = start_on_ranks(2, run_example, "finetune_fsdp2.py", *options, output=log)
+    for process in processes:
+        process.join(300)
+        assert process.exitcode == 0, log.read_text()
+    first, last = losses(log.read_text())
     assert last < first
     assert (tmp_path / "checkpoint" / ".metadata").exists()
 
 
 @pytest.mark.slow
-def test_finetune_lora_runs(tmp_path):
+def test_finetune_lora_runs(tmp_path, run_script):
     pytest.importorskip("peft")
-    script = [sys.executable, EXAMPLES / "finetune_lora.py", "--steps", "8", "--out", tmp_path]
-    run = subprocess.run(script, capture_output=True, text=True, check=True, timeout=300)
-    first, last = losses(run.stdout)
+    printed = run_script("finetune_lora.py", "--steps", "8", "--out", str(tmp_path))
+    first, last = losses(printed)
     assert last < first
-    assert "17,408 of 132,416 weights are trained" in run.stdout
+    assert "17,408 of 132,416 weights are trained" in printed
     assert (tmp_path / "adapter_model.safetensors").exists()
 
 

@@ -32,7 +32,7 @@ def tilted_gaussian(std: float, t: float) -> tuple[float, float]:
 @pytest.mark.parametrize("t", [0.0, 0.5, 2.0])
 def test_neighborhood_of_quadratic_matches_tilted_gaussian(t: float) -> None:
     stds = [0.05, 0.2]
-    found = neighborhood(Bowl(LAMBDAS, THETA), call, ONE, stds, num_samples=4000, t=t)
+    found = neighborhood(Bowl(LAMBDAS, THETA), call, ONE, stds, num_samples=1500, t=t)
     assert found.center == pytest.approx(tilted_gaussian(0.0, 0.0)[0], rel=1e-12)
     for i, std in enumerate(stds):
         for tilt, keys in [(0.0, ("mean", "variance")), (t, ("tilted_mean", "tilted_variance"))]:

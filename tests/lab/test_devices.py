@@ -82,7 +82,7 @@ def test_two_ranks_train_what_one_process_trains(tmp_path, split, build):
 @pytest.mark.slow
 def test_killed_rank_is_restarted_from_the_checkpoint(tmp_path):
     """By torchrun, as a user starts it."""
-    arguments = ["train", "digits", *METHOD, "--epochs", "8"]
+    arguments = ["train", "digits", *METHOD, "--epochs", "4"]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
     torchrun += ["--max-restarts", "3", "--monitor-interval", "0.2"]
     killed = subprocess.Popen(
@@ -95,7 +95,7 @@ def test_killed_rank_is_restarted_from_the_checkpoint(tmp_path):
     wait_for(lambda: killed.poll() is not None or files_named("manifest.json", tmp_path / "killed"))
     assert killed.poll() is None  # it has its first checkpoint, and is at work
     os.kill(children(killed.pid)[1], signal.SIGKILL)
-    codes, output = run_on_two_ranks(tmp_path / "unbroken", "--epochs", "8")
+    codes, output = run_on_two_ranks(tmp_path / "unbroken", "--epochs", "4")
     assert codes == [0, 0], output
     output, _ = killed.communicate(timeout=600)
     assert killed.returncode == 0, output

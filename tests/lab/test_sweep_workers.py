@@ -170,7 +170,7 @@ def test_killed_worker_of_a_command_is_reported(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_ctrl_c_stops_workers_and_the_command_resumes(tmp_path, capsys):
     arguments = ["sweep", "digits", "--methods", "erm", "--grid", "lr=0.02,0.05", "--batch-size", "256"]
-    arguments += ["--seeds", "0", "--epochs", "150", "--out", str(tmp_path)]
+    arguments += ["--seeds", "0", "--epochs", "80", "--out", str(tmp_path)]
     command = [sys.executable, "-m", "tiltsam", *arguments, "--workers", "2"]
     default = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # background processes ignore it
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}

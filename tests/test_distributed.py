@@ -103,7 +103,7 @@ def test_fsdp_equals_one_process(ranks, method):
     torch.testing.assert_close(found[0], jobs.alone(method, "sgd", 12), **CLOSE)
 
 
-@pytest.mark.parametrize("method", ["sam", "tsam", "rsam"])
+@pytest.mark.parametrize(("ranks", "method"), [(2, "sam"), (2, "tsam"), (2, "rsam"), (3, "tsam")], indirect=["ranks"])
 def test_fsdp_with_adamw_equals_one_process(ranks, method):
     found = ranks(jobs.sharded, method, "adamw", 12, {})
     torch.testing.assert_close(found[0], jobs.alone(method, "adamw", 12), **CLOSE)

@@ -51,12 +51,13 @@ def made(tmp_path_factory):
 def mutations(body):
     """Yield texts instead of a JSON object: no object, each entry removed, each entry replaced by other values.
 
-    An entry of a nested object is replaced by a quarter of the values, in turn.
+    An entry is replaced by half of the values, in turn, and an entry of a nested object by a quarter.
     """
     yield from WHOLE
     for number, path in enumerate(_paths(body)):
         yield json.dumps(_changed(body, path))
-        for value in VALUES if len(path) == 1 else VALUES[number % 4 :: 4]:
+        share = 2 * len(path)
+        for value in VALUES[number % share :: share]:
             yield json.dumps(_changed(body, path, value))
 
 

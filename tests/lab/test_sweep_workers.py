@@ -96,7 +96,7 @@ def epochs_of(run: Path) -> list[float]:
 @pytest.mark.slow
 def test_two_processes_share_the_trials(tmp_path, storage):
     # Long enough for the second process to start before the first one has done everything.
-    base = replace(BASE, epochs=40, weight_decay=1e-4 if "sqlite" in storage else 2e-4)
+    base = replace(BASE, epochs=20, weight_decay=1e-4 if "sqlite" in storage else 2e-4)
     both = [start(base, tmp_path, storage, seeds=2) for _ in range(2)]
     for process in both:
         process.join(300)
@@ -106,7 +106,7 @@ def test_two_processes_share_the_trials(tmp_path, storage):
     assert sorted(t.params["seed"] for t in ended if "seed" in t.params) == [0, 1]
     assert len({t.user_attrs["worker"] for t in ended}) == 2
     for path in tmp_path.rglob("metrics.jsonl"):
-        assert epochs_of(path.parent) == list(range(1, 41))
+        assert epochs_of(path.parent) == list(range(1, 21))
 
 
 @pytest.mark.slow

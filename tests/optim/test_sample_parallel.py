@@ -7,7 +7,6 @@ from helpers import jobs
 from helpers.cases import METHODS
 
 pytestmark = [
-    pytest.mark.xdist_group("ranks"),
     pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without torch.distributed"),
 ]
 CLOSE = {"rtol": 0, "atol": 1e-10}

@@ -172,12 +172,20 @@ def test_negative_tilt_silences_wrong_labels():
 # ---------------------------------------------------------------- several processes
 
 
-@pytest.mark.xdist_group("ranks")
+@pytest.mark.slow
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without torch.distributed")
 @pytest.mark.parametrize(
-    ("sharded", "options"),
-    [(False, {}), (True, {}), (False, {"min_ess": 0.6}), (False, {"num_groups": 3, "between": 2.0})],
-    ids=["ddp", "fsdp2", "ddp min_ess", "ddp groups"],
+    ("ranks", "sharded", "options"),
+    [
+        (2, False, {}),
+        (3, False, {}),
+        (2, True, {}),
+        (3, True, {}),
+        (2, False, {"min_ess": 0.6}),
+        (2, False, {"num_groups": 3, "between": 2.0}),
+    ],
+    indirect=["ranks"],
+    ids=["2 ddp", "3 ddp", "2 fsdp2", "3 fsdp2", "2 ddp min_ess", "2 ddp groups"],
 )
 def test_ranks_equal_one_process_with_the_whole_batch(ranks, sharded, options):
     found = ranks(jobs.example_tilt, 50, sharded, options)

@@ -6,7 +6,7 @@
 Runs are selected by their method and by settings of their config and options, or by their folder in the record
 (``folder=cifar100-noisy/sam-73af265261``); each seed must be selected once. Scores are times 100, at the end of
 training and at the epoch that was best on validation, as mean ± standard error; test losses are those at the end.
-Differences are paired by seed and have a 95 % interval (Student's t).
+Differences are paired by seed and have a 95% interval (Student's t).
 """
 
 from __future__ import annotations

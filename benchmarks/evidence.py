@@ -4,7 +4,7 @@
     python benchmarks/evidence.py --figures docs/figures    # draws evidence_*.png, too
 
 Runs are selected as by ``differences.py``. Scores (times 100) and test losses are those at the end of training.
-Differences are paired by seed; intervals are 95 % of Student's t over seeds.
+Differences are paired by seed; intervals are 95% of Student's t over seeds.
 """
 
 from __future__ import annotations
@@ -217,20 +217,20 @@ DIFFERENCES: dict[str, list[tuple[str, Runs, Runs]]] = {
         ("CoLA, 4 parts − SAM", minilm("glue-cola/tsam-d9f71bb066"), minilm("glue-cola/sam-993122395b")),
     ],
     "example_tilt": [
-        ("CIFAR-100, 20 % wrong: SAM, τ = −0.5", SAM_TILTED, SAM),
-        ("CIFAR-100, 20 % wrong: ERM, averaged, τ = −0.4", ERM_TILTED, ERM_AVERAGED),
+        ("CIFAR-100, 20% wrong: SAM, τ = −0.5", SAM_TILTED, SAM),
+        ("CIFAR-100, 20% wrong: ERM, averaged, τ = −0.4", ERM_TILTED, ERM_AVERAGED),
         (
-            "digits, 40 % wrong: SAM, τ = −1",
+            "digits, 40% wrong: SAM, τ = −1",
             digits_tilts("sam", 0.4, -1.0, 0.3, lr=0.03, rho=0.2),
             digits_tilts("sam", 0.4, lr=0.01, rho=0.5),
         ),
         (
-            "digits, 40 % wrong: ERM, τ = −1",
+            "digits, 40% wrong: ERM, τ = −1",
             digits_tilts("erm", 0.4, -1.0, 0.3, lr=0.003),
             digits_tilts("erm", 0.4, lr=0.001),
         ),
         (
-            "digits, 20 % wrong: ERM, τ = −1",
+            "digits, 20% wrong: ERM, τ = −1",
             digits_tilts("erm", 0.2, -1.0, 0.3, lr=0.003),
             digits_tilts("erm", 0.2, lr=0.001),
         ),
@@ -287,7 +287,7 @@ def paper_table() -> list[str]:
         "s=5": None,
         "s=1": ("TSAM, s=1", "58.8", TSAM1),
     }
-    rows = [["method", "paper", "ours, same protocol", "ours, different protocol [95 %]", "our epochs"]]
+    rows = [["method", "paper", "ours, same protocol", "ours, different protocol [95%]", "our epochs"]]
     for name, found in ours.items():
         label = found[0] if found else {"esam1": "ESAM1", "s=5": "TSAM, s=5"}[name]
         printed = {**IMAGES["noisy-resnet18"], **SAMPLES["noisy-resnet18"]}.get(name)
@@ -341,7 +341,7 @@ def draw(rows: Sequence[tuple[str, Runs, Runs]], path: Path) -> None:
     labels = [f"{label} ({difference('accuracy', a, b).runs})" for label, a, b in rows]
     axes.set_yticks(range(len(rows)), labels, fontsize=8)
     axes.set(ylim=(len(rows) - 0.5, -1.4))
-    axes.set_xlabel("difference in test score, points, with its 95 % interval; number of seeds in brackets", fontsize=8)
+    axes.set_xlabel("difference in test score, points, with its 95% interval; number of seeds in brackets", fontsize=8)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
     axes.tick_params(axis="x", labelsize=8)

@@ -86,7 +86,7 @@ class TrainConfig:
     lr: float = 0.05
     """Learning rate."""
     schedule: Literal["constant", "step", "cosine", "linear"] = "constant"
-    """Learning-rate schedule: constant as in the paper; step divides by 10 at 50 % and 75 % of the budget; cosine and
+    """Learning-rate schedule: constant as in the paper; step divides by 10 at 50% and 75% of the budget; cosine and
     linear decay to zero."""
     warmup: float = 0.0
     """Fraction of the budget with linear warm-up; cosine and linear decay over the rest."""

@@ -164,7 +164,7 @@ class SweepWorker:
         else:
             sampler = SeededSampler(lambda seed: optuna.samplers.RandomSampler(seed=seed))
         pruner = None
-        if self.plan.pruner == "halving":  # at 25 % and at 50 % of the budget the better half of the trials continues
+        if self.plan.pruner == "halving":  # at 25% and at 50% of the budget the better half of the trials continues
             pruner = optuna.pruners.SuccessiveHalvingPruner(min_resource=round(100 * RUNGS[0]), reduction_factor=2)
         return SharedStudy(self._storage, self.plan.study_name(entry), entry.trials, sampler, pruner)
 
@@ -536,7 +536,7 @@ def sweep(
         sampler: ``"grid"`` tries all points, or ``trials`` of them at random; ``"random"`` samples independently;
             ``"tpe"`` samples near good trials.
         trials: Trials per entry; by default the size of the largest grid.
-        pruner: ``"halving"`` stops the worse half of the trials at 25 % and again at 50 % of the budget.
+        pruner: ``"halving"`` stops the worse half of the trials at 25% and again at 50% of the budget.
         choose_by: ``"loss"`` chooses the lowest validation loss, ``"score"`` the highest validation score, and
             ``"balanced"`` the highest mean accuracy of the classes, for long-tailed tasks. Where validation labels are
             wrong, the loss favours models that are unsure, or have learnt nothing.

@@ -188,7 +188,7 @@ def run_study(
 def result_rows(study: TiltStudy, result: SweepResult) -> list[list[str]]:
     """Return the table of a study, headings first: means ± standard errors over seeds, in percent.
 
-    Differences are paired by seed, with the 95 % interval of Student's t distribution.
+    Differences are paired by seed, with the 95% interval of Student's t distribution.
     """
     entries = {row.name: entry for row, entry in zip(study.rows, result.entries, strict=True)}
     title = study.metric.removeprefix("test_").replace("_", " ")

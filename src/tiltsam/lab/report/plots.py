@@ -150,7 +150,7 @@ def _example_ess(task: TaskSummary) -> Plot:
             "epoch",
             "effective examples (% of the batch)",
             [curve for curve in curves if curve.x],
-            "Effective sample size of the tilt over the examples of a batch: 100 % if all weights are equal.",
+            "Effective sample size of the tilt over the examples of a batch: 100% if all weights are equal.",
             y_bounds=(0.0, 100.0),
         ),
         task,

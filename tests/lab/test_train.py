@@ -205,7 +205,7 @@ def test_interrupt_within_an_epoch_saves_the_step_and_resumes_bitwise(settings, 
 def test_example_tilt_learns_from_wrong_labels(tmp_path):
     scores = []
     for settings in ({}, {"example_tilt": -2.0, "example_ess": 0.3}):
-        config = TrainConfig("digits", "erm", noise=0.4, label_smoothing=0.1, epochs=40, evaluate_every=10, **settings)
+        config = TrainConfig("digits", "erm", noise=0.4, label_smoothing=0.1, epochs=15, evaluate_every=5, **settings)
         record = Record.of(tmp_path, config)
         scores.append(train(config, record)["score"])
     assert scores[1] > scores[0] + 0.05
@@ -720,7 +720,7 @@ def test_long_tailed_task_has_few_shot_accuracy(tmp_path):
 
 
 def test_gce_learns_from_wrong_labels_and_is_tilted(tmp_path):
-    config = TrainConfig("digits", "erm", noise=0.4, epochs=40, evaluate_every=10)
+    config = TrainConfig("digits", "erm", noise=0.4, epochs=15, evaluate_every=5)
     gce = config.with_settings({"loss": "gce"})
     scores = [train(c, Record.of(tmp_path, c))["score"] for c in (config, gce)]
     assert scores[1] > scores[0] + 0.05

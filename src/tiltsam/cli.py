@@ -474,7 +474,7 @@ def _train(args: argparse.Namespace) -> None:
 def _demo(args: argparse.Namespace) -> None:
     # With a fifth of the labels wrong, a larger rho than on clean data is better. ASAM measures it in units of weights.
     methods = "erm sam asam:rho=5 esam2 pgn rsam tsam:num_samples=1 tsam:num_samples=3"
-    flags = f"--seeds 2 --rho 0.5 --passes {args.passes} --epochs 1000 --methods {methods}"
+    flags = f"--seeds 2 --rho 0.5 --passes {args.passes} --methods {methods}"
     _compare(_parse(["compare", "digits", *flags.split(), "--out", str(args.out)]))
 
 
@@ -523,15 +523,12 @@ def _sweep(args: argparse.Namespace) -> None:
     with _optuna_hint("sweep"):
         from tiltsam.lab.sweep import format_results, sweep
     from tiltsam.lab.console import SweepDisplay, print_table
-    from tiltsam.lab.flags import given, shared_settings
+    from tiltsam.lab.flags import shared_settings
     from tiltsam.lab.grids import parse_grid
     from tiltsam.lab.records import tested_runs
     from tiltsam.lab.report import write_report
 
     config, settings = shared_settings(args)
-    if "epochs" not in given(args) and (config.passes or config.seconds):
-        # The default number of epochs would end cheap methods before their passes or seconds are used up.
-        config = config.with_settings({"epochs": math.inf})
     with SweepDisplay() as display:
         result = sweep(
             config,

@@ -1,4 +1,5 @@
 import argparse
+import math
 from functools import partial
 
 import pytest
@@ -22,6 +23,17 @@ def help_of(flag):
     add_arguments(parser)
     (action,) = [action for action in parser._actions if flag in action.option_strings]
     return action.help
+
+
+@pytest.mark.parametrize("limit", ["passes", "seconds"])
+def test_limit_on_passes_or_seconds_leaves_epochs_unlimited(limit):
+    """The default number of epochs would end ERM before SAM has used its passes."""
+    args = parsed(f"--{limit}", "900", "--method", "sam")
+    assert from_arguments(args).epochs == shared_settings(args)[0].epochs == math.inf
+    args = parsed(f"--{limit}", "900", "--epochs", "3")
+    assert from_arguments(args).epochs == shared_settings(args)[0].epochs == 3
+    assert from_arguments(parsed(f"--{limit}", "900", "--method", "sam:epochs=4")).epochs == 4
+    assert from_arguments(parsed()).epochs == 60
 
 
 def test_parse_method_reads_none():

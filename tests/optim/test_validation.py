@@ -281,3 +281,11 @@ def test_large_gradients_do_not_warn(scaled):
         return loss
 
     optimizer.step(closure, scaler=scaler if scaled else None)  # warnings are errors
+
+
+def test_settings_given_by_position_are_refused():
+    base = torch.optim.SGD([nn.Parameter(torch.ones(2))])
+    with pytest.raises(TypeError, match=r"by name, as in SAM\(base, rho=0\.05\)"):
+        tiltsam.SAM(base, 0.05)
+    with pytest.raises(TypeError, match=r"by name, as in TSAM\(base, t=20\.0\)"):
+        tiltsam.TSAM(base, 20.0, 0.1)

@@ -136,6 +136,8 @@ def test_half_precision_losses_are_tilted_in_float32():
 
 
 def test_wrong_arguments_are_refused():
+    with pytest.raises(TypeError, match="t must be a number, got str"):
+        ExampleTilt("a")
     for options in ({"t": math.inf}, {"t": math.nan}, {"t": -1.0, "min_ess": 1.0}, {"t": 1.0, "between": 2.0}):
         with pytest.raises(ValueError):
             ExampleTilt(**options)

@@ -77,7 +77,7 @@ class TrainConfig:
     shorter in a ResNet-18 and make a given rho as much stronger. Other models have one initialisation."""
 
     epochs: float = 60.0
-    """Epochs to train; with a limit on passes or seconds, at most this many."""
+    """Epochs to train; the command line sets no limit on them if it is given one on passes or seconds."""
     passes: float | None = None
     """Stop after this many forward+backward passes; a forward pass alone counts a third."""
     seconds: float | None = None
@@ -335,7 +335,8 @@ def method_options(method: str) -> Mapping[str, Parameter]:
         ['rho', 'eta']
     """
     if method not in tiltsam.METHODS:
-        raise ConfigError(f"unknown method {method!r}: one of {', '.join(tiltsam.METHODS)}")
+        hint = "; separate methods by spaces" if "," in method else ""
+        raise ConfigError(f"unknown method {method!r}: one of {', '.join(tiltsam.METHODS)}{hint}")
     return _options(tiltsam.METHODS[method])
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import math
 import re
 import textwrap
 from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError, BooleanOptionalAction, _ActionsContainer
@@ -39,7 +40,7 @@ _SHARED_SETTINGS = ("task", "seed", "device")  # cannot be set for one method
 # The first field of each section of the help, and its heading.
 _PARTS = {
     "task": "task and model",
-    "epochs": "budget (whichever limit is reached first)",
+    "epochs": "budget (the first limit that is reached)",
     "lr": "base optimizer and loss",
     "options": "the method",
     "seed": "the run",
@@ -137,15 +138,21 @@ def from_arguments(args: Any) -> TrainConfig:
     text = settings.pop("method", TrainConfig.method)
     if twice := parse_method(text).keys() & settings.keys():
         raise ConfigError(f"{', '.join(sorted(twice))} must be given once, got a flag and --method {text}")
-    return method_configs(TrainConfig(), [text], settings)[text]
+    return method_configs(TrainConfig(), [text], _with_one_budget(settings))[text]
 
 
 def shared_settings(args: Any) -> tuple[TrainConfig, dict[str, Any]]:
     """Return the config that flags give to all methods, and the settings that only some methods have."""
-    settings = given(args)
+    settings = _with_one_budget(given(args))
     fields = {name: value for name, value in settings.items() if name in field_types()}
     shared = {name: v for name, v in fields.items() if all(has_setting(method, name) for method in tiltsam.METHODS)}
     return TrainConfig(**shared), {name: v for name, v in settings.items() if name not in shared}
+
+
+def _with_one_budget(settings: dict[str, Any]) -> dict[str, Any]:
+    """Remove the limit of epochs if passes or seconds are limited: by default it would end cheap methods earlier."""
+    limited = settings.get("passes") is not None or settings.get("seconds") is not None
+    return {"epochs": math.inf, **settings} if limited else settings
 
 
 def parse_method(text: str) -> dict[str, Any]:
@@ -172,7 +179,10 @@ def parse_method(text: str) -> dict[str, Any]:
         if name in _SHARED_SETTINGS:
             raise ConfigError(f"{text!r}: {name} cannot be set for a single method")
         if not has_setting(method, name):
-            raise ConfigError(f"{text!r}: {method} has no {name}; its options: {', '.join(known) or 'none'}")
+            raise ConfigError(
+                f"{text!r}: {method} has no {name}; its options: {', '.join(known) or 'none'}; and the flags of "
+                "tiltsam train, such as lr or average"
+            )
         try:
             found[name] = parse_setting(name, value, method)
         except ConfigError as error:

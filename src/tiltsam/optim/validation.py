@@ -65,7 +65,8 @@ def check_call(cls: type[Optimizer], engine: type[Optimizer], args: Sequence[Any
 
     Python itself would only reject the first argument that it does not know.
     """
-    names = list(inspect.signature(cls.__init__).parameters)[1:]
+    parameters = inspect.signature(cls.__init__).parameters
+    names = list(parameters)[1:]
     if names[:1] != ["base"] or not (args or "base" in kwargs):  # nothing is given when a copy is made
         return
     given = args[0] if args else kwargs["base"]
@@ -82,6 +83,8 @@ def check_call(cls: type[Optimizer], engine: type[Optimizer], args: Sequence[Any
             f"    optimizer = {method}"
         )
     check_base(given, cls.__name__, engine)
+    if len(args) > 1 and parameters[names[1]].kind is inspect.Parameter.KEYWORD_ONLY:
+        raise TypeError(f"settings must be given by name, as in {cls.__name__}(base, {names[1]}={args[1]!r})")
     if adaptive:
         raise TypeError(f"{cls.__name__} has no adaptive=True. Write:\n\n    optimizer = {method}")
 

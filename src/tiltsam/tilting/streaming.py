@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Real
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -288,6 +289,8 @@ def late_phase(value: float, num_steps: int, fraction: float = 0.75) -> Late:
 
 def check_tilt(t: float, name: str = "t") -> float:
     """Return a finite tilt, clamped to the range of float32, whose ends give the limits to the last digit."""
+    if not isinstance(t, Real):
+        raise TypeError(f"{name} must be a number, got {type(t).__name__}")
     if not math.isfinite(t):
         raise ValueError(f"{name} must be finite, got {t}")
     limits = torch.finfo(torch.float32)

@@ -246,7 +246,7 @@ def read_npz(path: Path) -> Mapping[str, np.ndarray]:
     if path.is_dir():
         raise DataError(f"{path} is a folder: pass the .npz file; {hint}")
     if not path.is_file():
-        raise DataError(f"{path} is missing: {hint}")
+        raise DataError(f"{path.absolute()} is missing: {hint}")
     if not zipfile.is_zipfile(path):
         raise DataError(f"{path} is damaged or not an .npz file: {hint}")
     max_bytes = 1100 * path.stat().st_size  # deflate compresses by a factor of 1032 at most

@@ -101,6 +101,7 @@ def results_table(task: TaskSummary) -> ReportTable:
         NumberColumn("seconds", lambda s: s.final("seconds"), 1, highest=None),
     ]
     caption = f"{task.name}: numbers at the end of training, {MEANS}; losses in {task.loss_unit}. {BOLD}"
+    caption += " At best validation: the test score after the epoch with the best validation score (early stopping)."
     if any(column.heading == "ECE (%)" for column in columns):
         caption += " ECE: expected calibration error on test; worst class: the lowest test accuracy of a class."
     table = _settings_table("results", caption, task.settings, columns)

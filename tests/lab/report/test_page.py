@@ -17,7 +17,7 @@ from tiltsam.lab.records import Record
 from tiltsam.lab.report import write_report
 from tiltsam.lab.report.page import headline, task_facts
 from tiltsam.lab.report.plots import task_plots
-from tiltsam.lab.report.runs import read_runs
+from tiltsam.lab.report.runs import RunRecord, read_runs
 from tiltsam.lab.report.summary import summarize
 from tiltsam.lab.report.tables import overview_table
 from tiltsam.lab.train import train
@@ -191,6 +191,8 @@ def test_page_lists_problems(tmp_path):
     page = Page(write_report([tmp_path], tmp_path / "out", figures=False).page)
     assert "1 item missing or damaged" in page.text
     assert "sam, seed 0: not finished, at epoch 2 of 6" in page.text
+    by_passes = RunRecord(tmp_path, {"epochs": math.inf, "passes": 900.0}, [{"epoch": 2.0}])
+    assert by_passes.progress == "epoch 2"
     assert "Not measured yet" in page.text
 
 

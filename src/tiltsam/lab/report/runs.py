@@ -94,7 +94,7 @@ class RunRecord:
     def progress(self) -> str:
         """How far training got, such as ``epoch 2 of 6``."""
         epochs = self.config.get("epochs")
-        of = f" of {epochs:g}" if is_number(epochs) else ""
+        of = f" of {epochs:g}" if is_number(epochs) and math.isfinite(epochs) else ""
         return f"epoch {self.rows[-1]['epoch']:g}{of}" if self.rows else f"no epoch{of} finished"
 
 

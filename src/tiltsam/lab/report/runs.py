@@ -93,7 +93,7 @@ class RunRecord:
     @property
     def progress(self) -> str:
         """How far training got, such as ``epoch 2 of 6``."""
-        epochs = self.config.get("epochs")
+        epochs: Any = self.config.get("epochs")
         of = f" of {epochs:g}" if is_number(epochs) and math.isfinite(epochs) else ""
         return f"epoch {self.rows[-1]['epoch']:g}{of}" if self.rows else f"no epoch{of} finished"
 

@@ -191,9 +191,12 @@ def test_page_lists_problems(tmp_path):
     page = Page(write_report([tmp_path], tmp_path / "out", figures=False).page)
     assert "1 item missing or damaged" in page.text
     assert "sam, seed 0: not finished, at epoch 2 of 6" in page.text
-    by_passes = RunRecord(tmp_path, {"epochs": math.inf, "passes": 900.0}, [{"epoch": 2.0}])
-    assert by_passes.progress == "epoch 2"
     assert "Not measured yet" in page.text
+
+
+def test_progress_without_a_limit_on_epochs(tmp_path):
+    run = RunRecord(tmp_path, {"epochs": math.inf, "passes": 900.0}, [{"epoch": 2.0}])
+    assert run.progress == "epoch 2"
 
 
 def test_headline_verdicts(tmp_path):

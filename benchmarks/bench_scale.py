@@ -18,6 +18,7 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,11 @@ class Setting:
     base: str = "adamw"
     methods: tuple[str, ...] = ALL
     modes: tuple[str, ...] = ("eager", "captured")
+
+    @property
+    def name(self) -> str:
+        """For example ``gpt-1b-bf16-adamw`` or ``gpt-3b-fp32-adamw-checkpointing``."""
+        return "-".join((self.size, self.weights, self.base, *(("checkpointing",) if self.checkpointing else ())))
 
 
 # The curve over sizes first, then what else matters at 1 billion, then the rest.
@@ -201,20 +207,21 @@ def _build(size: Size) -> nn.Module:
         "num_attention_heads": size.heads,
         "intermediate_size": size.hidden,
     }
+    # An attention that is registered without masks builds none: Llama is causal by default. transformers would look for
+    # packed sequences in Llama's positions, which it reads back to the host, and it builds masks in a captured pass but
+    # none in an eager one, so that captured passes could not use flash attention.
+    transformers.AttentionInterface.register("unmasked", sdpa_attention_forward)
     if size.kind == "vit":
-        config = transformers.ViTConfig(**shape, num_labels=size.classes, attn_implementation="sdpa")
+        config = transformers.ViTConfig(**shape, num_labels=size.classes, attn_implementation="unmasked")
         found: nn.Module = transformers.ViTForImageClassification(config)
         return found
-    # An attention that is registered without masks is causal. transformers would look for packed sequences in the
-    # positions: it reads them back to the host, and builds a mask in a captured pass, but none in an eager one.
-    transformers.AttentionInterface.register("causal", sdpa_attention_forward)
     config = transformers.LlamaConfig(
         **shape,
         num_key_value_heads=4 if size.heads == 32 and size.width == 2048 else size.heads,
         vocab_size=size.classes,
         max_position_embeddings=size.length,
         tie_word_embeddings=size.width < 2048,
-        attn_implementation="causal",
+        attn_implementation="unmasked",
     )
     found = transformers.LlamaForCausalLM(config)
     return found
@@ -358,13 +365,13 @@ def show(rows: list[dict[str, Any]]) -> None:
     print_table([*headings, "bytes per trained parameter above the base"], table)
 
 
-def draw(path: Path) -> None:
-    """Draw time over the passes and memory above the base against the number of parameters, next to the JSON."""
+def draw(paths: list[Path]) -> None:
+    """Draw time over the passes and memory above the base against the number of parameters, next to the first JSON."""
     from matplotlib.figure import Figure
 
     from tiltsam.lab.palette import OKABE_ITO
 
-    rows = [row for row in json.loads(path.read_text())["rows"] if "over_passes" in row]
+    rows = [row for path in paths for row in json.loads(path.read_text())["rows"] if "over_passes" in row]
     figure = Figure(figsize=(9.6, 4.2), layout="constrained")
     time_axis, memory_axis = figure.subplots(1, 2)
     names = [name for name in METHODS if any(row["step"] == name for row in rows)]
@@ -393,18 +400,19 @@ def draw(path: Path) -> None:
     figure.legend(
         *time_axis.get_legend_handles_labels(), loc="outside lower center", ncols=5, frameon=False, fontsize=8
     )
-    figure.savefig(path.with_suffix(".png"), dpi=150)
+    figure.savefig(paths[0].with_suffix(".png"), dpi=150)
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--sizes", nargs="+", choices=sorted(SIZES), help="only settings of these sizes")
-    parser.add_argument("--weights", nargs="+", choices=("fp32", "bf16", "lora"), help="only settings of these weights")
+    parser.add_argument(
+        "--only", nargs="+", default=["*"], metavar="PATTERN", help="only these settings: 'gpt-1b-bf16-*'"
+    )
     parser.add_argument("--repeats", type=int, default=3, help="turns, of which the fastest counts")
     parser.add_argument("--time-limit", type=float, default=3600.0, help="seconds after which no row is added")
     parser.add_argument("--out", type=Path, help="folder for the numbers: scale.json")
-    parser.add_argument("--figure", type=Path, metavar="JSON", help="draw the figure of these numbers, measure nothing")
+    parser.add_argument("--figure", nargs="+", type=Path, metavar="JSON", help="draw these numbers, measure nothing")
     return parser.parse_args(arguments)
 
 
@@ -419,7 +427,7 @@ def main(arguments: list[str] | None = None) -> None:
     print(json.dumps(about))
     rows: list[dict[str, Any]] = []
     for setting in ON_GPU if device.type == "cuda" else ON_CPU:
-        if (args.sizes and setting.size not in args.sizes) or (args.weights and setting.weights not in args.weights):
+        if not any(fnmatch(setting.name, pattern) for pattern in args.only):
             continue
         if not clock.allows(5):
             break

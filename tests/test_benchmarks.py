@@ -43,7 +43,7 @@ def test_bench_scale_measures_and_draws(tmp_path, monkeypatch):
     tiny = {"width": 32, "layers": 1, "heads": 2, "hidden": 64, "classes": 50, "batch": 1, "inner": 1}
     sizes = {k: replace(v, **tiny, length=8 if v.kind == "gpt" else 197) for k, v in bench_scale.SIZES.items()}
     monkeypatch.setattr(bench_scale, "SIZES", sizes)
-    bench_scale.main(["--repeats", "1", "--out", str(tmp_path), "--sizes", "cpu-10m"])
+    bench_scale.main(["--repeats", "1", "--out", str(tmp_path), "--only", "cpu-10m-*"])
     rows = json.loads((tmp_path / "scale.json").read_text())["rows"]
     assert {row["weights"] for row in rows} == {"fp32", "bf16", "lora"}
     for row in rows:

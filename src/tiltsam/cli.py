@@ -514,7 +514,7 @@ def _compare(args: argparse.Namespace) -> None:
         print("BatchNorm statistics, if any, were re-estimated before each evaluation.")
     print(f"runs: {args.out}")
     folders = [Record.of(args.out, run).folder for runs in cells.values() for run in runs]
-    print(write_report(folders, folders[0].parents[1] / "report").message())
+    print(write_report(folders, folders[0].parents[1] / "report", compare_settings=True).message())
     if not any(row.runs for row in rows):
         raise UserError("all runs failed")
 
@@ -563,7 +563,7 @@ def _sweep(args: argparse.Namespace) -> None:
     print(f"result: {result.path}")
     folder = result.path.parent
     if any((run / "config.json").exists() for run in tested_runs(folder)):  # all may be on other machines
-        print(write_report([folder], folder / "report").message())
+        print(write_report([folder], folder / "report", compare_settings=True).message())
     if not any(row.config for row in result.entries):
         raise UserError("nothing was chosen: no trial finished with a finite loss")
 
@@ -624,7 +624,7 @@ def _reproduce(args: argparse.Namespace) -> None:
     write_numbers(found, folder / "numbers.json")
     print(f"numbers: {folder / 'numbers.json'}")
     if folders := found.folders():
-        print(write_report(folders, folder).message())
+        print(write_report(folders, folder, compare_settings=True).message())
 
 
 def _two_tilts(args: argparse.Namespace) -> None:
@@ -657,7 +657,7 @@ def _two_tilts(args: argparse.Namespace) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "tables.md").write_text(text)
     print(f"tables: {folder / 'tables.md'}")
-    print(write_report(sweeps, folder).message())
+    print(write_report(sweeps, folder, compare_settings=True).message())
 
 
 def _report(args: argparse.Namespace) -> None:

@@ -75,8 +75,8 @@ def methods_table(task: TaskSummary) -> ReportTable:
     rows = [
         [
             TableCell(s.method, method=s.method),
-            TableCell(s.method_options or "–"),
-            TableCell(f"{s.options['lr']:g}" if isinstance(s.options.get("lr"), float) else "–"),
+            TableCell(s.method_values or "–"),
+            TableCell(f"{s.values['lr']:g}" if isinstance(s.values.get("lr"), float) else "–"),
             TableCell(task.tuning(s)),
         ]
         for s in task.settings
@@ -305,7 +305,7 @@ def _settings_table(
     name: str, caption: str, settings: Sequence[SettingSummary], columns: Sequence[NumberColumn]
 ) -> ReportTable:
     """Return a row per setting: its method, what distinguishes it, and the columns."""
-    differ = any(setting.differs for setting in settings)
+    differ = any(setting.differing for setting in settings)
     rows = [[TableCell(s.method, method=s.method)] + ([TableCell(s.differences)] if differ else []) for s in settings]
     headings = ["method", *(["settings"] if differ else [])]
     for column in columns:

@@ -6,13 +6,13 @@ import argparse
 import inspect
 import math
 import os
-import shutil
 import signal
 import sys
 import tomllib
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -668,8 +668,15 @@ def _report(args: argparse.Namespace) -> None:
 
 
 def _sharpness(args: argparse.Namespace) -> None:
-    from tiltsam.lab.console import MeasurementBars
-    from tiltsam.lab.flatness import FlatnessPlan, find_runs, format_table, measure_runs, save_flatness, table_rows
+    from tiltsam.lab.console import MeasurementBars, print_table
+    from tiltsam.lab.flatness import (
+        FlatnessPlan,
+        find_runs,
+        flatness_cells,
+        measure_runs,
+        save_flatness,
+        setting_name,
+    )
     from tiltsam.lab.flatness_plots import write_figures
 
     if args.examples < 1 or args.samples < 2:
@@ -707,7 +714,10 @@ def _sharpness(args: argparse.Namespace) -> None:
     if not measured:
         raise UserError("none of the runs can be measured")
     flats = [measured[name] for name in runs if name in measured]
-    print(format_table(table_rows(flats), shutil.get_terminal_size((120, 24)).columns))
+    settings = [replace(flat, name=setting_name(flat.name)) for flat in flats]
+    several = len({flat.name for flat in settings}) < len(settings)
+    errors = "mean ± standard error over seeds" if several else "± standard error of the measurement"
+    print_table(f"flatness, {errors}", flatness_cells(settings))
     print("saved as flatness.json in each run's folder, for tiltsam report")
     for path in write_figures(flats, args.out) if figures else ():
         print(f"wrote {path}")

@@ -47,11 +47,16 @@ def test_run_display_shows_loss_score_speed_and_time_left(terminal, capsys):
     assert "loss" not in out
 
 
-def test_print_table_cuts_no_number_on_a_narrow_terminal(monkeypatch, capsys):
+def test_print_table_breaks_no_word_on_a_narrow_terminal(monkeypatch, capsys):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    monkeypatch.setenv("COLUMNS", "40")
-    print_table("losses", [["trained by", *["at best validation"] * 4], ["TSAM", *["118.6722 ± 12.1214"] * 4]])
-    assert "…" not in capsys.readouterr().out
+    monkeypatch.setenv("COLUMNS", "60")
+    numbers = [f"{k}18.6722 ± 12.1214" for k in range(5)]
+    print_table("losses", [["trained by", *[f"sam example_tilt_warmup={k}" for k in range(5)]], ["TSAM", *numbers]])
+    out = capsys.readouterr().out
+    assert all(number in out for number in numbers)
+    assert all(f"example_tilt_warmup={k}" in out for k in range(5))
+    assert out.count("TSAM") == 3  # two columns fit next to the first
+    assert out.count("│") == 2 * 4 + 3  # none is cut off
 
 
 @pytest.mark.parametrize("terminal", [True, False])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
@@ -218,22 +219,35 @@ def _bar() -> Any:
 def print_table(title: str, cells: Sequence[Sequence[str]]) -> None:
     """Print a table: drawn on a terminal, Markdown elsewhere.
 
+    Columns that do not fit on the terminal are drawn below, next to the first column again.
+
     Args:
         title: The line above it.
         cells: Rows of cells, the headings first.
     """
-    if sys.stdout.isatty():
-        from rich.console import Console
-        from rich.table import Table
-
-        table = Table(title=title)
-        for i, heading in enumerate(cells[0]):
-            table.add_column(heading, justify="left" if i == 0 else "right", overflow="fold")  # never cut a number
-        for row in cells[1:]:
-            table.add_row(*row)
-        Console().print(table)
+    if not sys.stdout.isatty():
+        print(f"\n{title}\n\n{format_markdown(cells)}", flush=True)
         return
-    print(f"\n{title}\n\n{format_markdown(cells)}", flush=True)
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    headings, *rows = cells
+    # Headings break between words, numbers do not break.
+    widths = [max(map(len, (*heading.split(), *(row[i] for row in rows)))) for i, heading in enumerate(headings)]
+    parts: list[list[int]] = []
+    for i in range(1, len(headings)):
+        if not parts or 1 + sum(widths[k] + 3 for k in (*parts[-1], i)) > console.width:
+            parts.append([0])
+        parts[-1].append(i)
+    for part in parts:
+        table = Table(title=title)
+        for i in part:
+            heading = textwrap.fill(headings[i], widths[i], break_long_words=False, break_on_hyphens=False)
+            table.add_column(heading, justify="right" if i else "left", overflow="fold")
+        for row in rows:
+            table.add_row(*(row[i] for i in part))
+        console.print(table)
 
 
 def format_markdown(cells: Sequence[Sequence[str]]) -> str:

@@ -1,7 +1,7 @@
 """Measure the flatness of models and of trained runs, save the measurements, and print them as a table.
 
     flats = compare({"ERM": erm, "TSAM": tsam}, loss_fn, batches)
-    print(format_table(table_rows(flats)))
+    print(format_markdown(flatness_cells(flats)))  # from tiltsam.lab.console
     write_figures(flats, "figures")  # from tiltsam.lab.flatness_plots
 
 All models see the same data, the same noise and the same probes, so their differences have smaller errors than their
@@ -39,6 +39,7 @@ from tiltsam.lab.models import load_model
 from tiltsam.lab.records import Record, find_run_folders
 from tiltsam.lab.report.runs import RunRecord
 from tiltsam.lab.report.summary import summarize
+from tiltsam.lab.stats import Mean, format_mean, mean_of
 from tiltsam.landscape import Slice1D, random_direction, slice_1d
 from tiltsam.sharpness import Neighborhood, Rounding, WorstCase, m_sharpness, neighborhood, rounding
 
@@ -49,18 +50,16 @@ __all__ = [
     "compare",
     "cross_runs",
     "find_runs",
-    "format_table",
+    "flatness_cells",
     "load_flatness",
     "measure",
     "measure_runs",
     "save_flatness",
-    "table_rows",
+    "setting_name",
 ]
 
 PAPER_STDS = (0.005, 0.0075, 0.01, 0.015, 0.02, 0.035, 0.05, 0.075, 0.1)
 """The noise levels of the paper's Figure 2."""
-
-_LABELS, _COLUMN = 12, 24  # characters of the first column of a table, and the fewest of the others
 
 
 @dataclass(frozen=True)
@@ -231,6 +230,16 @@ def find_runs(paths: Sequence[Path], *, skipped: Callable[[str], Any] | None = N
     named = [(f"{setting.name} seed {run.seed}", run.folder) for setting in settings for run in setting.runs]
     times = Counter(name for name, _ in named)  # one config and seed may have several records
     return {name if times[name] == 1 else f"{name} in {folder}": Record(folder) for name, folder in named}
+
+
+def setting_name(name: str) -> str:
+    """Return a name that :func:`find_runs` gave without the seed: it is the same for all runs of a setting.
+
+    Example:
+        >>> setting_name("sam rho=0.2 seed 0")
+        'sam rho=0.2'
+    """
+    return name.partition(" seed ")[0]
 
 
 def measure_runs(
@@ -493,77 +502,51 @@ def _tensor(x: list[Any]) -> Tensor:
 # ------------------------------------------------------------------------------------------------- table
 
 
-def table_rows(flats: Sequence[Flatness], std: float | None = None) -> list[dict[str, str | float]]:
-    """Return one row per model; an estimate ``x`` is followed by its ``x error``.
+def flatness_cells(flats: Sequence[Flatness], std: float = 0.01) -> list[list[str]]:
+    """Return the cells of a table, headings first: a column per model, a row per measurement.
+
+    Models with the same name, such as the runs of several seeds, share a column: their mean ± its standard error. If
+    all names differ, the errors are those of the measurements.
 
     Args:
         flats: The result of :func:`compare`.
-        std: The noise level of the neighbourhood columns: the nearest measured one is used. 0.01 by default.
+        std: The noise level of the neighbourhood: the nearest measured one is used.
     """
-    rows: list[dict[str, str | float]] = []
+    groups: dict[str, list[dict[str, Mean]]] = {}
     for flat in flats:
-        around = flat.neighborhood
-        at = int((around.std.log() - math.log(0.01 if std is None else std)).abs().argmin())
-        row: dict[str, str | float] = {"model": flat.name, "loss": flat.loss, "std": float(around.std[at])}
-        for column, key in [
-            ("mean", "mean"),
-            ("variance", "variance"),
-            ("t-mean", "tilted_mean"),
-            ("t-variance", "tilted_variance"),
-        ]:
-            row[column] = float(getattr(around, key)[at])
-            row[f"{column} error"] = float(getattr(around, f"{key}_error")[at])
-        for column, worst in [("worst case", flat.worst_case), ("adaptive", flat.adaptive)]:
-            if worst is not None:
-                row[column], row[f"{column} error"] = worst.value, worst.error
-        if flat.rounding is not None:
-            for bits, loss in zip(flat.rounding.bits, flat.rounding.losses.tolist(), strict=True):
-                row[f"{bits}-bit rise"] = loss - flat.rounding.center
-        if flat.eigenpairs is not None:
-            for number, value in enumerate(flat.eigenpairs.values.tolist(), start=1):
-                row[f"λ{number}"] = value
-                row[f"λ{number} error"] = float(flat.eigenpairs.residuals[number - 1])
-        if flat.trace is not None:
-            row["trace"], row["trace error"] = flat.trace.value, flat.trace.error
-        rows.append(row)
-    return rows
+        groups.setdefault(flat.name, []).append(_measurements(flat, std))
+    labels = dict.fromkeys(label for group in groups.values() for numbers in group for label in numbers)
+    over_models = len(groups) < len(flats)
+
+    def cell(group: list[dict[str, Mean]], label: str) -> str:
+        numbers = [numbers[label] for numbers in group if label in numbers]
+        return format_mean(mean_of([x.value for x in numbers]) if over_models or not numbers else numbers[0])
+
+    return [["model", *groups], *([label, *(cell(group, label) for group in groups.values())] for label in labels)]
 
 
-def format_table(rows: Sequence[Mapping[str, str | float]], width: int | None = None) -> str:
-    """Format the rows as text, one model per column, with their errors.
-
-    Args:
-        rows: The result of :func:`table_rows`.
-        width: Characters per line: long names are wrapped, and models that do not fit go into further blocks below.
-    """
-    keys = [key for key in dict.fromkeys(key for row in rows for key in row) if not key.endswith(" error")]
-    columns = [[_cell(row.get(key, "–"), row.get(f"{key} error", math.nan)) for key in keys] for row in rows]
-    if width is None:
-        return _side_by_side(keys, columns)
-    fit, blocks = max(1, (width - _LABELS) // _COLUMN), []
-    for part in (columns[k : k + fit] for k in range(0, len(columns), fit)):
-        names = [textwrap.wrap(name, _COLUMN - 2) for name, *_ in part]
-        height = max(len(name) for name in names)
-        folded = [[*name, *[""] * (height - len(name)), *cells] for name, (_, *cells) in zip(names, part, strict=True)]
-        blocks.append(_side_by_side([keys[0], *[""] * (height - 1), *keys[1:]], folded))
-    return "\n\n".join(blocks)
-
-
-def _side_by_side(labels: Sequence[str], columns: Sequence[Sequence[str]]) -> str:
-    widths = [max(_COLUMN, 2 + max(len(cell) for cell in column)) for column in columns]
-    lines = []
-    for label, *cells in zip(labels, *columns, strict=True):
-        lines.append(label.ljust(_LABELS) + "".join(cell.rjust(n) for cell, n in zip(cells, widths, strict=True)))
-    return "\n".join(lines)
-
-
-def _cell(value: str | float, error: str | float) -> str:
-    """Format ``value ± error``, the value with the digits that are significant given the error."""
-    if isinstance(value, str) or isinstance(error, str):
-        return str(value)
-    if math.isnan(error):
-        return f"{value:.4g}"
-    if error == 0 or value == 0:
-        return f"{value:.4g} ± {error:.1g}"
-    digits = math.floor(math.log10(abs(value))) - math.floor(math.log10(error)) + 1
-    return f"{value:.{min(max(digits, 1), 6)}g} ± {error:.1g}"
+def _measurements(flat: Flatness, std: float) -> dict[str, Mean]:
+    """Return the numbers of one model by label, each with the error of its measurement, NaN if there is none."""
+    around = flat.neighborhood
+    at = int((around.std.log() - math.log(std)).abs().argmin())
+    numbers = {"loss": (flat.loss, math.nan)}
+    for label, name in [
+        ("mean", "mean"),
+        ("variance", "variance"),
+        ("t-mean", "tilted_mean"),
+        ("t-variance", "tilted_variance"),
+    ]:
+        value, error = getattr(around, name)[at], getattr(around, f"{name}_error")[at]
+        numbers[f"{label} at {float(around.std[at]):g}"] = float(value), float(error)
+    for label, worst in [("worst case", flat.worst_case), ("adaptive", flat.adaptive)]:
+        if worst is not None:
+            numbers[label] = worst.value, worst.error
+    if flat.rounding is not None:
+        for bits, loss in zip(flat.rounding.bits, flat.rounding.losses.tolist(), strict=True):
+            numbers[f"{bits}-bit rise"] = loss - flat.rounding.center, math.nan
+    if flat.eigenpairs is not None:
+        for number, value in enumerate(flat.eigenpairs.values.tolist(), start=1):
+            numbers[f"λ{number}"] = value, math.nan  # a residual is not a standard error
+    if flat.trace is not None:
+        numbers["trace"] = flat.trace.value, flat.trace.error
+    return {label: Mean(value, error, 1) for label, (value, error) in numbers.items()}

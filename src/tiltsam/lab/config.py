@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from inspect import Parameter
+from pathlib import PurePosixPath
 from textwrap import shorten
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -167,6 +168,9 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for name, hint in field_types().items():
             _check_type(name, getattr(self, name), hint)
+        kind, _, path = self.task.partition(":")
+        if path:  # ./data.npz and data.npz are one file; a/../data.npz need not be, as a may be a link
+            object.__setattr__(self, "task", f"{kind}:{PurePosixPath(path)}")
         for name, value in tilt_defaults(self.example_tilt, self.class_tilt).items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)

@@ -482,7 +482,7 @@ def _compare(args: argparse.Namespace) -> None:
     from tiltsam.lab.compare import compare, comparison_cells, format_rows
     from tiltsam.lab.config import TILT_HAS_NO_EFFECT, tilt_has_no_effect
     from tiltsam.lab.console import RunDisplay, print_table
-    from tiltsam.lab.data import find_task
+    from tiltsam.lab.data import data_loader, find_task
     from tiltsam.lab.flags import shared_settings
     from tiltsam.lab.records import Record
     from tiltsam.lab.report import write_report
@@ -495,14 +495,9 @@ def _compare(args: argparse.Namespace) -> None:
             print(f"tiltsam compare: {name} has {TILT_HAS_NO_EFFECT}", file=sys.stderr, flush=True)
     with RunDisplay({runs[0].key(): name for name, runs in cells.items()}) as display:
         rows = compare(
-            config,
-            list(cells),
+            cells,
             args.out,
-            seeds=args.seeds,
-            settings=settings,
-            root=args.data_root,
-            download=args.download,
-            loading=display.loading,
+            data=data_loader(args.data_root, download=args.download, progress=display.loading),
             log=args.log,
             report=display.report,
             tick=display.report,
@@ -669,6 +664,7 @@ def _report(args: argparse.Namespace) -> None:
 
 def _sharpness(args: argparse.Namespace) -> None:
     from tiltsam.lab.console import MeasurementBars, print_table
+    from tiltsam.lab.data import data_loader
     from tiltsam.lab.flatness import (
         FlatnessPlan,
         find_runs,
@@ -703,7 +699,7 @@ def _sharpness(args: argparse.Namespace) -> None:
             split=args.split,
             examples=args.examples,
             device=args.device,
-            root=args.data_root,
+            data=data_loader(args.data_root),
             plan=plan,
             progress=bars,
             skipped=skipped,

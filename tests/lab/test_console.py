@@ -16,7 +16,7 @@ from helpers.lab_files import cifar, dtd, picture
 from tiltsam.cli import main
 from tiltsam.lab import data as lab_data
 from tiltsam.lab import train as training
-from tiltsam.lab.compare import compare_configs
+from tiltsam.lab.compare import compare
 from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.console import MeasurementBars, RunDisplay, print_table
 from tiltsam.lab.data.download import Remote, download
@@ -184,7 +184,7 @@ def test_compare_loads_data_once_per_seed(tmp_path, monkeypatch):
 
     monkeypatch.setattr(lab_data, "load", load)
     cells = [replace(CONFIG, method=m, seed=s, epochs=1) for s in (0, 1) for m in ("erm", "sam")]
-    compare_configs(cells, tmp_path)
+    compare({m: [c for c in cells if c.method == m] for m in ("erm", "sam")}, tmp_path)
     assert loaded == [0, 1]
     scores = [Record.of(tmp_path, cell).result()["score"] for cell in cells]
     alone = train(cells[3], Record(tmp_path / "alone"))

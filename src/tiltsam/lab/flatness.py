@@ -61,6 +61,9 @@ __all__ = [
 PAPER_STDS = (0.005, 0.0075, 0.01, 0.015, 0.02, 0.035, 0.05, 0.075, 0.1)
 """The noise levels of the paper's Figure 2."""
 
+BATCH_SIZE = 250  # examples per batch of a measurement
+ASCENT_BATCH_SIZE = 64  # examples per ascent of an objective, as in the paper's training
+
 
 @dataclass(frozen=True)
 class FlatnessPlan:
@@ -248,9 +251,7 @@ def measure_runs(
     task: str | None = None,
     split: Literal["train", "test"] = "train",
     examples: int = 1000,
-    batch_size: int = 250,
     device: str = "auto",
-    root: Path | None = None,
     data: Callable[[TrainConfig], Data] | None = None,
     plan: FlatnessPlan | None = None,
     progress: Callable[[str], Any] | None = None,
@@ -267,10 +268,8 @@ def measure_runs(
         task: The task; by default that of the runs, which must be the same for all.
         split: The examples to measure on.
         examples: The number of examples, a fixed random choice from the split.
-        batch_size: Examples per batch.
         device: The device.
-        root: Folder of the data sets.
-        data: Returns the data of a config; by default it is loaded from ``root``.
+        data: Returns the data of a config; by default a :func:`tiltsam.lab.data.data_loader`.
         plan: What to measure.
         progress: ``progress("NAME: trace")`` returns the callback for that measurement.
         skipped: Called with a message for each run that cannot be measured; by default such a run raises.
@@ -283,10 +282,10 @@ def measure_runs(
         has ``finished`` false.
     """
     plan = FlatnessPlan() if plan is None else plan
-    for loaded, names, where in _by_data(runs, task, device, data or data_loader(root)):
-        batches = _batches(loaded, split, examples, batch_size, where)
+    for loaded, names, where in _by_data(runs, task, device, data or data_loader()):
+        batches = _batches(loaded, split, examples, BATCH_SIZE, where)
         about = {"task": loaded.name, "split": split, "examples": sum(len(targets) for _, targets in batches)}
-        about |= {"batch_size": batch_size, **asdict(plan), "std": list(plan.std), "bits": list(plan.bits)}
+        about |= {"batch_size": BATCH_SIZE, **asdict(plan), "std": list(plan.std), "bits": list(plan.bits)}
         for name in names:
             weights = runs[name].folder / "model.safetensors"
             try:
@@ -312,9 +311,7 @@ def cross_runs(
     runs: dict[str, Record],
     objectives: Mapping[str, Objective],
     *,
-    batch_size: int = 64,
     device: str = "auto",
-    root: Path | None = None,
     data: Callable[[TrainConfig], Data] | None = None,
     progress: ProgressCallback | None = None,
 ) -> CrossTable:
@@ -323,17 +320,15 @@ def cross_runs(
     Args:
         runs: Runs of one task, by name.
         objectives: By name; see :func:`tiltsam.sharpness.cross_objectives`.
-        batch_size: Examples per ascent of an objective; that of training.
         device: The device.
-        root: Folder of the data sets.
-        data: Returns the data of a config; by default it is loaded from ``root``.
+        data: Returns the data of a config; by default a :func:`tiltsam.lab.data.data_loader`.
         progress: Called as ``progress(done, total)``.
     """
     entries: list[CrossEntry] = []
-    for loaded, names, where in _by_data(runs, None, device, data or data_loader(root)):
+    for loaded, names, where in _by_data(runs, None, device, data or data_loader()):
         models = {name: load_model(runs[name], loaded).to(where) for name in names}
         splits = {
-            split: _batches(loaded, split, len(getattr(loaded, split)), batch_size, where)
+            split: _batches(loaded, split, len(getattr(loaded, split)), ASCENT_BATCH_SIZE, where)
             for split in ("train", "test")
         }
         with torch_settings(where, max(models.values(), key=lambda m: sum(p.numel() for p in m.parameters()))):

@@ -11,7 +11,6 @@ values. :func:`measure_runs` does this for runs of the lab; ``RUN/flatness.json`
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import textwrap
@@ -34,7 +33,7 @@ from tiltsam.lab.data.loader import normalise
 from tiltsam.lab.devices import resolve_device, torch_settings
 from tiltsam.lab.errors import ConfigError, RecordError
 from tiltsam.lab.evaluate import task_loss
-from tiltsam.lab.files import drafted, parse_json
+from tiltsam.lab.files import drafted, file_digest, finite_json, parse_json
 from tiltsam.lab.models import load_model
 from tiltsam.lab.records import Record, find_run_folders
 from tiltsam.lab.report.runs import RunRecord
@@ -290,7 +289,7 @@ def measure_runs(
             weights = runs[name].folder / "model.safetensors"
             try:
                 model = load_model(runs[name], loaded).to(where)
-                mark = {"model": _digest(weights)} if weights.exists() else {"finished": False}
+                mark = {"model": file_digest(weights)} if weights.exists() else {"finished": False}
                 if reused is not None and "model" in mark and (flat := load_flatness(runs[name], name, about | mark)):
                     reused(name)
                     yield flat, about | mark
@@ -361,11 +360,6 @@ def _error_line(folder: Path, error: Exception) -> str:
     return textwrap.shorten(message, 300)
 
 
-def _digest(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def _batches(data: Data, split: str, examples: int, batch_size: int, device: torch.device) -> list[Any]:
     """Return a fixed random choice of examples in batches, so that no batch has a single class in sorted data."""
     whole = data.train if split == "train" else data.test
@@ -403,29 +397,27 @@ def save_flatness(record: Record, flat: Flatness, about: dict[str, Any]) -> Path
     columns = ("std", *statistics, *(f"{name}_error" for name in statistics), "losses")
     content: dict[str, Any] = {
         "about": about,
-        "loss": _plain(flat.loss),
-        "neighborhood": {"t": around.t} | {name: _plain(getattr(around, name)) for name in columns},
-        "slices": [
-            {"label": s.label, "positions": _plain(s.positions), "losses": _plain(s.losses)} for s in flat.slices
-        ],
+        "loss": flat.loss,
+        "neighborhood": {"t": around.t} | {name: getattr(around, name) for name in columns},
+        "slices": [{"label": s.label, "positions": s.positions, "losses": s.losses} for s in flat.slices],
     }
     for name, estimate in (("worst_case", flat.worst_case), ("adaptive", flat.adaptive), ("trace", flat.trace)):
         if estimate is not None:
-            content[name] = {"value": _plain(estimate.value), "error": _plain(estimate.error)}
+            content[name] = {"value": estimate.value, "error": estimate.error}
     if flat.rounding is not None:
         content["rounding"] = {
             "bits": list(flat.rounding.bits),
-            "losses": _plain(flat.rounding.losses),
-            "distances": _plain(flat.rounding.distances),
+            "losses": flat.rounding.losses,
+            "distances": flat.rounding.distances,
         }
     if pairs is not None:
-        content["eigenvalues"] = {"values": _plain(pairs.values), "residuals": _plain(pairs.residuals)}
+        content["eigenvalues"] = {"values": pairs.values, "residuals": pairs.residuals}
     if density is not None:
         names = ("grid", "values", "error", "nodes", "weights", "width")
-        content["density"] = {name: _plain(getattr(density, name)) for name in names}
+        content["density"] = {name: getattr(density, name) for name in names}
     path = record.folder / "flatness.json"
     with drafted(path) as draft:
-        draft.write_text(json.dumps(content, allow_nan=False) + "\n")
+        draft.write_text(json.dumps(finite_json(content), allow_nan=False) + "\n")
     return path
 
 
@@ -471,15 +463,6 @@ def _flatness(name: str, content: dict[str, Any]) -> Flatness:
     return flat
 
 
-def _plain(x: Any) -> Any:
-    """Return numbers as JSON: lists for tensors, null for what is not finite."""
-    if isinstance(x, Tensor):
-        x = x.tolist()
-    if isinstance(x, list):
-        return [_plain(entry) for entry in x]
-    return x if math.isfinite(x) else None
-
-
 def _estimate(saved: dict[str, Any]) -> tuple[float, float]:
     return _number(saved["value"]), _number(saved["error"])
 
@@ -489,7 +472,7 @@ def _number(x: float | None) -> float:
 
 
 def _tensor(x: list[Any]) -> Tensor:
-    """Return the tensor that :func:`_plain` wrote; what was not finite is NaN."""
+    """Return the tensor that :func:`save_flatness` wrote; what was not finite is NaN."""
     rows = [[_number(entry) for entry in row] for row in x] if x and isinstance(x[0], list) else [_number(e) for e in x]
     return torch.tensor(rows, dtype=torch.float64, device="cpu")
 

@@ -18,10 +18,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tiltsam.lab.data.dataset import Data, Request, Split, assemble
+from tiltsam.lab.data.dataset import Augmentation, Data, Request, Split, assemble
 from tiltsam.lab.data.images import class_folders, image_split
+from tiltsam.lab.data.loader import crop
 from tiltsam.lab.data.text import TextTable, column_index, read_lines, tokenize
 from tiltsam.lab.errors import DataError, reading
+from tiltsam.lab.files import file_digest
 
 __all__ = ["fingerprint", "load_arrays", "load_images", "load_text", "read_npz", "read_table"]
 
@@ -50,11 +52,11 @@ def fingerprint(task: str) -> str:
         parts = [f"{file.relative_to(path)} {file.stat().st_size}" for file in files]
     else:
         tables = _table_files(path) if kind == "text" else [path]
-        parts = [_file_digest(table) for table in tables if table.is_file()]
+        parts = [_cached_digest(table) for table in tables if table.is_file()]
     return hashlib.sha256(os.fsencode("\n".join(parts))).hexdigest()
 
 
-def _file_digest(path: Path) -> str:
+def _cached_digest(path: Path) -> str:
     with reading(path):
         state = path.stat()
         return _digest_of_state(path, state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns)
@@ -62,12 +64,11 @@ def _file_digest(path: Path) -> str:
 
 @lru_cache(64)  # a file is read once per process unless it changes
 def _digest_of_state(path: Path, *_: int) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    return file_digest(path)
 
 
 def _assemble(
-    request: Request, digest: str, splits: Sequence[Split], num_classes: int, augment: Sequence[str] = ()
+    request: Request, digest: str, splits: Sequence[Split], num_classes: int, augment: tuple[Augmentation, ...] = ()
 ) -> Data:
     """Assemble the data from training and test examples; without the latter, split off a test set."""
     pool, *test = splits
@@ -107,7 +108,7 @@ def load_images(request: Request) -> Data:
         files = [(path, number[name]) for name, paths in classes.items() for path in paths]
         splits.append(image_split(request, files, f"images of {folder.name}"))
     # No flip: a mirrored letter or traffic sign may be another one.
-    return _assemble(request, digest, splits, len(number), augment=("crop",))
+    return _assemble(request, digest, splits, len(number), augment=(crop,))
 
 
 def _image_folders(folder: Path) -> list[Path]:

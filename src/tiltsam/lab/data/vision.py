@@ -16,12 +16,13 @@ from torch import Tensor
 from tiltsam.lab.data.dataset import Data, Request, Split, assemble
 from tiltsam.lab.data.download import require
 from tiltsam.lab.data.images import class_folders, image_split
+from tiltsam.lab.data.loader import crop, flip
 from tiltsam.lab.data.text import read_lines
 from tiltsam.lab.errors import DataError, reading
 
 __all__ = ["cifar", "digits", "dtd", "fashion_mnist", "read_cifar", "read_idx", "tiny_imagenet"]
 
-PHOTOS = ("crop", "flip")  # the usual augmentation of small photographs
+PHOTOS = (crop, flip)  # the usual augmentation of small photographs
 
 
 def digits(request: Request) -> Data:

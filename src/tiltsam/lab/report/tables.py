@@ -28,6 +28,7 @@ __all__ = [
     "runs_table",
 ]
 
+NOISE = 0.01  # standard deviation of the noise on the weights in the table of flatness
 MEANS = "mean ± standard error over seeds"
 IN_UNITS = " (1e-3) in a heading: numbers in units of 0.001, and so on."
 BOLD = "Bold: ahead of the next by more than the standard error of their difference."
@@ -221,25 +222,25 @@ def _outdated(run: RunRecord) -> bool:
     return run.finished and _about(run).get("finished") is False
 
 
-def flatness_table(settings: Sequence[SettingSummary], task: TaskSummary, std: float = 0.01) -> ReportTable:
+def flatness_table(settings: Sequence[SettingSummary], task: TaskSummary) -> ReportTable:
     """Return the flatness at the trained weights, mean ± standard error over seeds; lower is flatter."""
 
     def scalar(*path: str) -> Callable[[SettingSummary], Mean]:
         return lambda s: mean_of([measured(run.flatness, *path)[0] for run in s.runs])
 
     def around(name: str) -> Callable[[SettingSummary], Mean]:
-        return lambda s: mean_of([_at_noise(run, name, std) for run in s.runs])
+        return lambda s: mean_of([_at_noise(run, name) for run in s.runs])
 
     def rise(setting: SettingSummary) -> Mean:
-        return mean_of([_at_noise(run, "mean", std) - measured(run.flatness, "loss")[0] for run in setting.runs])
+        return mean_of([_at_noise(run, "mean") - measured(run.flatness, "loss")[0] for run in setting.runs])
 
     def rounded(bits: int) -> Callable[[SettingSummary], Mean]:
         return lambda s: mean_of([_rise_at_bits(run, bits) for run in s.runs])
 
     columns = [
         NumberColumn("loss", scalar("loss"), None, highest=None),
-        NumberColumn(f"mean rise at {std:g}", rise, None, highest=False),
-        NumberColumn(f"variance at {std:g}", around("variance"), None, highest=False),
+        NumberColumn(f"mean rise at {NOISE:g}", rise, None, highest=False),
+        NumberColumn(f"variance at {NOISE:g}", around("variance"), None, highest=False),
         NumberColumn("worst case", scalar("worst_case", "value"), None, highest=False),
         NumberColumn("adaptive", scalar("adaptive", "value"), None, highest=False),
         NumberColumn("8 bits", rounded(8), None, highest=False),
@@ -254,17 +255,17 @@ def flatness_table(settings: Sequence[SettingSummary], task: TaskSummary, std: f
     counts = _run_counts([len(setting.runs) for setting in settings])
     caption = (
         f"Flatness at the trained weights on {where}, {MEANS}{counts}; losses in {task.loss_unit}. Mean rise and "
-        f"variance: of the loss under noise of standard deviation {std:g} on every weight; worst case and adaptive: "
+        f"variance: of the loss under noise of standard deviation {NOISE:g} on every weight; worst case and adaptive: "
         f"its largest rise {_radius(runs)}; bits: its rise when weights are rounded to as many; λ1 and trace: of the "
         f"Hessian. {BOLD}"
     )
     return _settings_table("flatness", caption, settings, columns)
 
 
-def _at_noise(run: RunRecord, name: str, std: float) -> float:
-    """Return a statistic of the neighbourhood at a noise level, or NaN."""
+def _at_noise(run: RunRecord, name: str) -> float:
+    """Return a statistic of the neighbourhood at the noise level of the table, or NaN."""
     levels, values = (measured(run.flatness, "neighborhood", key) for key in ("std", name))
-    return next((v for s, v in zip(levels, values, strict=False) if math.isclose(s, std)), math.nan)
+    return next((v for s, v in zip(levels, values, strict=False) if math.isclose(s, NOISE)), math.nan)
 
 
 def _rise_at_bits(run: RunRecord, bits: int) -> float:

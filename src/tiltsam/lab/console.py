@@ -22,14 +22,12 @@ LINE_SECONDS = 5.0  # between plain lines; the last line of a run or file is alw
 
 
 class LiveDisplay:
-    """A live rich display with permanent lines above it. A context manager.
+    """A progress bar on a terminal, with permanent lines above it. A context manager."""
 
-    Args:
-        make: Returns the rich object to draw; called on a terminal only.
-    """
-
-    def __init__(self, make: Callable[[], Any]) -> None:
-        self._live: Any = make() if sys.stdout.isatty() else None
+    def __init__(self) -> None:
+        self._live: Any = _bar() if sys.stdout.isatty() else None
+        self._task: Any = None
+        self._name = ""
         self._last_line = 0.0
 
     def __enter__(self) -> Self:
@@ -65,11 +63,16 @@ class LiveDisplay:
         if self._live is None:
             self._line(f"{what}: {note}", last=done == total)
         else:
-            self._draw_loading(what, done, total, note)
+            self._draw(what, done, total, note)
 
-    def _draw_loading(self, what: str, done: int, total: int | None, note: str) -> None:
-        """Draw the progress of loading on a terminal."""
-        raise NotImplementedError
+    def _draw(self, name: str, done: float, total: float | None, note: str) -> None:
+        """Draw the bar; another name starts a new one in its place."""
+        if self._name != name:
+            if self._task is not None:
+                self._live.remove_task(self._task)
+            self._task = self._live.add_task(name, total=total, note=note)
+            self._name = name
+        self._live.update(self._task, completed=done, total=total, note=note)
 
     def _line(self, text: str, *, last: bool) -> None:
         if last or time.monotonic() - self._last_line >= LINE_SECONDS:
@@ -87,10 +90,8 @@ class RunDisplay(LiveDisplay):
     """
 
     def __init__(self, names: Mapping[str, str] | None = None) -> None:
-        super().__init__(_bar)
+        super().__init__()
         self._names = names or {}
-        self._task: Any = None
-        self._shown: object = None
 
     def name(self, config: TrainConfig) -> str:
         """Return the displayed name of a run."""
@@ -109,19 +110,7 @@ class RunDisplay(LiveDisplay):
         if self._live is None:
             self._line(f"{config.task} {name}  {100 * min(progress.done, 1):3.0f}%  {note}", last=progress.done >= 1)
         else:
-            self._draw(config, name, min(progress.done, 1.0), 1.0, note)
-
-    def _draw_loading(self, what: str, done: int, total: int | None, note: str) -> None:
-        self._draw(what, what, done, total, note)
-
-    def _draw(self, what: object, name: str, done: float, total: float | None, note: str) -> None:
-        """Draw the only bar; a new run or file replaces it."""
-        if self._shown != what:
-            if self._task is not None:
-                self._live.remove_task(self._task)
-            self._task = self._live.add_task(name, total=total, note=note)
-            self._shown = what
-        self._live.update(self._task, completed=done, total=total, note=note)
+            self._draw(name, min(progress.done, 1.0), 1.0, note)
 
 
 class SweepDisplay(LiveDisplay):
@@ -131,8 +120,7 @@ class SweepDisplay(LiveDisplay):
     """
 
     def __init__(self) -> None:
-        super().__init__(_bar)
-        self._task: Any = None
+        super().__init__()
         self._start: tuple[float, float] | None = None
 
     def report(self, status: SweepStatus) -> None:
@@ -146,18 +134,10 @@ class SweepDisplay(LiveDisplay):
         if self._live is not None:
             for line in status.news:
                 self.print(line)
-            self._draw_bar(f"run {min(status.ended + 1, status.total)} of {status.total}", done, status.total, note)
+            self._draw(f"run {min(status.ended + 1, status.total)} of {status.total}", done, status.total, note)
             return
         for k, line in enumerate(status.news, status.ended - len(status.news) + 1):
             print(f"run {k} of {status.total}  {line}  {note}".rstrip(), flush=True)
-
-    def _draw_loading(self, what: str, done: int, total: int | None, note: str) -> None:
-        self._draw_bar(what, done, total, note)
-
-    def _draw_bar(self, name: str, done: float, total: float | None, note: str) -> None:
-        if self._task is None:
-            self._task = self._live.add_task(name, total=total, note=note)
-        self._live.update(self._task, description=name, completed=done, total=total, note=note)
 
 
 class MeasurementBars:

@@ -442,24 +442,24 @@ def _flatness(name: str, content: dict[str, Any]) -> Flatness:
         Neighborhood.from_losses(_tensor(around["std"]), _tensor(around["losses"]), loss, around["t"]),
         slices=tuple(Slice1D(_tensor(s["positions"]), _tensor(s["losses"]), s["label"]) for s in content["slices"]),
     )
-    if found := content.get("worst_case"):
-        flat = replace(flat, worst_case=WorstCase(*_estimate(found), loss, rises=unsaved, sizes=unsaved))
-    if found := content.get("adaptive"):
-        flat = replace(flat, adaptive=WorstCase(*_estimate(found), loss, rises=unsaved, sizes=unsaved))
-    if found := content.get("rounding"):
-        losses, distances = _tensor(found["losses"]), _tensor(found["distances"])
-        flat = replace(flat, rounding=Rounding(tuple(found["bits"]), loss, losses, distances))
-    if found := content.get("trace"):
-        flat = replace(flat, trace=Trace(*_estimate(found), layers={}, samples=unsaved))
-    if found := content.get("eigenvalues"):
-        values, residuals = _tensor(found["values"]), _tensor(found["residuals"])
+    if saved := content.get("worst_case"):
+        flat = replace(flat, worst_case=WorstCase(*_estimate(saved), loss, rises=unsaved, sizes=unsaved))
+    if saved := content.get("adaptive"):
+        flat = replace(flat, adaptive=WorstCase(*_estimate(saved), loss, rises=unsaved, sizes=unsaved))
+    if saved := content.get("rounding"):
+        losses, distances = _tensor(saved["losses"]), _tensor(saved["distances"])
+        flat = replace(flat, rounding=Rounding(tuple(saved["bits"]), loss, losses, distances))
+    if saved := content.get("trace"):
+        flat = replace(flat, trace=Trace(*_estimate(saved), layers={}, samples=unsaved))
+    if saved := content.get("eigenvalues"):
+        values, residuals = _tensor(saved["values"]), _tensor(saved["residuals"])
         pairs = Eigenpairs(values, residuals, converged=unsaved, vectors=unsaved, shapes={}, num_products=0)
         flat = replace(flat, eigenpairs=pairs)
-    if found := content.get("density"):
+    if saved := content.get("density"):
         grid, values, error, nodes, weights = (
-            _tensor(found[key]) for key in ("grid", "values", "error", "nodes", "weights")
+            _tensor(saved[key]) for key in ("grid", "values", "error", "nodes", "weights")
         )
-        flat = replace(flat, density=Density(grid, values, error, nodes, weights, _number(found["width"])))
+        flat = replace(flat, density=Density(grid, values, error, nodes, weights, _number(saved["width"])))
     return flat
 
 

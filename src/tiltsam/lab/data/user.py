@@ -95,14 +95,14 @@ def _warn_validation_ignored(places: Sequence[str]) -> None:
 def load_images(request: Request) -> Data:
     """Load a folder with one folder of images per class, or with folders ``train`` and ``test`` of that form."""
     digest, folders = fingerprint(request.name), _image_folders(request.path)
-    found = [class_folders(folder) for folder in folders]
-    if found[0].keys() <= {"train", "test", *VALIDATION_NAMES}:
-        raise DataError(f"{folders[0]} must have folders named train and test, got {' and '.join(found[0])}")
+    folder_classes = [class_folders(folder) for folder in folders]
+    if folder_classes[0].keys() <= {"train", "test", *VALIDATION_NAMES}:
+        raise DataError(f"{folders[0]} must have folders named train and test, got {' and '.join(folder_classes[0])}")
     if len(folders) == 2:
         _warn_validation_ignored([str(p) for p in request.path.iterdir() if p.name in VALIDATION_NAMES])
-    number = {name: i for i, name in enumerate(found[0])}
+    number = {name: i for i, name in enumerate(folder_classes[0])}
     splits = []
-    for folder, classes in zip(folders, found, strict=True):
+    for folder, classes in zip(folders, folder_classes, strict=True):
         if unknown := sorted(set(classes) - set(number)):
             raise DataError(f"{folder / unknown[0]} is a class that {folders[0]} lacks")
         files = [(path, number[name]) for name, paths in classes.items() for path in paths]
@@ -196,10 +196,10 @@ def _table_files(path: Path) -> list[Path]:
         return [path]
     files = []
     for name in ("train", "test"):
-        found = [path / f"{name}{suffix}" for suffix in (".csv", ".tsv") if (path / f"{name}{suffix}").exists()]
-        if not found:
+        candidates = [path / f"{name}{suffix}" for suffix in (".csv", ".tsv") if (path / f"{name}{suffix}").exists()]
+        if not candidates:
             raise DataError(f"{path / name}.csv (or .tsv) is missing: a folder must have tables train and test")
-        files.append(found[0])
+        files.append(candidates[0])
     return files
 
 
@@ -251,7 +251,7 @@ def read_npz(path: Path) -> Mapping[str, np.ndarray]:
     if not zipfile.is_zipfile(path):
         raise DataError(f"{path} is damaged or not an .npz file: {hint}")
     max_bytes = 1100 * path.stat().st_size  # deflate compresses by a factor of 1032 at most
-    found = {}
+    arrays = {}
     try:
         with reading(path), zipfile.ZipFile(path) as archive:
             for name in archive.namelist():
@@ -259,12 +259,12 @@ def read_npz(path: Path) -> Mapping[str, np.ndarray]:
                     with archive.open(name) as member:
                         _check_array_size(member, max_bytes)
                     with archive.open(name) as member:
-                        found[name.removesuffix(".npy")] = np.lib.format.read_array(member, allow_pickle=False)
+                        arrays[name.removesuffix(".npy")] = np.lib.format.read_array(member, allow_pickle=False)
     except DataError:
         raise
     except Exception as error:  # zipfile, numpy and its header parser raise many types for damaged files
         raise DataError(f"{path} cannot be read: {error or type(error).__name__}") from error
-    return found
+    return arrays
 
 
 def _check_array_size(member: IO[bytes], max_bytes: int) -> None:

@@ -31,9 +31,9 @@ def digits(request: Request) -> Data:
         from sklearn.datasets import load_digits
     except ImportError as error:
         raise DataError("digits come with scikit-learn: pip install '.[lab]'") from error
-    found = load_digits()
-    images = torch.tensor(found.images * 15, dtype=torch.uint8)[:, None]  # grey levels 0…16 become 0…240
-    pool = Split({"image": images}, torch.tensor(found.target, dtype=torch.int64))
+    bunch = load_digits()
+    images = torch.tensor(bunch.images * 15, dtype=torch.uint8)[:, None]  # grey levels 0…16 become 0…240
+    pool = Split({"image": images}, torch.tensor(bunch.target, dtype=torch.int64))
     return assemble(request, pool, None, 10)
 
 

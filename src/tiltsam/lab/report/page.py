@@ -154,15 +154,15 @@ def task_facts(task: TaskSummary) -> dict[str, str]:
     """
 
     def values(name: str) -> list[Any]:
-        found = [run.setup.get(name, run.config.get(name)) for run in task.runs]
-        return sorted({value for value in found if isinstance(value, (str, float, int))}, key=str)
+        entries = [run.setup.get(name, run.config.get(name)) for run in task.runs]
+        return sorted({value for value in entries if isinstance(value, (str, float, int))}, key=str)
 
     def sizes(name: str) -> list[int]:
         return [value for value in values(name) if isinstance(value, int) and value > 0]
 
     facts = {"task": " · ".join([task.name, *map(str, values("description"))])}
     splits = {split: sizes(f"num_{split}") for split in ("train", "validation", "test")}
-    facts["examples"] = ", ".join(f"{_either(found)} {split}" for split, found in splits.items() if found)
+    facts["examples"] = ", ".join(f"{_either(counts)} {split}" for split, counts in splits.items() if counts)
     if splits["test"] and max(map(len, splits.values())) == 1:
         facts["test share"] = f"{splits['test'][0] / sum(map(sum, splits.values())):.0%}"
     facts["classes"] = _either(sizes("num_classes"))

@@ -82,9 +82,9 @@ def task_plots(task: TaskSummary) -> list[Plot]:
         ("passes", "Score against passes", "forward+backward passes", score, "passes", test, ""),
         ("seconds", "Score against time", "training time (s)", score, "seconds", test, ""),
     ]
-    found = [_metrics_plot(task, *arguments) for arguments in plots]
-    found += [_effective_samples(task), _example_ess(task), *_tilt(task, score, test)]
-    return [plot for plot in found if plot.curves]
+    drawn = [_metrics_plot(task, *arguments) for arguments in plots]
+    drawn += [_effective_samples(task), _example_ess(task), *_tilt(task, score, test)]
+    return [plot for plot in drawn if plot.curves]
 
 
 def _metrics_plot(
@@ -285,13 +285,13 @@ def _slices(settings: Sequence[SettingSummary], unit: str) -> list[Plot]:
     """Return one plot per kind of direction."""
     curves: dict[str, list[Curve]] = {}
     for setting in settings:
-        found: dict[str, list[tuple[list[float], list[float]]]] = {}
+        by_label: dict[str, list[tuple[list[float], list[float]]]] = {}
         for run in setting.runs:
             entries = (run.flatness or {}).get("slices")
             for number, entry in enumerate(entries if isinstance(entries, list) else ()):
                 label = str(entry.get("label") or f"direction {number}") if isinstance(entry, dict) else "?"
-                found.setdefault(label, []).append((measured(entry, "positions"), measured(entry, "losses")))
-        for label, slices in found.items():
+                by_label.setdefault(label, []).append((measured(entry, "positions"), measured(entry, "losses")))
+        for label, slices in by_label.items():
             positions = slices[0][0]
             means = _means([losses for others, losses in slices if others == positions])
             curve = _curve(setting, positions[: len(means)], means[: len(positions)])

@@ -271,8 +271,8 @@ def _at_noise(run: RunRecord, name: str) -> float:
 def _rise_at_bits(run: RunRecord, bits: int) -> float:
     """Return the rise of the loss when weights are rounded to so many bits, or NaN."""
     widths, losses = (measured(run.flatness, "rounding", key) for key in ("bits", "losses"))
-    found = next((loss for width, loss in zip(widths, losses, strict=False) if width == bits), math.nan)
-    return found - measured(run.flatness, "loss")[0]
+    rounded = next((loss for width, loss in zip(widths, losses, strict=False) if width == bits), math.nan)
+    return rounded - measured(run.flatness, "loss")[0]
 
 
 def _about(run: RunRecord) -> dict[str, Any]:
@@ -289,11 +289,11 @@ def _examples_mark(run: RunRecord) -> str:
 
 def _radius(runs: Sequence[RunRecord]) -> str:
     """Return the radius of the worst case as text, if recorded."""
-    found = [
+    recorded = [
         dict.fromkeys(f"{r:g}" for run in runs if isinstance(r := _about(run).get(key), (int, float)))
         for key in ("rho", "adaptive_rho")
     ]
-    plain, adaptive = (" or ".join(radii) for radii in found)
+    plain, adaptive = (" or ".join(radii) for radii in recorded)
     if not plain:
         return "nearby"
     return f"within a radius of {plain}" + (f" (adaptive: {adaptive})" if adaptive else "")

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.data import Data, Split
+from tiltsam.lab.data.loader import crop, flip
 from tiltsam.lab.records import Record
 from tiltsam.lab.train import Progress, Trainer
 from timing import environment, print_table
@@ -54,7 +55,7 @@ def random_cifar(examples: int, test: int) -> Data:
         num_classes=100,
         mean=(0.5, 0.5, 0.5),
         std=(0.25, 0.25, 0.25),
-        augment=("crop", "flip"),
+        augment=(crop, flip),
     )
 
 

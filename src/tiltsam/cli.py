@@ -6,13 +6,13 @@ import argparse
 import inspect
 import math
 import os
-import shutil
 import signal
 import sys
 import tomllib
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -482,7 +482,7 @@ def _compare(args: argparse.Namespace) -> None:
     from tiltsam.lab.compare import compare, comparison_cells, format_rows
     from tiltsam.lab.config import TILT_HAS_NO_EFFECT, tilt_has_no_effect
     from tiltsam.lab.console import RunDisplay, print_table
-    from tiltsam.lab.data import find_task
+    from tiltsam.lab.data import data_loader, find_task
     from tiltsam.lab.flags import shared_settings
     from tiltsam.lab.records import Record
     from tiltsam.lab.report import write_report
@@ -495,14 +495,9 @@ def _compare(args: argparse.Namespace) -> None:
             print(f"tiltsam compare: {name} has {TILT_HAS_NO_EFFECT}", file=sys.stderr, flush=True)
     with RunDisplay({runs[0].key(): name for name, runs in cells.items()}) as display:
         rows = compare(
-            config,
-            list(cells),
+            cells,
             args.out,
-            seeds=args.seeds,
-            settings=settings,
-            root=args.data_root,
-            download=args.download,
-            loading=display.loading,
+            data=data_loader(args.data_root, download=args.download, progress=display.loading),
             log=args.log,
             report=display.report,
             tick=display.report,
@@ -514,7 +509,7 @@ def _compare(args: argparse.Namespace) -> None:
         print("BatchNorm statistics, if any, were re-estimated before each evaluation.")
     print(f"runs: {args.out}")
     folders = [Record.of(args.out, run).folder for runs in cells.values() for run in runs]
-    print(write_report(folders, folders[0].parents[1] / "report").message())
+    print(write_report(folders, folders[0].parents[1] / "report", compare_settings=True).message())
     if not any(row.runs for row in rows):
         raise UserError("all runs failed")
 
@@ -563,7 +558,7 @@ def _sweep(args: argparse.Namespace) -> None:
     print(f"result: {result.path}")
     folder = result.path.parent
     if any((run / "config.json").exists() for run in tested_runs(folder)):  # all may be on other machines
-        print(write_report([folder], folder / "report").message())
+        print(write_report([folder], folder / "report", compare_settings=True).message())
     if not any(row.config for row in result.entries):
         raise UserError("nothing was chosen: no trial finished with a finite loss")
 
@@ -624,7 +619,7 @@ def _reproduce(args: argparse.Namespace) -> None:
     write_numbers(found, folder / "numbers.json")
     print(f"numbers: {folder / 'numbers.json'}")
     if folders := found.folders():
-        print(write_report(folders, folder).message())
+        print(write_report(folders, folder, compare_settings=True).message())
 
 
 def _two_tilts(args: argparse.Namespace) -> None:
@@ -657,7 +652,7 @@ def _two_tilts(args: argparse.Namespace) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "tables.md").write_text(text)
     print(f"tables: {folder / 'tables.md'}")
-    print(write_report(sweeps, folder).message())
+    print(write_report(sweeps, folder, compare_settings=True).message())
 
 
 def _report(args: argparse.Namespace) -> None:
@@ -668,8 +663,16 @@ def _report(args: argparse.Namespace) -> None:
 
 
 def _sharpness(args: argparse.Namespace) -> None:
-    from tiltsam.lab.console import MeasurementBars
-    from tiltsam.lab.flatness import FlatnessPlan, find_runs, format_table, measure_runs, save_flatness, table_rows
+    from tiltsam.lab.console import MeasurementBars, print_table
+    from tiltsam.lab.data import data_loader
+    from tiltsam.lab.flatness import (
+        FlatnessPlan,
+        find_runs,
+        flatness_cells,
+        measure_runs,
+        save_flatness,
+        setting_name,
+    )
     from tiltsam.lab.flatness_plots import write_figures
 
     if args.examples < 1 or args.samples < 2:
@@ -696,7 +699,7 @@ def _sharpness(args: argparse.Namespace) -> None:
             split=args.split,
             examples=args.examples,
             device=args.device,
-            root=args.data_root,
+            data=data_loader(args.data_root),
             plan=plan,
             progress=bars,
             skipped=skipped,
@@ -707,7 +710,10 @@ def _sharpness(args: argparse.Namespace) -> None:
     if not measured:
         raise UserError("none of the runs can be measured")
     flats = [measured[name] for name in runs if name in measured]
-    print(format_table(table_rows(flats), shutil.get_terminal_size((120, 24)).columns))
+    settings = [replace(flat, name=setting_name(flat.name)) for flat in flats]
+    several = len({flat.name for flat in settings}) < len(settings)
+    errors = "mean ± standard error over seeds" if several else "± standard error of the measurement"
+    print_table(f"flatness, {errors}", flatness_cells(settings))
     print("saved as flatness.json in each run's folder, for tiltsam report")
     for path in write_figures(flats, args.out) if figures else ():
         print(f"wrote {path}")

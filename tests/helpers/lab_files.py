@@ -11,7 +11,7 @@ from PIL import Image
 from tiltsam.lab import data as lab_data
 from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.data.glue import GLUE
-from tiltsam.lab.data.loader import AUGMENTATIONS
+from tiltsam.lab.data.loader import crop, flip
 from tiltsam.lab.evaluate import METRICS
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "he", "said", "no", "more", "reply", '"', *map(str, range(20))]
@@ -165,7 +165,7 @@ def check(data):
             assert split.targets.dtype == torch.int64
             assert not len(split) or (split.targets.min() >= 0 and split.targets.max() < data.num_classes)
     assert set(data.metrics) <= set(METRICS)
-    assert set(data.augment) <= set(AUGMENTATIONS)
+    assert set(data.augment) <= {crop, flip}
     channels = data.train.inputs["image"].shape[1] if "image" in data.train.inputs else 0
     assert len(data.mean) == len(data.std) == channels
     assert all(std > 0 for std in data.std)

@@ -11,7 +11,7 @@ from helpers.tracing import named_functions_of
 from helpers.vasso import VaSSO
 from lab_processes import files_named, start
 from tiltsam.cli import main
-from tiltsam.lab.compare import compare, compare_configs, comparison_cells, format_rows, summarise
+from tiltsam.lab.compare import compare, comparison_cells, format_rows
 from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.errors import ConfigError, TrainError
 from tiltsam.lab.records import Record
@@ -34,15 +34,14 @@ def ends_well(process) -> bool:
 def test_compare_trains_each_method_with_each_seed_once(tmp_path):
     trained = []
     rows = compare(
-        QUICK,
-        ["erm", "sam:rho=0.1"],
+        comparison_cells(QUICK, ["erm", "sam:rho=0.1"], seeds=2),
         tmp_path,
-        seeds=2,
         report=lambda config, progress: trained.append((config.method, config.seed)),
     )
     assert [(row.method, row.runs) for row in rows] == [("erm", 2), ("sam:rho=0.1", 2)]
     assert trained == [("erm", 0), ("sam", 0), ("erm", 1), ("sam", 1)]
-    assert compare(QUICK, ["erm"], tmp_path, seeds=2, report=lambda *_: pytest.fail("trained again")) == rows[:1]
+    alone = comparison_cells(QUICK, ["erm"], seeds=2)
+    assert compare(alone, tmp_path, report=lambda *_: pytest.fail("trained again")) == rows[:1]
 
 
 def test_comparison_cells_keep_the_first_of_equal_methods():
@@ -52,9 +51,15 @@ def test_comparison_cells_keep_the_first_of_equal_methods():
 @pytest.mark.parametrize(
     ("methods", "seeds", "value"), [(["sgd"], 1, "sgd"), (["erm:rho=1"], 1, "rho"), (["erm"], 0, "0")]
 )
-def test_compare_refuses_unknown_methods_settings_and_seeds(methods, seeds, value, tmp_path):
+def test_comparison_cells_refuse_unknown_methods_settings_and_seeds(methods, seeds, value):
     with pytest.raises(ConfigError, match=value):
-        compare(QUICK, methods, tmp_path, seeds=seeds)
+        comparison_cells(QUICK, methods, seeds)
+
+
+def test_compare_checks_all_cells_before_it_trains(tmp_path):
+    cells = comparison_cells(QUICK, ["erm", "sam:rho=-1"], seeds=1)
+    with pytest.raises(ConfigError, match="-1"):
+        compare(cells, tmp_path)
     assert not list(tmp_path.iterdir())
 
 
@@ -70,19 +75,14 @@ def test_compare_continues_after_a_diverged_run(tmp_path, capsys):
         train(small(method="sam", lr=1e30), Record(tmp_path / "again"))
 
 
-def test_compare_configs_reuses_runs_and_averages_over_seeds(tmp_path):
-    configs = [small(method=m, seed=s) for m in ("erm", "sam") for s in (0, 1)]
-    trained = []
-    rows = compare_configs(configs, tmp_path, report=lambda c, p: trained.append((c.method, c.seed)))
-    assert len(set(trained)) == 4
+def test_compare_averages_over_seeds(tmp_path):
+    cells = {m: [small(method=m, seed=s) for s in (0, 1)] for m in ("erm", "sam")}
+    rows = compare(cells, tmp_path)
     assert [row.method for row in rows] == ["erm", "sam"]
-    scores = [100 * Record.of(tmp_path, c).result()["score"] for c in configs[:2]]
+    scores = [100 * Record.of(tmp_path, c).result()["score"] for c in cells["erm"]]
     assert rows[0].mean == pytest.approx(sum(scores) / 2)
     assert rows[0].error == pytest.approx(abs(scores[0] - scores[1]) / 2)
-    again = compare_configs(configs, tmp_path, report=lambda c, p: pytest.fail("trained again"))
-    assert again == rows
     assert format_rows(rows)[0][0] == "method"
-    assert summarise([small(method="tsam")], tmp_path)[0].runs == 0
 
 
 def test_compare_report_shows_only_the_compared_cells(tmp_path, capsys):

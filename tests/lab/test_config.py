@@ -229,3 +229,11 @@ def test_every_needs_a_class(monkeypatch):
     assert isinstance(config.wrap(base, seed=1), tiltsam.SAM)
     with pytest.raises(ConfigError, match="every"):
         replace(config, every=2).wrap(base, seed=1)
+
+
+def test_task_path_is_normalised():
+    config = TrainConfig("images:photos/cats")
+    for path in ("./photos/cats", "photos/cats/", "photos//./cats"):
+        assert TrainConfig(f"images:{path}") == config
+    for task in ("digits", "images:", "images:../cats", "images:a/../cats", "images:/photos/cats", "images:~/cats"):
+        assert TrainConfig(task).task == task

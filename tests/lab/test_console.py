@@ -16,7 +16,7 @@ from helpers.lab_files import cifar, dtd, picture
 from tiltsam.cli import main
 from tiltsam.lab import data as lab_data
 from tiltsam.lab import train as training
-from tiltsam.lab.compare import compare_configs
+from tiltsam.lab.compare import compare
 from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.console import MeasurementBars, RunDisplay, print_table
 from tiltsam.lab.data.download import Remote, download
@@ -47,11 +47,16 @@ def test_run_display_shows_loss_score_speed_and_time_left(terminal, capsys):
     assert "loss" not in out
 
 
-def test_print_table_cuts_no_number_on_a_narrow_terminal(monkeypatch, capsys):
+def test_print_table_breaks_no_word_on_a_narrow_terminal(monkeypatch, capsys):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    monkeypatch.setenv("COLUMNS", "40")
-    print_table("losses", [["trained by", *["at best validation"] * 4], ["TSAM", *["118.6722 ± 12.1214"] * 4]])
-    assert "…" not in capsys.readouterr().out
+    monkeypatch.setenv("COLUMNS", "60")
+    numbers = [f"{k}18.6722 ± 12.1214" for k in range(5)]
+    print_table("losses", [["trained by", *[f"sam example_tilt_warmup={k}" for k in range(5)]], ["TSAM", *numbers]])
+    out = capsys.readouterr().out
+    assert all(number in out for number in numbers)
+    assert all(f"example_tilt_warmup={k}" in out for k in range(5))
+    assert out.count("TSAM") == 3  # two columns fit next to the first
+    assert out.count("│") == 2 * 4 + 3  # none is cut off
 
 
 @pytest.mark.parametrize("terminal", [True, False])
@@ -179,7 +184,7 @@ def test_compare_loads_data_once_per_seed(tmp_path, monkeypatch):
 
     monkeypatch.setattr(lab_data, "load", load)
     cells = [replace(CONFIG, method=m, seed=s, epochs=1) for s in (0, 1) for m in ("erm", "sam")]
-    compare_configs(cells, tmp_path)
+    compare({m: [c for c in cells if c.method == m] for m in ("erm", "sam")}, tmp_path)
     assert loaded == [0, 1]
     scores = [Record.of(tmp_path, cell).result()["score"] for cell in cells]
     alone = train(cells[3], Record(tmp_path / "alone"))

@@ -1,6 +1,7 @@
 """Measurements of models and of runs, their table, and the command ``tiltsam sharpness``."""
 
 import json
+import math
 import shutil
 from dataclasses import asdict, replace
 
@@ -18,14 +19,15 @@ from tiltsam.lab.flatness import (
     FlatnessPlan,
     compare,
     find_runs,
-    format_table,
+    flatness_cells,
     load_flatness,
     measure_runs,
     save_flatness,
-    table_rows,
+    setting_name,
 )
 from tiltsam.lab.records import Record
 from tiltsam.lab.report import write_report
+from tiltsam.lab.stats import Mean, format_mean
 from tiltsam.lab.train import train
 
 QUICK = FlatnessPlan(std=(0.01, 0.1), num_samples=4, num_trace_samples=3, num_density_probes=2, num_points=5)
@@ -34,47 +36,41 @@ FAST = FlatnessPlan(
 )
 
 
-def test_compare_and_table_rows():
+def cells_by_label(flats, **options):
+    headings, *rows = flatness_cells(flats, **options)
+    return headings, {label: cells for label, *cells in rows}
+
+
+def test_flatness_cells():
     flats = compare({"a": convnet(), "b": convnet()}, cross_entropy, unequal_batches(), QUICK)
-    first, second = table_rows(flats, std=0.1)
-    assert first["std"] == 0.1
-    assert {k: v for k, v in first.items() if k != "model"} == {k: v for k, v in second.items() if k != "model"}
-    assert first["λ1"] == float(flats[0].eigenpairs.values[0])
-    assert {"loss", "mean", "variance", "t-variance", "worst case", "adaptive", "trace", "trace error"} <= first.keys()
-    assert abs(first["4-bit rise"]) > abs(first["8-bit rise"]) > 0
-    text = format_table([first, second])
-    assert text.splitlines()[0].split() == ["model", "a", "b"]
-    assert "±" in text
+    headings, rows = cells_by_label(flats, std=0.1)
+    assert headings == ["model", "a", "b"]
+    assert all(a == b for a, b in rows.values())
+    around = flats[0].neighborhood
+    assert rows["variance at 0.1"][0] == format_mean(
+        Mean(float(around.variance[1]), float(around.variance_error[1]), 1)
+    )
+    assert float(rows["λ1"][0]) == pytest.approx(float(flats[0].eigenpairs.values[0]), rel=1e-3)
+    assert {"loss", "t-variance at 0.1", "worst case", "adaptive", "trace"} <= rows.keys()
+    assert abs(float(rows["4-bit rise"][0])) > abs(float(rows["8-bit rise"][0])) > 0
     few = compare(
         {"a": convnet()},
         cross_entropy,
         unequal_batches(),
         FlatnessPlan((0.1,), 2, 1.0, 0.05, 0.5, 0, (), 0, 0, 0, 1, 0),
     )
-    assert not {"λ1", "4-bit rise"} & table_rows(few)[0].keys()
+    assert not {"λ1", "4-bit rise"} & cells_by_label(few)[1].keys()
     with pytest.raises(ValueError, match="models"):
         compare({}, cross_entropy, unequal_batches())
 
 
-def test_format_table_separates_long_names():
-    names = ["tsam num_samples=5 rho=0.05 seed 0", "tsam num_samples=5 rho=0.05 seed 1"]
-    text = format_table([{"model": name, "loss": 1.0} for name in names])
-    assert "  ".join(names) in text
-    assert len({len(line) for line in text.splitlines()}) == 1
-
-
-def test_format_table_wraps_to_width():
-    names = [f"tsam lr=0.05 num_samples=5 rho=0.05 seed {seed}" for seed in range(7)]
-    text = format_table([{"model": name, "loss": 1.0, "mean": 2.0, "mean error": 0.1} for name in names], width=90)
-    assert max(len(line) for line in text.splitlines()) <= 90
-    first, second, third = text.split("\n\n")  # three models fit in a line
-    lines = [line.split() for line in first.splitlines()]
-    assert lines[0] == ["model", *["tsam", "lr=0.05"] * 3]
-    assert " ".join(lines[2]) == "seed 0 seed 1 seed 2"
-    assert lines[-1] == ["mean", *["2", "±", "0.1"] * 3]
-    assert second.count("±") == 3
-    assert third.count("±") == 1
-    assert len(format_table([{"model": "a", "loss": 1.0}], width=1).splitlines()) == 2
+def test_flatness_cells_average_models_with_the_same_name():
+    (flat,) = compare({"a": convnet()}, cross_entropy, unequal_batches(), FAST)
+    flats = [replace(flat, loss=1.0), replace(flat, loss=2.0), replace(flat, name="b", loss=math.inf)]
+    headings, rows = cells_by_label(flats)
+    assert headings == ["model", "a", "b"]
+    assert rows["loss"] == ["1.50 ± 0.50", "–"]
+    assert "±" not in rows["trace"][1]  # a single model has no error of a mean
 
 
 @pytest.fixture(scope="module")
@@ -210,8 +206,12 @@ def test_load_flatness_returns_what_save_flatness_wrote(tmp_path):
     save_flatness(record, flat, about)
     found = load_flatness(record, "b", about)
     assert found is not None
-    (row,), (read,) = table_rows([flat]), table_rows([found])
-    assert str(row | {"model": "b"}) == str(read)
+    assert found.name == "b"
+    assert flatness_cells([replace(found, name="a")]) == flatness_cells([flat])
+    for saved, read in ((getattr(x, name) for x in (flat, found)) for name in ("worst_case", "adaptive", "trace")):
+        assert (saved.value, saved.error) == (read.value, read.error)
+    assert torch.equal(found.eigenpairs.values, flat.eigenpairs.values)
+    assert torch.equal(found.rounding.losses, flat.rounding.losses)
     torch.testing.assert_close(asdict(found.neighborhood), asdict(flat.neighborhood), rtol=0, atol=0, equal_nan=True)
     names = ("grid", "values", "error", "nodes", "weights", "width")
     for name in names:
@@ -222,6 +222,17 @@ def test_load_flatness_returns_what_save_flatness_wrote(tmp_path):
         assert torch.equal(ours.losses, theirs.losses)
         assert torch.equal(ours.positions, theirs.positions)
     assert load_flatness(record, "b", about | {"t": 1.0}) is None
+
+
+def test_sharpness_prints_means_over_seeds(copied, capsys):
+    config = TrainConfig(method="sam", epochs=6, batch_size=128, seed=1)
+    train(config, Record.of(copied, config))
+    assert sharpness_of(copied) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "flatness, mean ± standard error over seeds" in lines
+    heading, loss = (next(line for line in lines if line.startswith(f"| {label} ")) for label in ("model", "loss"))
+    assert heading.split() == ["|", "model", "|", "erm", "|", "sam", "|"]
+    assert loss.count("±") == 1
 
 
 def test_sharpness_saves_each_run_before_the_next(copied, monkeypatch, capsys):
@@ -303,6 +314,7 @@ def test_find_runs_gives_unique_names(tmp_path):
     names = ["erm seed 0", *(f"sam rho={rho} seed {seed}" for rho in (0.05, 0.2) for seed in (0, 1))]
     found = find_runs([tmp_path])
     assert list(found) == names
+    assert list(dict.fromkeys(map(setting_name, found))) == ["erm", "sam rho=0.05", "sam rho=0.2"]
     assert all(found[name].config() == config for name, config in zip(names[1:], configs, strict=True))
     Record.of(tmp_path / "b", configs[0]).begin(configs[0], torch.device("cpu"))  # the same once more
     again = find_runs([tmp_path])

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from tiltsam.lab.config import COMPARED, TrainConfig
-from tiltsam.lab.data import Data, LoadingCallback, data_loader
+from tiltsam.lab.config import TrainConfig
+from tiltsam.lab.data import Data, data_loader
 from tiltsam.lab.errors import ConfigError, TrainError
 from tiltsam.lab.flags import method_configs
 from tiltsam.lab.records import Record
@@ -21,7 +21,7 @@ from tiltsam.lab.stats import Mean, format_mean, mean_of
 from tiltsam.lab.tracking import TrackerName
 from tiltsam.lab.train import Progress, train
 
-__all__ = ["ComparisonRow", "compare", "compare_configs", "comparison_cells", "format_rows", "summarise"]
+__all__ = ["ComparisonRow", "compare", "comparison_cells", "format_rows"]
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def comparison_cells(
         methods: Methods, maybe with their own settings, as in ``asam:rho=5`` or ``tsam:num_samples=3,t=100``. Of
             several that result in the same runs, the first is kept.
         seeds: Runs per method, with seeds 0, 1, ….
-        settings: Settings of all methods that have them, as in ``{"rho": 0.2}``; a method's own go first.
+        settings: Settings of all methods that have them, as in ``{"rho": 0.2}``; a method's own take precedence.
 
     Raises:
         ConfigError: If there is no such method or setting, or ``seeds`` is less than 1.
@@ -75,83 +75,50 @@ def comparison_cells(
 
 
 def compare(
-    config: TrainConfig,
-    methods: Sequence[str] | None = None,
+    cells: Mapping[str, Sequence[TrainConfig]],
     out: Path = Path("runs"),
     *,
-    seeds: int = 2,
-    settings: Mapping[str, Any] | None = None,
-    **training: Any,
-) -> list[ComparisonRow]:
-    """Train several methods on one task with several seeds, and average over the seeds. Finished runs are reused.
-
-    Args:
-        config: The settings that all methods share; its method and seed are replaced.
-        methods: Methods, maybe with their own settings, as in ``asam:rho=5``; by default
-            :data:`tiltsam.lab.config.COMPARED`.
-        out: Folder of the records.
-        seeds: Runs per method, with seeds 0, 1, ….
-        settings: Settings of all methods that have them, as in ``{"rho": 0.2}``; a method's own go first.
-        **training: Arguments of :func:`compare_configs`: ``root``, ``download``, ``report`` and so on.
-
-    Raises:
-        ConfigError: If there is no such method or setting, before anything is trained.
-    """
-    cells = comparison_cells(config, COMPARED if methods is None else methods, seeds, settings)
-    names = {runs[0].key(): name for name, runs in cells.items()}
-    configs = [runs[seed] for seed in range(seeds) for runs in cells.values()]
-    return compare_configs(configs, out, names=names, **training)
-
-
-def compare_configs(
-    configs: Sequence[TrainConfig],
-    out: Path,
-    *,
-    root: Path | None = None,
-    download: bool = False,
-    loading: LoadingCallback | None = None,
     data: Callable[[TrainConfig], Data] | None = None,
     log: TrackerName | None = None,
     report: Callable[[TrainConfig, Progress], None] = lambda config, progress: None,
     tick: Callable[[TrainConfig, Progress], None] = lambda config, progress: None,
     failed: Callable[[TrainConfig, TrainError], None] = lambda config, error: None,
-    names: Mapping[str, str] | None = None,
     poll_seconds: float = 1.0,
 ) -> list[ComparisonRow]:
-    """Train every config that has no result yet, and average over seeds.
+    """Train every run that has no result yet, first those of one seed, and average over seeds.
 
     Several processes may work on one folder: each run is locked by one of them; the others continue with the next run
     and wait for it at the end.
 
     Args:
-        configs: The runs: methods times seeds.
+        cells: The runs by the name of their row, one per seed; see :func:`comparison_cells`.
         out: Folder of the records.
-        root: Folder of the data sets.
-        download: Download missing data sets.
-        loading: Called with the progress of downloads and of decoding images.
-        data: Returns the data of a config; by default a :func:`tiltsam.lab.data.data_loader` of the three above.
+        data: Returns the data of a config; by default a :func:`tiltsam.lab.data.data_loader`.
         log: Also write the metrics to this tracker.
         report: Called after every epoch.
         tick: Called about twice a second within an epoch.
         failed: Called when a run fails; the others continue.
-        names: Names of rows by the key of their configs; by default the method's name.
         poll_seconds: Seconds between checks of runs that other processes have locked.
 
     Raises:
         ConfigError: If a setting is out of bounds, before anything is trained.
-    """
-    for config in configs:
-        config.wrap(torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=config.lr))
 
-    data = data or data_loader(root, download=download, progress=loading)
-    pending = list(configs)
-    broken: list[TrainConfig] = []
+    Example:
+        >>> cells = comparison_cells(TrainConfig("digits", epochs=20), ["erm", "tsam:t=5"], seeds=3)
+        >>> rows = compare(cells)  # doctest: +SKIP
+    """
+    for configs in cells.values():
+        configs[0].wrap(torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=configs[0].lr))
+
+    data = data or data_loader()
+    pending = list(dict.fromkeys(config for seed in zip(*cells.values(), strict=True) for config in seed))
+    diverged: list[TrainConfig] = []
     while pending:
         elsewhere = []
         for config in pending:
             record = Record.of(out, config)
-            with record.lock() as mine:
-                if not mine:
+            with record.lock() as locked:
+                if not locked:
                     elsewhere.append(config)
                     continue
                 try:
@@ -164,31 +131,18 @@ def compare_configs(
                         tick=partial(tick, config),
                     )
                 except TrainError as error:
-                    broken.append(config)
+                    diverged.append(config)
                     failed(config, error)
         pending = [c for c in elsewhere if Record.of(out, c).result() is None]
         if pending:
             time.sleep(poll_seconds)
-    return summarise(configs, out, broken, names)
-
-
-def summarise(
-    configs: Sequence[TrainConfig],
-    out: Path,
-    broken: Sequence[TrainConfig] = (),
-    names: Mapping[str, str] | None = None,
-) -> list[ComparisonRow]:
-    """Average the finished runs over seeds."""
-    groups: dict[str, list[TrainConfig]] = {}
-    for config in configs:
-        groups.setdefault(config.key(), []).append(config)
     return [
         _row(
-            (names or {}).get(key, members[0].method),
-            [r for c in members if (r := Record.of(out, c).result())],
-            sum(c in broken for c in members),
+            name,
+            [r for config in configs if (r := Record.of(out, config).result())],
+            sum(config in diverged for config in configs),
         )
-        for key, members in groups.items()
+        for name, configs in cells.items()
     ]
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from inspect import Parameter
+from pathlib import PurePosixPath
 from textwrap import shorten
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -30,6 +31,7 @@ __all__ = [
     "has_setting",
     "kinds",
     "method_options",
+    "tilt_defaults",
     "tilt_has_no_effect",
 ]
 
@@ -166,7 +168,10 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for name, hint in field_types().items():
             _check_type(name, getattr(self, name), hint)
-        for name, value in self._tilt_defaults().items():
+        kind, _, path = self.task.partition(":")
+        if path:  # ./data.npz and data.npz are one file; a/../data.npz need not be, as a may be a link
+            object.__setattr__(self, "task", f"{kind}:{PurePosixPath(path)}")
+        for name, value in tilt_defaults(self.example_tilt, self.class_tilt).items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)
         object.__setattr__(self, "options", self._check_options())
@@ -201,14 +206,6 @@ class TrainConfig:
             raise ConfigError("concurrent=True cannot be combined with share_ascent: samples wait for it")
         if self.t_schedule != "constant" and (delta := self.options.get("delta")) is not None:
             raise ConfigError(f"delta must be None with t_schedule={self.t_schedule!r}, got {delta:g}")
-
-    def _tilt_defaults(self) -> dict[str, float]:
-        """Return the defaults that depend on the tilts."""
-        negative = self.example_tilt < 0
-        return {
-            "example_ess": TILT_ESS if negative and self.class_tilt is None else 0.0,
-            "example_tilt_warmup": TILT_WARMUP if negative else 0.0,
-        }
 
     def _check_loss(self) -> None:
         for name, loss in {"gce_q": "gce", "logit_tau": "logit-adjusted"}.items():
@@ -249,7 +246,7 @@ class TrainConfig:
 
     def settings(self) -> dict[str, Any]:
         """Return the fields and options that differ from their defaults, by name."""
-        defaults = DEFAULTS | self._tilt_defaults()
+        defaults = DEFAULTS | tilt_defaults(self.example_tilt, self.class_tilt)
         changed = {name: value for name, default in defaults.items() if (value := getattr(self, name)) != default}
         return {**changed, **self.options}
 
@@ -305,7 +302,7 @@ class TrainConfig:
 
     def key(self) -> str:
         """Return a short name of all settings but the seed: runs that differ only in the seed are averaged."""
-        resolved = {name: getattr(self, name) for name in self._tilt_defaults()}
+        resolved = {name: getattr(self, name) for name in tilt_defaults(self.example_tilt, self.class_tilt)}
         body = {name: value for name, value in self.settings().items() if name not in ("seed", "device", *resolved)}
         body |= {name: value for name, value in resolved.items() if value}
         body = {name: float(value) if isinstance(value, int) else value for name, value in body.items()}
@@ -313,9 +310,18 @@ class TrainConfig:
         return f"{self.method}-{digest}"
 
 
+def tilt_defaults(example_tilt: float, class_tilt: float | None) -> dict[str, float]:
+    """Return the defaults of the fields that depend on the tilts."""
+    negative = example_tilt < 0
+    return {
+        "example_ess": TILT_ESS if negative and class_tilt is None else 0.0,
+        "example_tilt_warmup": TILT_WARMUP if negative else 0.0,
+    }
+
+
 DEFAULTS: dict[str, Any] = {
     **{f.name: f.default for f in dataclasses.fields(TrainConfig) if f.name != "options"},
-    **dict.fromkeys(("example_ess", "example_tilt_warmup"), 0.0),
+    **tilt_defaults(0.0, None),
 }
 """The defaults of the fields, without the options; of those that depend on a tilt, the values without one."""
 

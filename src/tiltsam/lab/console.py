@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
@@ -21,14 +22,12 @@ LINE_SECONDS = 5.0  # between plain lines; the last line of a run or file is alw
 
 
 class LiveDisplay:
-    """A live rich display with permanent lines above it. A context manager.
+    """A progress bar on a terminal, with permanent lines above it. A context manager."""
 
-    Args:
-        make: Returns the rich object to draw; called on a terminal only.
-    """
-
-    def __init__(self, make: Callable[[], Any]) -> None:
-        self._live: Any = make() if sys.stdout.isatty() else None
+    def __init__(self) -> None:
+        self._live: Any = _bar() if sys.stdout.isatty() else None
+        self._task: Any = None
+        self._name = ""
         self._last_line = 0.0
 
     def __enter__(self) -> Self:
@@ -64,11 +63,16 @@ class LiveDisplay:
         if self._live is None:
             self._line(f"{what}: {note}", last=done == total)
         else:
-            self._draw_loading(what, done, total, note)
+            self._draw(what, done, total, note)
 
-    def _draw_loading(self, what: str, done: int, total: int | None, note: str) -> None:
-        """Draw the progress of loading on a terminal."""
-        raise NotImplementedError
+    def _draw(self, name: str, done: float, total: float | None, note: str) -> None:
+        """Draw the bar; another name starts a new one in its place."""
+        if self._name != name:
+            if self._task is not None:
+                self._live.remove_task(self._task)
+            self._task = self._live.add_task(name, total=total, note=note)
+            self._name = name
+        self._live.update(self._task, completed=done, total=total, note=note)
 
     def _line(self, text: str, *, last: bool) -> None:
         if last or time.monotonic() - self._last_line >= LINE_SECONDS:
@@ -86,10 +90,8 @@ class RunDisplay(LiveDisplay):
     """
 
     def __init__(self, names: Mapping[str, str] | None = None) -> None:
-        super().__init__(_bar)
+        super().__init__()
         self._names = names or {}
-        self._task: Any = None
-        self._shown: object = None
 
     def name(self, config: TrainConfig) -> str:
         """Return the displayed name of a run."""
@@ -108,19 +110,7 @@ class RunDisplay(LiveDisplay):
         if self._live is None:
             self._line(f"{config.task} {name}  {100 * min(progress.done, 1):3.0f}%  {note}", last=progress.done >= 1)
         else:
-            self._draw(config, name, min(progress.done, 1.0), 1.0, note)
-
-    def _draw_loading(self, what: str, done: int, total: int | None, note: str) -> None:
-        self._draw(what, what, done, total, note)
-
-    def _draw(self, what: object, name: str, done: float, total: float | None, note: str) -> None:
-        """Draw the only bar; a new run or file replaces it."""
-        if self._shown != what:
-            if self._task is not None:
-                self._live.remove_task(self._task)
-            self._task = self._live.add_task(name, total=total, note=note)
-            self._shown = what
-        self._live.update(self._task, completed=done, total=total, note=note)
+            self._draw(name, min(progress.done, 1.0), 1.0, note)
 
 
 class SweepDisplay(LiveDisplay):
@@ -130,8 +120,7 @@ class SweepDisplay(LiveDisplay):
     """
 
     def __init__(self) -> None:
-        super().__init__(_bar)
-        self._task: Any = None
+        super().__init__()
         self._start: tuple[float, float] | None = None
 
     def report(self, status: SweepStatus) -> None:
@@ -145,18 +134,10 @@ class SweepDisplay(LiveDisplay):
         if self._live is not None:
             for line in status.news:
                 self.print(line)
-            self._draw_bar(f"run {min(status.ended + 1, status.total)} of {status.total}", done, status.total, note)
+            self._draw(f"run {min(status.ended + 1, status.total)} of {status.total}", done, status.total, note)
             return
         for k, line in enumerate(status.news, status.ended - len(status.news) + 1):
             print(f"run {k} of {status.total}  {line}  {note}".rstrip(), flush=True)
-
-    def _draw_loading(self, what: str, done: int, total: int | None, note: str) -> None:
-        self._draw_bar(what, done, total, note)
-
-    def _draw_bar(self, name: str, done: float, total: float | None, note: str) -> None:
-        if self._task is None:
-            self._task = self._live.add_task(name, total=total, note=note)
-        self._live.update(self._task, description=name, completed=done, total=total, note=note)
 
 
 class MeasurementBars:
@@ -218,22 +199,35 @@ def _bar() -> Any:
 def print_table(title: str, cells: Sequence[Sequence[str]]) -> None:
     """Print a table: drawn on a terminal, Markdown elsewhere.
 
+    Columns that do not fit on the terminal are drawn below, next to the first column again.
+
     Args:
         title: The line above it.
         cells: Rows of cells, the headings first.
     """
-    if sys.stdout.isatty():
-        from rich.console import Console
-        from rich.table import Table
-
-        table = Table(title=title)
-        for i, heading in enumerate(cells[0]):
-            table.add_column(heading, justify="left" if i == 0 else "right", overflow="fold")  # never cut a number
-        for row in cells[1:]:
-            table.add_row(*row)
-        Console().print(table)
+    if not sys.stdout.isatty():
+        print(f"\n{title}\n\n{format_markdown(cells)}", flush=True)
         return
-    print(f"\n{title}\n\n{format_markdown(cells)}", flush=True)
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    headings, *rows = cells
+    # Headings break between words, numbers do not break.
+    widths = [max(map(len, (*heading.split(), *(row[i] for row in rows)))) for i, heading in enumerate(headings)]
+    parts: list[list[int]] = []
+    for i in range(1, len(headings)):
+        if not parts or 1 + sum(widths[k] + 3 for k in (*parts[-1], i)) > console.width:
+            parts.append([0])
+        parts[-1].append(i)
+    for part in parts:
+        table = Table(title=title)
+        for i in part:
+            heading = textwrap.fill(headings[i], widths[i], break_long_words=False, break_on_hyphens=False)
+            table.add_column(heading, justify="right" if i else "left", overflow="fold")
+        for row in rows:
+            table.add_row(*(row[i] for i in part))
+        console.print(table)
 
 
 def format_markdown(cells: Sequence[Sequence[str]]) -> str:

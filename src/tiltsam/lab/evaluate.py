@@ -111,14 +111,14 @@ def evaluate(outputs_of: OutputsOf, data: Data, split: Split) -> dict[str, float
     if not len(split):
         return {}
     outputs, targets = split_outputs(outputs_of, split), split.targets
-    found = {name: METRICS[name](outputs, targets) for name in data.metrics}
-    found["loss"] = task_loss(outputs, targets, data.num_classes).item()
+    metrics = {name: METRICS[name](outputs, targets) for name in data.metrics}
+    metrics["loss"] = task_loss(outputs, targets, data.num_classes).item()
     if data.num_classes > 1:
         accuracies = class_accuracies(outputs, targets)
-        found["ece"] = calibration_error(outputs, targets)
-        found["worst_class_accuracy"] = accuracies[~accuracies.isnan()].min().item()
-        found["balanced_accuracy"] = accuracies.nanmean().item()
-    return found
+        metrics["ece"] = calibration_error(outputs, targets)
+        metrics["worst_class_accuracy"] = accuracies[~accuracies.isnan()].min().item()
+        metrics["balanced_accuracy"] = accuracies.nanmean().item()
+    return metrics
 
 
 @torch.no_grad()

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import shutil
 import warnings
@@ -30,6 +31,8 @@ __all__ = [
     "Checkpoint",
     "drafted",
     "drop_drafts",
+    "file_digest",
+    "finite_json",
     "load_checkpoint",
     "load_tensors",
     "parse_json",
@@ -73,6 +76,17 @@ def write_json(path: Path, content: Any, *, allow_nan: bool = True) -> None:
         os.fsync(file.fileno())
 
 
+def finite_json(content: Any) -> Any:
+    """Return the content with lists for tensors, and null for numbers that are not finite, which JSON lacks."""
+    if isinstance(content, Tensor):
+        content = content.tolist()
+    if isinstance(content, dict):
+        return {key: finite_json(value) for key, value in content.items()}
+    if isinstance(content, list | tuple):
+        return [finite_json(value) for value in content]
+    return None if isinstance(content, float) and not math.isfinite(content) else content
+
+
 def parse_json(text: str | bytes) -> Any:
     """Parse a JSON text.
 
@@ -90,6 +104,12 @@ def _int64(digits: str) -> int:
     if abs(number) >= 2**63:
         raise ValueError(f"a number of {len(digits)} digits is out of range")
     return number
+
+
+def file_digest(path: Path) -> str:
+    """Return the SHA-256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
@@ -159,7 +179,7 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
         more = _prefixed("random.", checkpoint.random) | _prefixed("average.", checkpoint.average)
         save_tensors(draft / "optimizer.safetensors", tensors | more)
         write_json(draft / "state.json", {"optimizer": rest, "state": checkpoint.state})
-        write_json(draft / "manifest.json", {p.name: _digest(p) for p in sorted(draft.iterdir())})
+        write_json(draft / "manifest.json", {p.name: file_digest(p) for p in sorted(draft.iterdir())})
         shutil.rmtree(place, ignore_errors=True)
         draft.rename(place)
     except BaseException:
@@ -175,7 +195,7 @@ def load_checkpoint(folder: Path) -> Checkpoint | None:
         try:
             manifest = parse_json((place / "manifest.json").read_text())
             for name in ("model.safetensors", "optimizer.safetensors", "state.json"):
-                if manifest[name] != _digest(place / name):
+                if manifest[name] != file_digest(place / name):
                     raise ValueError(f"{name} does not match its digest")
             body = parse_json((place / "state.json").read_text())
             _check_state(body["state"])
@@ -244,7 +264,3 @@ def _prefixed(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def _with_prefix(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
-
-
-def _digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()

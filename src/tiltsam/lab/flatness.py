@@ -1,7 +1,7 @@
 """Measure the flatness of models and of trained runs, save the measurements, and print them as a table.
 
     flats = compare({"ERM": erm, "TSAM": tsam}, loss_fn, batches)
-    print(format_table(table_rows(flats)))
+    print(format_markdown(flatness_cells(flats)))  # from tiltsam.lab.console
     write_figures(flats, "figures")  # from tiltsam.lab.flatness_plots
 
 All models see the same data, the same noise and the same probes, so their differences have smaller errors than their
@@ -11,7 +11,6 @@ values. :func:`measure_runs` does this for runs of the lab; ``RUN/flatness.json`
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import textwrap
@@ -34,11 +33,12 @@ from tiltsam.lab.data.loader import normalise
 from tiltsam.lab.devices import resolve_device, torch_settings
 from tiltsam.lab.errors import ConfigError, RecordError
 from tiltsam.lab.evaluate import task_loss
-from tiltsam.lab.files import drafted, parse_json
+from tiltsam.lab.files import drafted, file_digest, finite_json, parse_json
 from tiltsam.lab.models import load_model
 from tiltsam.lab.records import Record, find_run_folders
 from tiltsam.lab.report.runs import RunRecord
 from tiltsam.lab.report.summary import summarize
+from tiltsam.lab.stats import Mean, format_mean, mean_of
 from tiltsam.landscape import Slice1D, random_direction, slice_1d
 from tiltsam.sharpness import Neighborhood, Rounding, WorstCase, m_sharpness, neighborhood, rounding
 
@@ -49,18 +49,19 @@ __all__ = [
     "compare",
     "cross_runs",
     "find_runs",
-    "format_table",
+    "flatness_cells",
     "load_flatness",
     "measure",
     "measure_runs",
     "save_flatness",
-    "table_rows",
+    "setting_name",
 ]
 
 PAPER_STDS = (0.005, 0.0075, 0.01, 0.015, 0.02, 0.035, 0.05, 0.075, 0.1)
 """The noise levels of the paper's Figure 2."""
 
-_LABELS, _COLUMN = 12, 24  # characters of the first column of a table, and the fewest of the others
+BATCH_SIZE = 250  # examples per batch of a measurement
+ASCENT_BATCH_SIZE = 64  # examples per ascent of an objective, as in the paper's training
 
 
 @dataclass(frozen=True)
@@ -233,15 +234,23 @@ def find_runs(paths: Sequence[Path], *, skipped: Callable[[str], Any] | None = N
     return {name if times[name] == 1 else f"{name} in {folder}": Record(folder) for name, folder in named}
 
 
+def setting_name(name: str) -> str:
+    """Return a name that :func:`find_runs` gave without the seed: it is the same for all runs of a setting.
+
+    Example:
+        >>> setting_name("sam rho=0.2 seed 0")
+        'sam rho=0.2'
+    """
+    return name.partition(" seed ")[0]
+
+
 def measure_runs(
     runs: dict[str, Record],
     *,
     task: str | None = None,
     split: Literal["train", "test"] = "train",
     examples: int = 1000,
-    batch_size: int = 250,
     device: str = "auto",
-    root: Path | None = None,
     data: Callable[[TrainConfig], Data] | None = None,
     plan: FlatnessPlan | None = None,
     progress: Callable[[str], Any] | None = None,
@@ -258,10 +267,8 @@ def measure_runs(
         task: The task; by default that of the runs, which must be the same for all.
         split: The examples to measure on.
         examples: The number of examples, a fixed random choice from the split.
-        batch_size: Examples per batch.
         device: The device.
-        root: Folder of the data sets.
-        data: Returns the data of a config; by default it is loaded from ``root``.
+        data: Returns the data of a config; by default a :func:`tiltsam.lab.data.data_loader`.
         plan: What to measure.
         progress: ``progress("NAME: trace")`` returns the callback for that measurement.
         skipped: Called with a message for each run that cannot be measured; by default such a run raises.
@@ -274,15 +281,15 @@ def measure_runs(
         has ``finished`` false.
     """
     plan = FlatnessPlan() if plan is None else plan
-    for loaded, names, where in _by_data(runs, task, device, data or data_loader(root)):
-        batches = _batches(loaded, split, examples, batch_size, where)
+    for loaded, names, where in _by_data(runs, task, device, data or data_loader()):
+        batches = _batches(loaded, split, examples, BATCH_SIZE, where)
         about = {"task": loaded.name, "split": split, "examples": sum(len(targets) for _, targets in batches)}
-        about |= {"batch_size": batch_size, **asdict(plan), "std": list(plan.std), "bits": list(plan.bits)}
+        about |= {"batch_size": BATCH_SIZE, **asdict(plan), "std": list(plan.std), "bits": list(plan.bits)}
         for name in names:
             weights = runs[name].folder / "model.safetensors"
             try:
                 model = load_model(runs[name], loaded).to(where)
-                mark = {"model": _digest(weights)} if weights.exists() else {"finished": False}
+                mark = {"model": file_digest(weights)} if weights.exists() else {"finished": False}
                 if reused is not None and "model" in mark and (flat := load_flatness(runs[name], name, about | mark)):
                     reused(name)
                     yield flat, about | mark
@@ -303,9 +310,7 @@ def cross_runs(
     runs: dict[str, Record],
     objectives: Mapping[str, Objective],
     *,
-    batch_size: int = 64,
     device: str = "auto",
-    root: Path | None = None,
     data: Callable[[TrainConfig], Data] | None = None,
     progress: ProgressCallback | None = None,
 ) -> CrossTable:
@@ -314,17 +319,15 @@ def cross_runs(
     Args:
         runs: Runs of one task, by name.
         objectives: By name; see :func:`tiltsam.sharpness.cross_objectives`.
-        batch_size: Examples per ascent of an objective; that of training.
         device: The device.
-        root: Folder of the data sets.
-        data: Returns the data of a config; by default it is loaded from ``root``.
+        data: Returns the data of a config; by default a :func:`tiltsam.lab.data.data_loader`.
         progress: Called as ``progress(done, total)``.
     """
     entries: list[CrossEntry] = []
-    for loaded, names, where in _by_data(runs, None, device, data or data_loader(root)):
+    for loaded, names, where in _by_data(runs, None, device, data or data_loader()):
         models = {name: load_model(runs[name], loaded).to(where) for name in names}
         splits = {
-            split: _batches(loaded, split, len(getattr(loaded, split)), batch_size, where)
+            split: _batches(loaded, split, len(getattr(loaded, split)), ASCENT_BATCH_SIZE, where)
             for split in ("train", "test")
         }
         with torch_settings(where, max(models.values(), key=lambda m: sum(p.numel() for p in m.parameters()))):
@@ -355,11 +358,6 @@ def _error_line(folder: Path, error: Exception) -> str:
     """Return why a run cannot be measured, in one line with its folder."""
     message = str(error) if isinstance(error, RecordError) else f"{folder}: {error}"
     return textwrap.shorten(message, 300)
-
-
-def _digest(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _batches(data: Data, split: str, examples: int, batch_size: int, device: torch.device) -> list[Any]:
@@ -399,29 +397,27 @@ def save_flatness(record: Record, flat: Flatness, about: dict[str, Any]) -> Path
     columns = ("std", *statistics, *(f"{name}_error" for name in statistics), "losses")
     content: dict[str, Any] = {
         "about": about,
-        "loss": _plain(flat.loss),
-        "neighborhood": {"t": around.t} | {name: _plain(getattr(around, name)) for name in columns},
-        "slices": [
-            {"label": s.label, "positions": _plain(s.positions), "losses": _plain(s.losses)} for s in flat.slices
-        ],
+        "loss": flat.loss,
+        "neighborhood": {"t": around.t} | {name: getattr(around, name) for name in columns},
+        "slices": [{"label": s.label, "positions": s.positions, "losses": s.losses} for s in flat.slices],
     }
     for name, estimate in (("worst_case", flat.worst_case), ("adaptive", flat.adaptive), ("trace", flat.trace)):
         if estimate is not None:
-            content[name] = {"value": _plain(estimate.value), "error": _plain(estimate.error)}
+            content[name] = {"value": estimate.value, "error": estimate.error}
     if flat.rounding is not None:
         content["rounding"] = {
             "bits": list(flat.rounding.bits),
-            "losses": _plain(flat.rounding.losses),
-            "distances": _plain(flat.rounding.distances),
+            "losses": flat.rounding.losses,
+            "distances": flat.rounding.distances,
         }
     if pairs is not None:
-        content["eigenvalues"] = {"values": _plain(pairs.values), "residuals": _plain(pairs.residuals)}
+        content["eigenvalues"] = {"values": pairs.values, "residuals": pairs.residuals}
     if density is not None:
         names = ("grid", "values", "error", "nodes", "weights", "width")
-        content["density"] = {name: _plain(getattr(density, name)) for name in names}
+        content["density"] = {name: getattr(density, name) for name in names}
     path = record.folder / "flatness.json"
     with drafted(path) as draft:
-        draft.write_text(json.dumps(content, allow_nan=False) + "\n")
+        draft.write_text(json.dumps(finite_json(content), allow_nan=False) + "\n")
     return path
 
 
@@ -446,34 +442,25 @@ def _flatness(name: str, content: dict[str, Any]) -> Flatness:
         Neighborhood.from_losses(_tensor(around["std"]), _tensor(around["losses"]), loss, around["t"]),
         slices=tuple(Slice1D(_tensor(s["positions"]), _tensor(s["losses"]), s["label"]) for s in content["slices"]),
     )
-    if found := content.get("worst_case"):
-        flat = replace(flat, worst_case=WorstCase(*_estimate(found), loss, rises=unsaved, sizes=unsaved))
-    if found := content.get("adaptive"):
-        flat = replace(flat, adaptive=WorstCase(*_estimate(found), loss, rises=unsaved, sizes=unsaved))
-    if found := content.get("rounding"):
-        losses, distances = _tensor(found["losses"]), _tensor(found["distances"])
-        flat = replace(flat, rounding=Rounding(tuple(found["bits"]), loss, losses, distances))
-    if found := content.get("trace"):
-        flat = replace(flat, trace=Trace(*_estimate(found), layers={}, samples=unsaved))
-    if found := content.get("eigenvalues"):
-        values, residuals = _tensor(found["values"]), _tensor(found["residuals"])
+    if saved := content.get("worst_case"):
+        flat = replace(flat, worst_case=WorstCase(*_estimate(saved), loss, rises=unsaved, sizes=unsaved))
+    if saved := content.get("adaptive"):
+        flat = replace(flat, adaptive=WorstCase(*_estimate(saved), loss, rises=unsaved, sizes=unsaved))
+    if saved := content.get("rounding"):
+        losses, distances = _tensor(saved["losses"]), _tensor(saved["distances"])
+        flat = replace(flat, rounding=Rounding(tuple(saved["bits"]), loss, losses, distances))
+    if saved := content.get("trace"):
+        flat = replace(flat, trace=Trace(*_estimate(saved), layers={}, samples=unsaved))
+    if saved := content.get("eigenvalues"):
+        values, residuals = _tensor(saved["values"]), _tensor(saved["residuals"])
         pairs = Eigenpairs(values, residuals, converged=unsaved, vectors=unsaved, shapes={}, num_products=0)
         flat = replace(flat, eigenpairs=pairs)
-    if found := content.get("density"):
+    if saved := content.get("density"):
         grid, values, error, nodes, weights = (
-            _tensor(found[key]) for key in ("grid", "values", "error", "nodes", "weights")
+            _tensor(saved[key]) for key in ("grid", "values", "error", "nodes", "weights")
         )
-        flat = replace(flat, density=Density(grid, values, error, nodes, weights, _number(found["width"])))
+        flat = replace(flat, density=Density(grid, values, error, nodes, weights, _number(saved["width"])))
     return flat
-
-
-def _plain(x: Any) -> Any:
-    """Return numbers as JSON: lists for tensors, null for what is not finite."""
-    if isinstance(x, Tensor):
-        x = x.tolist()
-    if isinstance(x, list):
-        return [_plain(entry) for entry in x]
-    return x if math.isfinite(x) else None
 
 
 def _estimate(saved: dict[str, Any]) -> tuple[float, float]:
@@ -485,7 +472,7 @@ def _number(x: float | None) -> float:
 
 
 def _tensor(x: list[Any]) -> Tensor:
-    """Return the tensor that :func:`_plain` wrote; what was not finite is NaN."""
+    """Return the tensor that :func:`save_flatness` wrote; what was not finite is NaN."""
     rows = [[_number(entry) for entry in row] for row in x] if x and isinstance(x[0], list) else [_number(e) for e in x]
     return torch.tensor(rows, dtype=torch.float64, device="cpu")
 
@@ -493,77 +480,51 @@ def _tensor(x: list[Any]) -> Tensor:
 # ------------------------------------------------------------------------------------------------- table
 
 
-def table_rows(flats: Sequence[Flatness], std: float | None = None) -> list[dict[str, str | float]]:
-    """Return one row per model; an estimate ``x`` is followed by its ``x error``.
+def flatness_cells(flats: Sequence[Flatness], std: float = 0.01) -> list[list[str]]:
+    """Return the cells of a table, headings first: a column per model, a row per measurement.
+
+    Models with the same name, such as the runs of several seeds, share a column: their mean ± its standard error. If
+    all names differ, the errors are those of the measurements.
 
     Args:
         flats: The result of :func:`compare`.
-        std: The noise level of the neighbourhood columns: the nearest measured one is used. 0.01 by default.
+        std: The noise level of the neighbourhood: the nearest measured one is used.
     """
-    rows: list[dict[str, str | float]] = []
+    groups: dict[str, list[dict[str, Mean]]] = {}
     for flat in flats:
-        around = flat.neighborhood
-        at = int((around.std.log() - math.log(0.01 if std is None else std)).abs().argmin())
-        row: dict[str, str | float] = {"model": flat.name, "loss": flat.loss, "std": float(around.std[at])}
-        for column, key in [
-            ("mean", "mean"),
-            ("variance", "variance"),
-            ("t-mean", "tilted_mean"),
-            ("t-variance", "tilted_variance"),
-        ]:
-            row[column] = float(getattr(around, key)[at])
-            row[f"{column} error"] = float(getattr(around, f"{key}_error")[at])
-        for column, worst in [("worst case", flat.worst_case), ("adaptive", flat.adaptive)]:
-            if worst is not None:
-                row[column], row[f"{column} error"] = worst.value, worst.error
-        if flat.rounding is not None:
-            for bits, loss in zip(flat.rounding.bits, flat.rounding.losses.tolist(), strict=True):
-                row[f"{bits}-bit rise"] = loss - flat.rounding.center
-        if flat.eigenpairs is not None:
-            for number, value in enumerate(flat.eigenpairs.values.tolist(), start=1):
-                row[f"λ{number}"] = value
-                row[f"λ{number} error"] = float(flat.eigenpairs.residuals[number - 1])
-        if flat.trace is not None:
-            row["trace"], row["trace error"] = flat.trace.value, flat.trace.error
-        rows.append(row)
-    return rows
+        groups.setdefault(flat.name, []).append(_measurements(flat, std))
+    labels = dict.fromkeys(label for group in groups.values() for numbers in group for label in numbers)
+    over_models = len(groups) < len(flats)
+
+    def cell(group: list[dict[str, Mean]], label: str) -> str:
+        numbers = [numbers[label] for numbers in group if label in numbers]
+        return format_mean(mean_of([x.value for x in numbers]) if over_models or not numbers else numbers[0])
+
+    return [["model", *groups], *([label, *(cell(group, label) for group in groups.values())] for label in labels)]
 
 
-def format_table(rows: Sequence[Mapping[str, str | float]], width: int | None = None) -> str:
-    """Format the rows as text, one model per column, with their errors.
-
-    Args:
-        rows: The result of :func:`table_rows`.
-        width: Characters per line: long names are wrapped, and models that do not fit go into further blocks below.
-    """
-    keys = [key for key in dict.fromkeys(key for row in rows for key in row) if not key.endswith(" error")]
-    columns = [[_cell(row.get(key, "–"), row.get(f"{key} error", math.nan)) for key in keys] for row in rows]
-    if width is None:
-        return _side_by_side(keys, columns)
-    fit, blocks = max(1, (width - _LABELS) // _COLUMN), []
-    for part in (columns[k : k + fit] for k in range(0, len(columns), fit)):
-        names = [textwrap.wrap(name, _COLUMN - 2) for name, *_ in part]
-        height = max(len(name) for name in names)
-        folded = [[*name, *[""] * (height - len(name)), *cells] for name, (_, *cells) in zip(names, part, strict=True)]
-        blocks.append(_side_by_side([keys[0], *[""] * (height - 1), *keys[1:]], folded))
-    return "\n\n".join(blocks)
-
-
-def _side_by_side(labels: Sequence[str], columns: Sequence[Sequence[str]]) -> str:
-    widths = [max(_COLUMN, 2 + max(len(cell) for cell in column)) for column in columns]
-    lines = []
-    for label, *cells in zip(labels, *columns, strict=True):
-        lines.append(label.ljust(_LABELS) + "".join(cell.rjust(n) for cell, n in zip(cells, widths, strict=True)))
-    return "\n".join(lines)
-
-
-def _cell(value: str | float, error: str | float) -> str:
-    """Format ``value ± error``, the value with the digits that are significant given the error."""
-    if isinstance(value, str) or isinstance(error, str):
-        return str(value)
-    if math.isnan(error):
-        return f"{value:.4g}"
-    if error == 0 or value == 0:
-        return f"{value:.4g} ± {error:.1g}"
-    digits = math.floor(math.log10(abs(value))) - math.floor(math.log10(error)) + 1
-    return f"{value:.{min(max(digits, 1), 6)}g} ± {error:.1g}"
+def _measurements(flat: Flatness, std: float) -> dict[str, Mean]:
+    """Return the numbers of one model by label, each with the error of its measurement, NaN if there is none."""
+    around = flat.neighborhood
+    at = int((around.std.log() - math.log(std)).abs().argmin())
+    numbers = {"loss": (flat.loss, math.nan)}
+    for label, name in [
+        ("mean", "mean"),
+        ("variance", "variance"),
+        ("t-mean", "tilted_mean"),
+        ("t-variance", "tilted_variance"),
+    ]:
+        value, error = getattr(around, name)[at], getattr(around, f"{name}_error")[at]
+        numbers[f"{label} at {float(around.std[at]):g}"] = float(value), float(error)
+    for label, worst in [("worst case", flat.worst_case), ("adaptive", flat.adaptive)]:
+        if worst is not None:
+            numbers[label] = worst.value, worst.error
+    if flat.rounding is not None:
+        for bits, loss in zip(flat.rounding.bits, flat.rounding.losses.tolist(), strict=True):
+            numbers[f"{bits}-bit rise"] = loss - flat.rounding.center, math.nan
+    if flat.eigenpairs is not None:
+        for number, value in enumerate(flat.eigenpairs.values.tolist(), start=1):
+            numbers[f"λ{number}"] = value, math.nan  # a residual is not a standard error
+    if flat.trace is not None:
+        numbers["trace"] = flat.trace.value, flat.trace.error
+    return {label: Mean(value, error, 1) for label, (value, error) in numbers.items()}

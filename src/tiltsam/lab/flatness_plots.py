@@ -185,16 +185,16 @@ def _band(ax: Axes, x: Tensor, y: Tensor, error: Tensor, color: str) -> None:
 
 def _styles(names: Iterable[str]) -> dict[str, dict[str, Any]]:
     """Return the style of each model; its dashes depend on its rank among the models of its method."""
-    found: dict[str, dict[str, Any]] = {}
+    styles: dict[str, dict[str, Any]] = {}
     drawn: Counter[str] = Counter()
     for number, name in enumerate(names):
         first = name.split()[0].lower() if name.split() else ""
         method = first if first in METHOD_COLORS else ""
         color = METHOD_COLORS.get(method, OKABE_ITO[number % len(OKABE_ITO)])
         dash = _DASHES[drawn[method] % len(_DASHES)]
-        found[name] = {"color": color, "linestyle": dash, "linewidth": 1.6}
+        styles[name] = {"color": color, "linestyle": dash, "linewidth": 1.6}
         drawn[method] += 1
-    return found
+    return styles
 
 
 def _axes(ax: Axes | None) -> Axes:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Hashable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
-__all__ = ["Mean", "best_of", "confidence_interval", "format_mean", "mean_of", "paired_difference"]
+__all__ = ["Mean", "best_of", "confidence_interval", "format_interval", "format_mean", "mean_of", "paired_difference"]
 
 Seed = TypeVar("Seed", bound=Hashable)
 
@@ -82,6 +82,17 @@ def best_of(means: Sequence[Mean], *, highest: bool = True) -> int | None:
     first, second = (order[-1], order[-2]) if highest else (order[0], order[1])
     lead = abs(means[first].value - means[second].value)
     return first if lead > math.hypot(means[first].error, means[second].error) else None
+
+
+def format_interval(mean: Mean) -> str:
+    """Return the 95% confidence interval as text; ``–`` for fewer than two runs.
+
+    Example:
+        >>> format_interval(mean_of([1.0, 2.0, 3.0]))
+        '[-0.48, +4.48]'
+    """
+    low, high = confidence_interval(mean)
+    return "–" if math.isnan(low) else f"[{low:+.2f}, {high:+.2f}]"
 
 
 def format_mean(mean: Mean, digits: int | None = None) -> str:

@@ -24,11 +24,11 @@ import tiltsam
 from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.data import LoadingCallback, data_loader, find_task, fingerprint, load
 from tiltsam.lab.errors import ConfigError, Diverged, SweepError
-from tiltsam.lab.files import write_json
+from tiltsam.lab.files import finite_json, write_json
 from tiltsam.lab.grids import Entry, Grid, Range, SamplerName, make_entries
 from tiltsam.lab.processes import run_processes
 from tiltsam.lab.records import Record, task_folder
-from tiltsam.lab.stats import Mean, confidence_interval, format_mean, mean_of, paired_difference
+from tiltsam.lab.stats import Mean, confidence_interval, format_interval, format_mean, mean_of, paired_difference
 from tiltsam.lab.studies import ENDED, SeededSampler, SharedStudy, hide_password, open_storage, sqlite_url
 from tiltsam.lab.tracking import TrackerName, find_tracker
 from tiltsam.lab.train import Progress, train
@@ -419,9 +419,7 @@ def format_results(result: SweepResult) -> list[list[str]]:
         difference, interval = "", ""
         if row.name != first and row.scores:
             mean = _times_100(result.difference(row))
-            low, high = confidence_interval(mean)
-            difference = f"{mean.value:+.2f}"
-            interval = "–" if math.isnan(low) else f"[{low:+.2f}, {high:+.2f}]"
+            difference, interval = f"{mean.value:+.2f}", format_interval(mean)
         table.append([row.name, trials, *chosen, score, difference, interval, f"{len(row.scores)}"])
     return table
 
@@ -466,10 +464,10 @@ def _entry_json(plan: SweepPlan, row: EntryResult, result: SweepResult) -> dict[
         key: row.best.value if row.best else None,
         "edges": row.edges(),
         "test": {
-            "mean": _finite(test.value),
-            "error": _finite(test.error),
-            "difference": _finite(difference.value),
-            "interval": [_finite(end) for end in interval],
+            "mean": finite_json(test.value),
+            "error": finite_json(test.error),
+            "difference": finite_json(difference.value),
+            "interval": finite_json(interval),
             "runs": [
                 {"seed": seed, "run": run(replace(row.config, seed=seed)), **state(t), **t.user_attrs.get("result", {})}
                 for seed, t in sorted(row.tests.items())
@@ -486,10 +484,6 @@ def _entry_json(plan: SweepPlan, row: EntryResult, result: SweepResult) -> dict[
             for trial in row.trials
         ],
     }
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 # ---------------------------------------------------------------- the sweep

@@ -16,7 +16,7 @@ from typing import Any
 from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.errors import RecipeError
 from tiltsam.lab.flags import parse_method
-from tiltsam.lab.stats import Mean, confidence_interval, format_mean, mean_of, paired_difference
+from tiltsam.lab.stats import Mean, format_interval, format_mean, mean_of, paired_difference
 from tiltsam.lab.sweep import ChoiceName, EntryResult, SweepResult, SweepStatus, sweep
 
 __all__ = ["NAME", "STUDIES", "TiltRow", "TiltStudy", "num_runs", "result_rows", "run_study", "select_studies"]
@@ -200,9 +200,7 @@ def result_rows(study: TiltStudy, result: SweepResult) -> list[list[str]]:
         difference, interval = "", ""
         if row.reference:
             mean = paired_difference(scores, _results(entries[row.reference], study.metric))
-            low, high = confidence_interval(mean)
-            difference = f"{mean.value:+.2f}" if mean.runs else "–"
-            interval = "–" if math.isnan(low) else f"[{low:+.2f}, {high:+.2f}]"
+            difference, interval = f"{mean.value:+.2f}" if mean.runs else "–", format_interval(mean)
         chosen = "–" if entry.best is None else " ".join(f"{name}={v:g}" for name, v in entry.best.params.items())
         others = [_format(mean_of(list(_results(entry, key).values())), 1) for key in shown.values()]
         mean = mean_of(list(scores.values()))

@@ -73,7 +73,7 @@ def test_examples_table_has_the_settings_with_a_tilt(tmp_path):
     table = examples_table(task)
     assert [cell.text for cell in table.rows[0]] == [
         "sam",
-        "example_tilt=-1 example_ess=0.3 example_tilt_warmup=0.3",
+        "example_tilt=-1",
         "90.0",
         "71.0",
     ]

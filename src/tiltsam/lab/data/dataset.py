@@ -11,8 +11,20 @@ from torch import Tensor
 
 from tiltsam.lab.errors import DataError
 
-__all__ = ["Data", "LoadingCallback", "Request", "Split", "assemble", "long_tail", "noisy_labels", "split_at_random"]
+__all__ = [
+    "Augmentation",
+    "Data",
+    "LoadingCallback",
+    "Request",
+    "Split",
+    "assemble",
+    "long_tail",
+    "noisy_labels",
+    "split_at_random",
+]
 
+Augmentation = Callable[[Tensor, torch.Generator], Tensor]
+"""``augmentation(images, generator)``, such as :func:`tiltsam.lab.data.loader.crop`."""
 LoadingCallback = Callable[[str, int, int | None], None]
 """``callback("downloading a.zip", done, total)``; the total is None if it is not known."""
 
@@ -62,8 +74,8 @@ class Data:
     """Mean of each channel of the training images, in [0, 1]; empty if the inputs are not images."""
     std: tuple[float, ...] = ()
     """Standard deviation of each channel, as ``mean``."""
-    augment: tuple[str, ...] = ()
-    """Augmentation of training images: names of :data:`tiltsam.lab.data.loader.AUGMENTATIONS`."""
+    augment: tuple[Augmentation, ...] = ()
+    """Applied to training images, one after the other."""
     fingerprint: str = ""
     """Digest of the user's files when they were read; empty for a public data set."""
     mislabelled: Tensor | None = None
@@ -169,7 +181,7 @@ def assemble(
     num_validation: int | None = None,
     test_fraction: float = 1 / 3,
     metrics: Sequence[str] = ("accuracy",),
-    augment: Sequence[str] = (),
+    augment: tuple[Augmentation, ...] = (),
 ) -> Data:
     """Make classes rare, add label noise, split the examples and compute the statistics of images.
 
@@ -215,7 +227,7 @@ def assemble(
         tuple(metrics),
         mean,
         std,
-        tuple(augment),
+        augment,
         mislabelled=None if wrong is None else wrong[first],
     )
 

@@ -37,18 +37,18 @@ def class_folders(folder: Path) -> dict[str, list[Path]]:
     if not folder.is_dir():
         what = "is not a folder" if folder.exists() else "is missing"
         raise DataError(f"{folder} {what}: it must be a folder with one folder of images per class")
-    found = {}
+    classes = {}
     for entry in sorted(folder.iterdir()):
         if entry.is_dir() and not entry.name.startswith("."):
             files = sorted(p for p in entry.rglob("*") if p.suffix.lower() in _SUFFIXES and p.is_file())
-            found[entry.name] = [p for p in files if not p.name.startswith(".")]
-            if not found[entry.name]:
+            classes[entry.name] = [p for p in files if not p.name.startswith(".")]
+            if not classes[entry.name]:
                 raise DataError(
                     f"{entry} has no images ({', '.join(sorted(_SUFFIXES))}): add some or remove the folder"
                 )
-    if len(found) < 2:
-        raise DataError(f"{folder} must have at least 2 classes, one folder of images each, got {len(found)}")
-    return found
+    if len(classes) < 2:
+        raise DataError(f"{folder} must have at least 2 classes, one folder of images each, got {len(classes)}")
+    return classes
 
 
 def image_split(request: Request, files: Sequence[tuple[Path, int]], what: str) -> Split:

@@ -7,7 +7,7 @@ shift, flip and normalise one batch as for a hundred. So many batches are prepar
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from tiltsam.lab.data.dataset import Data, Split
 from tiltsam.lab.errors import ConfigError
 
-__all__ = ["AUGMENTATIONS", "Batches", "augment", "crop", "flip", "normalise"]
+__all__ = ["Batches", "crop", "flip", "normalise"]
 
 PREPARED_VALUES = 1 << 24  # input values prepared together: 64 MiB of float32, 85 batches of 64 CIFAR images
 
@@ -84,7 +84,8 @@ class Batches:
         if "image" in inputs:
             images = inputs["image"]
             if generator is not None:
-                images = augment(images, self._data.augment, generator)
+                for augment in self._data.augment:
+                    images = augment(images, generator)
             images = normalise(images, self._mean, self._std)
             inputs["image"] = images.contiguous(memory_format=torch.channels_last) if images.is_cuda else images
         return list(inputs.values())
@@ -95,15 +96,10 @@ class Batches:
 # a GPU generator saves a copy.
 
 
-def crop(images: Tensor, generator: torch.Generator, padding: int = 4) -> Tensor:
-    """Pad each image with black pixels and crop it back to its size at random, as usual for CIFAR.
-
-    Args:
-        images: The batch.
-        generator: Draws two shifts per image, uniform over -padding…padding.
-        padding: Largest shift in pixels.
-    """
+def crop(images: Tensor, generator: torch.Generator) -> Tensor:
+    """Pad each image with 4 black pixels on each side and crop it back to its size at random, as usual for CIFAR."""
     _check(images)
+    padding = 4
     height, width = images.shape[2:]
     padded = F.pad(images, (padding,) * 4)
     # A view of all windows (n, channels, down, right, height, width): only one window per image is copied.
@@ -117,25 +113,6 @@ def flip(images: Tensor, generator: torch.Generator) -> Tensor:
     _check(images)
     heads = _integers(2, (len(images), 1, 1, 1), images, generator).bool()
     return torch.where(heads, images.flip(3), images)
-
-
-AUGMENTATIONS: dict[str, Callable[[Tensor, torch.Generator], Tensor]] = {"crop": crop, "flip": flip}
-"""Augmentations by name."""
-
-
-def augment(images: Tensor, names: Sequence[str], generator: torch.Generator) -> Tensor:
-    """Apply augmentations, given by their names in :data:`AUGMENTATIONS`, one after the other.
-
-    Example:
-        >>> images = torch.zeros(8, 3, 32, 32, dtype=torch.uint8)
-        >>> augment(images, ("crop", "flip"), torch.Generator().manual_seed(0)).shape
-        torch.Size([8, 3, 32, 32])
-    """
-    for name in names:
-        if name not in AUGMENTATIONS:
-            raise ValueError(f"augmentation must be one of {', '.join(AUGMENTATIONS)}, got {name!r}")
-        images = AUGMENTATIONS[name](images, generator)
-    return images
 
 
 def normalise(

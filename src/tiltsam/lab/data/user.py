@@ -18,10 +18,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tiltsam.lab.data.dataset import Data, Request, Split, assemble
+from tiltsam.lab.data.dataset import Augmentation, Data, Request, Split, assemble
 from tiltsam.lab.data.images import class_folders, image_split
+from tiltsam.lab.data.loader import crop
 from tiltsam.lab.data.text import TextTable, column_index, read_lines, tokenize
 from tiltsam.lab.errors import DataError, reading
+from tiltsam.lab.files import file_digest
 
 __all__ = ["fingerprint", "load_arrays", "load_images", "load_text", "read_npz", "read_table"]
 
@@ -50,11 +52,11 @@ def fingerprint(task: str) -> str:
         parts = [f"{file.relative_to(path)} {file.stat().st_size}" for file in files]
     else:
         tables = _table_files(path) if kind == "text" else [path]
-        parts = [_file_digest(table) for table in tables if table.is_file()]
+        parts = [_cached_digest(table) for table in tables if table.is_file()]
     return hashlib.sha256(os.fsencode("\n".join(parts))).hexdigest()
 
 
-def _file_digest(path: Path) -> str:
+def _cached_digest(path: Path) -> str:
     with reading(path):
         state = path.stat()
         return _digest_of_state(path, state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns)
@@ -62,12 +64,11 @@ def _file_digest(path: Path) -> str:
 
 @lru_cache(64)  # a file is read once per process unless it changes
 def _digest_of_state(path: Path, *_: int) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    return file_digest(path)
 
 
 def _assemble(
-    request: Request, digest: str, splits: Sequence[Split], num_classes: int, augment: Sequence[str] = ()
+    request: Request, digest: str, splits: Sequence[Split], num_classes: int, augment: tuple[Augmentation, ...] = ()
 ) -> Data:
     """Assemble the data from training and test examples; without the latter, split off a test set."""
     pool, *test = splits
@@ -94,20 +95,20 @@ def _warn_validation_ignored(places: Sequence[str]) -> None:
 def load_images(request: Request) -> Data:
     """Load a folder with one folder of images per class, or with folders ``train`` and ``test`` of that form."""
     digest, folders = fingerprint(request.name), _image_folders(request.path)
-    found = [class_folders(folder) for folder in folders]
-    if found[0].keys() <= {"train", "test", *VALIDATION_NAMES}:
-        raise DataError(f"{folders[0]} must have folders named train and test, got {' and '.join(found[0])}")
+    folder_classes = [class_folders(folder) for folder in folders]
+    if folder_classes[0].keys() <= {"train", "test", *VALIDATION_NAMES}:
+        raise DataError(f"{folders[0]} must have folders named train and test, got {' and '.join(folder_classes[0])}")
     if len(folders) == 2:
         _warn_validation_ignored([str(p) for p in request.path.iterdir() if p.name in VALIDATION_NAMES])
-    number = {name: i for i, name in enumerate(found[0])}
+    number = {name: i for i, name in enumerate(folder_classes[0])}
     splits = []
-    for folder, classes in zip(folders, found, strict=True):
+    for folder, classes in zip(folders, folder_classes, strict=True):
         if unknown := sorted(set(classes) - set(number)):
             raise DataError(f"{folder / unknown[0]} is a class that {folders[0]} lacks")
         files = [(path, number[name]) for name, paths in classes.items() for path in paths]
         splits.append(image_split(request, files, f"images of {folder.name}"))
     # No flip: a mirrored letter or traffic sign may be another one.
-    return _assemble(request, digest, splits, len(number), augment=("crop",))
+    return _assemble(request, digest, splits, len(number), augment=(crop,))
 
 
 def _image_folders(folder: Path) -> list[Path]:
@@ -195,10 +196,10 @@ def _table_files(path: Path) -> list[Path]:
         return [path]
     files = []
     for name in ("train", "test"):
-        found = [path / f"{name}{suffix}" for suffix in (".csv", ".tsv") if (path / f"{name}{suffix}").exists()]
-        if not found:
+        candidates = [path / f"{name}{suffix}" for suffix in (".csv", ".tsv") if (path / f"{name}{suffix}").exists()]
+        if not candidates:
             raise DataError(f"{path / name}.csv (or .tsv) is missing: a folder must have tables train and test")
-        files.append(found[0])
+        files.append(candidates[0])
     return files
 
 
@@ -250,7 +251,7 @@ def read_npz(path: Path) -> Mapping[str, np.ndarray]:
     if not zipfile.is_zipfile(path):
         raise DataError(f"{path} is damaged or not an .npz file: {hint}")
     max_bytes = 1100 * path.stat().st_size  # deflate compresses by a factor of 1032 at most
-    found = {}
+    arrays = {}
     try:
         with reading(path), zipfile.ZipFile(path) as archive:
             for name in archive.namelist():
@@ -258,12 +259,12 @@ def read_npz(path: Path) -> Mapping[str, np.ndarray]:
                     with archive.open(name) as member:
                         _check_array_size(member, max_bytes)
                     with archive.open(name) as member:
-                        found[name.removesuffix(".npy")] = np.lib.format.read_array(member, allow_pickle=False)
+                        arrays[name.removesuffix(".npy")] = np.lib.format.read_array(member, allow_pickle=False)
     except DataError:
         raise
     except Exception as error:  # zipfile, numpy and its header parser raise many types for damaged files
         raise DataError(f"{path} cannot be read: {error or type(error).__name__}") from error
-    return found
+    return arrays
 
 
 def _check_array_size(member: IO[bytes], max_bytes: int) -> None:

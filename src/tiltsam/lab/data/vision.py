@@ -16,12 +16,13 @@ from torch import Tensor
 from tiltsam.lab.data.dataset import Data, Request, Split, assemble
 from tiltsam.lab.data.download import require
 from tiltsam.lab.data.images import class_folders, image_split
+from tiltsam.lab.data.loader import crop, flip
 from tiltsam.lab.data.text import read_lines
 from tiltsam.lab.errors import DataError, reading
 
 __all__ = ["cifar", "digits", "dtd", "fashion_mnist", "read_cifar", "read_idx", "tiny_imagenet"]
 
-PHOTOS = ("crop", "flip")  # the usual augmentation of small photographs
+PHOTOS = (crop, flip)  # the usual augmentation of small photographs
 
 
 def digits(request: Request) -> Data:
@@ -30,9 +31,9 @@ def digits(request: Request) -> Data:
         from sklearn.datasets import load_digits
     except ImportError as error:
         raise DataError("digits come with scikit-learn: pip install '.[lab]'") from error
-    found = load_digits()
-    images = torch.tensor(found.images * 15, dtype=torch.uint8)[:, None]  # grey levels 0…16 become 0…240
-    pool = Split({"image": images}, torch.tensor(found.target, dtype=torch.int64))
+    bunch = load_digits()
+    images = torch.tensor(bunch.images * 15, dtype=torch.uint8)[:, None]  # grey levels 0…16 become 0…240
+    pool = Split({"image": images}, torch.tensor(bunch.target, dtype=torch.int64))
     return assemble(request, pool, None, 10)
 
 

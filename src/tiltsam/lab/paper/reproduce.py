@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tiltsam.flatness.objectives import ErmLoss, Objective, SamLoss, TsamLoss
-from tiltsam.lab.compare import compare_configs
+from tiltsam.lab.compare import compare
 from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.data import Data, LoadingCallback, data_key, data_loader
 from tiltsam.lab.devices import resolve_device
@@ -161,10 +161,9 @@ def reproduce(
 
     for columns in _columns_by_data(recipe):
         cells = [cell for cell in recipe.cells if cell.column in columns]
-        # All cells of a seed, then those of the next: a seed has its own validation split and label noise.
-        configs = list(dict.fromkeys(c for seed in zip(*map(plan.configs, cells), strict=True) for c in seed))
+        configs = {f"{cell.column} {cell.row}": plan.configs(cell) for cell in cells}
         try:
-            compare_configs(configs, out, data=load, report=report, tick=report, failed=failed)
+            compare(configs, out, data=load, report=report, tick=report, failed=failed)
         except DataError as error:
             found.missing |= dict.fromkeys(columns, str(error))
             if len(found.missing) == len(recipe.columns) == 1:

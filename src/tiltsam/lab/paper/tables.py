@@ -323,13 +323,4 @@ def write_numbers(found: Reproduction, path: Path) -> None:
             for method, mean in _glue_averages(found).items()
         }
     path.parent.mkdir(parents=True, exist_ok=True)
-    files.write_json(path, _finite(content))
-
-
-def _finite(x: Any) -> Any:
-    """Replace numbers that are not finite by null, as JSON has none."""
-    if isinstance(x, dict):
-        return {key: _finite(value) for key, value in x.items()}
-    if isinstance(x, list | tuple):
-        return [_finite(value) for value in x]
-    return None if isinstance(x, float) and not math.isfinite(x) else x
+    files.write_json(path, files.finite_json(content))

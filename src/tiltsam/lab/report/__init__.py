@@ -18,7 +18,7 @@ from pathlib import Path
 
 from tiltsam.lab.files import drafted
 from tiltsam.lab.report.figures import draw_figure
-from tiltsam.lab.report.page import TaskSection, render_page
+from tiltsam.lab.report.page import TaskSection, headline, render_page
 from tiltsam.lab.report.plots import Plot, flatness_plots, task_plots
 from tiltsam.lab.report.runs import RunProblem, read_runs
 from tiltsam.lab.report.summary import TaskSummary, summarize
@@ -37,6 +37,8 @@ from tiltsam.lab.report.tables import (
 
 __all__ = ["Report", "write_report"]
 
+MAX_PRINTED = 8  # problems that a command prints
+
 
 @dataclass(frozen=True)
 class Report:
@@ -50,17 +52,17 @@ class Report:
     no_figures: str
     """Why requested figure files are missing; empty if they are not."""
 
-    def message(self, max_problems: int = 8) -> str:
+    def message(self) -> str:
         """Return what a command prints: the first problems, and the path of the page."""
-        lines = [str(problem) for problem in self.problems[:max_problems]]
-        if len(self.problems) > max_problems:
-            lines.append(f"and {len(self.problems) - max_problems} more, listed on the page")
+        lines = [str(problem) for problem in self.problems[:MAX_PRINTED]]
+        if len(self.problems) > MAX_PRINTED:
+            lines.append(f"and {len(self.problems) - MAX_PRINTED} more, listed on the page")
         if self.no_figures:
             lines.append(f"no figure files: {self.no_figures}")
         return "\n".join([*lines, f"report: {self.page}"])
 
 
-def write_report(folders: Sequence[Path], out: Path, *, figures: bool = True, now: datetime | None = None) -> Report:
+def write_report(folders: Sequence[Path], out: Path, *, figures: bool = True, compare_settings: bool = False) -> Report:
     """Write ``OUT/report.html``, ``OUT/tables/*.md|tex`` and ``OUT/figures/*.png|pdf`` about the runs in the folders.
 
     Existing files with these names are overwritten; other files in ``OUT`` are left alone.
@@ -69,14 +71,15 @@ def write_report(folders: Sequence[Path], out: Path, *, figures: bool = True, no
         folders: Folders of runs, or folders that contain some.
         out: Folder to write to; created if necessary.
         figures: Whether to write figure files. The page draws its own plots.
-        now: The time on the page; by default the current time.
+        compare_settings: Whether the first sentence compares all settings, because they are what was to be compared.
+            By default it compares the best setting of each method on validation.
 
     Raises:
         RecordError: If a folder contains no run.
     """
     runs, problems = read_runs(folders)
     tasks = summarize(runs, problems)
-    sections = [_section(task) for task in tasks]
+    sections = [_section(task, compare_settings=compare_settings) for task in tasks]
     overview = overview_table(tasks) if len(tasks) > 1 else None
     other_problems = [problem for problem in problems if not problem.task]
     no_figures = ""
@@ -85,7 +88,7 @@ def write_report(folders: Sequence[Path], out: Path, *, figures: bool = True, no
 
     out.mkdir(parents=True, exist_ok=True)
     page = out / "report.html"
-    _write_text(page, render_page(sections, overview, other_problems, datetime.now() if now is None else now))
+    _write_text(page, render_page(sections, overview, other_problems, datetime.now()))
     tables: dict[str, ReportTable] = {} if overview is None else {overview.name: overview}
     plots: dict[str, Plot] = {}
     for section, prefix in zip(sections, _file_prefixes(tasks), strict=True):
@@ -100,10 +103,11 @@ def write_report(folders: Sequence[Path], out: Path, *, figures: bool = True, no
     )
 
 
-def _section(task: TaskSummary) -> TaskSection:
+def _section(task: TaskSummary, *, compare_settings: bool) -> TaskSection:
     measured, problems = comparable_flatness(task)
     return TaskSection(
         task=task,
+        headline=headline(task, compare_settings=compare_settings),
         methods=methods_table(task),
         results=results_table(task),
         examples=examples_table(task),

@@ -18,7 +18,7 @@ MAX_LINE_LENGTH = 56  # characters in a legend
 LEGEND_ROW = 0.19  # inches
 
 
-def draw_figure(plot: Plot, path: Path, *, dpi: int = 150) -> list[Path]:
+def draw_figure(plot: Plot, path: Path) -> list[Path]:
     """Write ``PATH.png`` and ``PATH.pdf`` with the curves that the page shows initially. Needs matplotlib."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -43,7 +43,7 @@ def draw_figure(plot: Plot, path: Path, *, dpi: int = 150) -> list[Path]:
         figure.legend(loc="upper center", ncols=columns, frameon=False, fontsize=8.5, handlelength=2.6, borderpad=0.2)
     png, pdf = (path.with_name(f"{path.name}.{kind}") for kind in ("png", "pdf"))
     # Without dates, so that the same records give the same files.
-    figure.savefig(png, dpi=dpi, metadata={"Software": None}, pil_kwargs={"compress_level": 1})
+    figure.savefig(png, dpi=150, metadata={"Software": None}, pil_kwargs={"compress_level": 1})
     figure.savefig(pdf, metadata={"CreationDate": None})
     return [png, pdf]
 

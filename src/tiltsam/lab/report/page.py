@@ -44,6 +44,7 @@ class TaskSection:
     """What the page shows about one task."""
 
     task: TaskSummary
+    headline: str
     methods: ReportTable
     results: ReportTable
     examples: ReportTable | None
@@ -125,7 +126,7 @@ def _section(section: TaskSection, number: int, plots: list[Plot], *, titled: bo
     parts = [
         f'<section id="task-{number}">',
         f"<h2>{escape(task.name)}</h2>" if titled else "",
-        f'<p class="lead">{escape(headline(task))}</p>',
+        f'<p class="lead">{escape(section.headline)}</p>',
         _problems(section.problems),
         _facts(task_facts(task)),
         html_table(section.results),
@@ -153,15 +154,15 @@ def task_facts(task: TaskSummary) -> dict[str, str]:
     """
 
     def values(name: str) -> list[Any]:
-        found = [run.setup.get(name, run.config.get(name)) for run in task.runs]
-        return sorted({value for value in found if isinstance(value, (str, float, int))}, key=str)
+        entries = [run.setup.get(name, run.config.get(name)) for run in task.runs]
+        return sorted({value for value in entries if isinstance(value, (str, float, int))}, key=str)
 
     def sizes(name: str) -> list[int]:
         return [value for value in values(name) if isinstance(value, int) and value > 0]
 
     facts = {"task": " · ".join([task.name, *map(str, values("description"))])}
     splits = {split: sizes(f"num_{split}") for split in ("train", "validation", "test")}
-    facts["examples"] = ", ".join(f"{_either(found)} {split}" for split, found in splits.items() if found)
+    facts["examples"] = ", ".join(f"{_either(counts)} {split}" for split, counts in splits.items() if counts)
     if splits["test"] and max(map(len, splits.values())) == 1:
         facts["test share"] = f"{splits['test'][0] / sum(map(sum, splits.values())):.0%}"
     facts["classes"] = _either(sizes("num_classes"))
@@ -184,7 +185,7 @@ def task_facts(task: TaskSummary) -> dict[str, str]:
 def _shared_settings(task: TaskSummary) -> dict[str, str]:
     """Return the shared settings that are set and that neither the facts nor the table of methods contain."""
     elsewhere = {"model", "noise", "epochs", "passes", "seconds"}
-    elsewhere |= {name for setting in task.settings for name in setting.own}
+    elsewhere |= {name for setting in task.settings for name in setting.method_names}
     return {k: format_value(v) for k, v in task.shared.items() if v is not None and k not in elsewhere}
 
 
@@ -196,39 +197,43 @@ def _facts(facts: dict[str, str]) -> str:
     return "<dl>" + "".join(f"<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>" for k, v in facts.items()) + "</dl>"
 
 
-def headline(task: TaskSummary) -> str:
-    """Return the result in one or two sentences, with no more than the numbers support."""
-    entries = [(s, s.final("score", 100)) for s in task.chosen]
-    entries = sorted(((s, m) for s, m in entries if math.isfinite(m.value)), key=lambda e: -e[1].value)
-    if not entries and all(run.diverged for run in task.runs):
+def headline(task: TaskSummary, *, compare_settings: bool = False) -> str:
+    """Return the result in a few sentences, with no more than the numbers support.
+
+    Args:
+        task: The task.
+        compare_settings: Whether to compare all settings instead of the best of each method on validation.
+    """
+    compared = task.settings if compare_settings else task.chosen
+    ranked = [(s, mean) for s in compared if math.isfinite((mean := s.final("score", 100)).value)]
+    ranked.sort(key=lambda entry: -entry[1].value)
+    if not ranked and all(run.diverged for run in task.runs):
         return "All runs diverged: there is nothing to compare."
-    if not entries:
+    if not ranked:
         return "No run has finished yet. The curves show the progress so far."
-    unit = "%" if task.unit == "%" else "(×100)"
-    (first, mean), *rest = entries
-    score = f"test {task.metric}{{}} {_format_score(mean)} {unit}"
+    (first, mean), *rest = ranked
+    score = f"test {task.metric}{{}} {_format_score(mean)}{'%' if task.unit == '%' else ' (×100)'}"
     if not rest:
         which = "best on validation" if task.has_validation(first) else "first (there is no validation score)"
-        among = f"Of {len(task.settings)} settings, the {which}, " if len(task.settings) > 1 else ""
-        return f"{among}{_name(first)}{',' if among else ''} reaches a {score.format(' of')}."
-    sentences = [f"{_name(first)} has the highest {score.format(':')}."]
+        among = f"Of {len(task.settings)} settings, the {which}, " if len(task.settings) > len(compared) else ""
+        return f"{among}{first.short_name}{',' if among else ''} reaches a {score.format(' of')}."
+    sentences = [f"{first.short_name} has the highest {score.format(':')}."]
     second, next_mean = rest[0]
     lead = f"{mean.value - next_mean.value:.2f}"
     if lead == "0.00":
-        sentences.append(f"{_name(second)} reaches the same.")
+        sentences.append(f"{second.short_name} reaches the same.")
     elif math.isnan(mean.error) or math.isnan(next_mean.error):
-        sentences.append(f"{_name(second)} is {lead} lower; with a single run of one of them, this is weak evidence.")
+        sentences.append(
+            f"{second.short_name} is {lead} lower; with a single run of one of them, this is weak evidence."
+        )
     else:
         size = "more" if best_of([mean, next_mean]) == 0 else "less"
-        sentences.append(f"{_name(second)} is {lead} lower, {size} than the standard error of the difference.")
-    sentences += [f"Plain training (erm) reaches {_format_score(m)}." for s, m in rest[1:] if s.method == "erm"]
-    if len(task.settings) > len(task.chosen):
+        sentences.append(f"{second.short_name} is {lead} lower, {size} than the standard error of the difference.")
+    plain = [entry for entry in ranked if entry[0].method == "erm"][:1]
+    sentences += [f"Plain training (erm) reaches {_format_score(m)}." for s, m in plain if s not in (first, second)]
+    if len(task.settings) > len(compared):
         sentences.append(f"Compared is {task.selection}.")
-    return " ".join(sentences) + _uneven_tuning(task, [s for s, _ in entries])
-
-
-def _name(setting: SettingSummary) -> str:
-    return f"{setting.method} ({setting.differences})" if setting.differences else setting.method
+    return " ".join(sentences) + ("" if compare_settings else _uneven_tuning(task, [s for s, _ in ranked]))
 
 
 def _format_score(mean: Mean) -> str:

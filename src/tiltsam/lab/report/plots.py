@@ -13,7 +13,7 @@ from typing import Any
 from tiltsam.lab.palette import METHOD_COLORS
 from tiltsam.lab.records import is_number
 from tiltsam.lab.report.runs import measured
-from tiltsam.lab.report.summary import SettingSummary, TaskSummary, format_value
+from tiltsam.lab.report.summary import SettingSummary, TaskSummary, format_value, format_values
 from tiltsam.lab.stats import Mean, mean_of
 
 __all__ = ["DASHES", "Curve", "Plot", "flatness_plots", "plot_data", "task_plots"]
@@ -82,9 +82,9 @@ def task_plots(task: TaskSummary) -> list[Plot]:
         ("passes", "Score against passes", "forward+backward passes", score, "passes", test, ""),
         ("seconds", "Score against time", "training time (s)", score, "seconds", test, ""),
     ]
-    found = [_metrics_plot(task, *arguments) for arguments in plots]
-    found += [_effective_samples(task), _example_ess(task), *_tilt(task, score, test)]
-    return [plot for plot in found if plot.curves]
+    drawn = [_metrics_plot(task, *arguments) for arguments in plots]
+    drawn += [_effective_samples(task), _example_ess(task), *_tilt(task, score, test)]
+    return [plot for plot in drawn if plot.curves]
 
 
 def _metrics_plot(
@@ -126,7 +126,7 @@ def _limit_visible(plot: Plot, task: TaskSummary) -> Plot:
 
 
 def _effective_samples(task: TaskSummary) -> Plot:
-    several = [s for s in task.settings if is_number(s.options.get("num_samples")) and s.options["num_samples"] > 1]
+    several = [s for s in task.settings if is_number(s.values.get("num_samples")) and s.values["num_samples"] > 1]
     return _limit_visible(
         Plot(
             "effective-samples",
@@ -135,7 +135,7 @@ def _effective_samples(task: TaskSummary) -> Plot:
             "effective samples per step",
             [c for c in (_metrics_curve(setting, "epoch", "effective_sample_size") for setting in several) if c.x],
             "Effective sample size of the tilted weights: s if all are equal, 1 if one sample dominates.",
-            y_bounds=(1.0, max((s.options["num_samples"] for s in several), default=1.0)),
+            y_bounds=(1.0, max((s.values["num_samples"] for s in several), default=1.0)),
         ),
         task,
     )
@@ -161,8 +161,8 @@ def _tilt(task: TaskSummary, score: str, test: str) -> list[Plot]:
     """Plot settings that differ in t only: final score against t, and the curves of the family best on validation."""
     families: dict[str, list[SettingSummary]] = {}
     for setting in task.settings:
-        if setting.method == "tsam" and isinstance(setting.options.get("t"), float):
-            rest = " ".join(f"{k}={format_value(v)}" for k, v in setting.differs.items() if k != "t")
+        if setting.method == "tsam" and isinstance(setting.values.get("t"), float):
+            rest = format_values({k: v for k, v in setting.differing.items() if k != "t"})
             families.setdefault(rest, []).append(setting)
     families = {rest: sorted(f, key=_t) for rest, f in families.items() if len({_t(s) for s in f}) > 1}
     if not families:
@@ -201,7 +201,7 @@ def _tilt(task: TaskSummary, score: str, test: str) -> list[Plot]:
 
 
 def _t(setting: SettingSummary) -> float:
-    return float(setting.options["t"])
+    return float(setting.values["t"])
 
 
 # -------------------------------------------------------------------------------- flatness
@@ -285,13 +285,13 @@ def _slices(settings: Sequence[SettingSummary], unit: str) -> list[Plot]:
     """Return one plot per kind of direction."""
     curves: dict[str, list[Curve]] = {}
     for setting in settings:
-        found: dict[str, list[tuple[list[float], list[float]]]] = {}
+        by_label: dict[str, list[tuple[list[float], list[float]]]] = {}
         for run in setting.runs:
             entries = (run.flatness or {}).get("slices")
             for number, entry in enumerate(entries if isinstance(entries, list) else ()):
                 label = str(entry.get("label") or f"direction {number}") if isinstance(entry, dict) else "?"
-                found.setdefault(label, []).append((measured(entry, "positions"), measured(entry, "losses")))
-        for label, slices in found.items():
+                by_label.setdefault(label, []).append((measured(entry, "positions"), measured(entry, "losses")))
+        for label, slices in by_label.items():
             positions = slices[0][0]
             means = _means([losses for others, losses in slices if others == positions])
             curve = _curve(setting, positions[: len(means)], means[: len(positions)])

@@ -118,9 +118,9 @@ def read_runs(folders: Sequence[Path]) -> RunSet:
         config = _read_object(folder / "config.json", problems)
         if config is None:
             continue
-        found: list[RunProblem] = []
-        runs.append(_read_run(folder, config, found, swept=folder.resolve() in swept))
-        problems += [RunProblem(p.where, p.what, runs[-1].task) for p in found]
+        own_problems: list[RunProblem] = []
+        runs.append(_read_run(folder, config, own_problems, swept=folder.resolve() in swept))
+        problems += [RunProblem(p.where, p.what, runs[-1].task) for p in own_problems]
     for sweep in (folder for folder in folders if (folder / "sweep.json").exists()):
         for run, (name, state) in tested_runs(sweep).items():
             if not (run / "config.json").exists():
@@ -180,9 +180,9 @@ def _read_object(path: Path, problems: list[RunProblem]) -> dict[str, Any] | Non
 
 
 def _read_result(path: Path, problems: list[RunProblem]) -> dict[str, Any] | None:
-    found = _read_optional(path, problems)
+    content = _read_optional(path, problems)
     try:
-        return None if found is None else check_result(found)
+        return None if content is None else check_result(content)
     except ValueError as error:
         problems.append(RunProblem(str(path), f"damaged: {error}"))
         return None
@@ -191,13 +191,13 @@ def _read_result(path: Path, problems: list[RunProblem]) -> dict[str, Any] | Non
 def _read_metrics(path: Path, problems: list[RunProblem]) -> tuple[list[MetricsRow], str]:
     """Return the rows by epoch and the task's metric, which is the first one of the test split."""
     try:
-        found, damaged = read_metrics(path)
+        lines, damaged = read_metrics(path)
     except OSError as error:
         problems.append(RunProblem(str(path), f"cannot be read ({error.strerror})"))
         return [], ""
     for number, what in damaged.items():
         problems.append(RunProblem(f"{path}, line {number}", f"damaged, skipped: {what}"))
-    rows = [_numeric_entries(row) for row in found]
+    rows = [_numeric_entries(row) for row in lines]
     tested = (k.removeprefix("test_") for row in rows for k in row if k.startswith("test_") and k != "test_loss")
     return rows, next(tested, "")
 

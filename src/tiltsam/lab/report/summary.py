@@ -5,18 +5,19 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import tiltsam
-from tiltsam.lab.config import DEFAULTS, NEEDED_OPTION, method_options
+from tiltsam.lab.config import DEFAULTS, NEEDED_OPTION, method_options, tilt_defaults
 from tiltsam.lab.palette import METHOD_COLORS, OTHER_COLOR
+from tiltsam.lab.records import is_number
 from tiltsam.lab.report.runs import MetricsRow, RunProblem, RunRecord
 from tiltsam.lab.stats import Mean, mean_of
 
-__all__ = ["SettingSummary", "TaskSummary", "format_value", "summarize"]
+__all__ = ["SettingSummary", "TaskSummary", "format_value", "format_values", "summarize"]
 
 NOT_A_SETTING = ("task", "method", "options", "seed", "device")
 """Config fields that do not distinguish the settings of a method on a task."""
@@ -27,38 +28,46 @@ class SettingSummary:
     """The runs of one method with one setting on a task: they differ in the seed only."""
 
     method: str
-    options: dict[str, Any]
-    """All settings: the fields of the config and the options of the method."""
+    values: dict[str, Any]
+    """The fields of the config and the options of the method, by name."""
     runs: list[RunRecord]
     name: str
     """The method and what distinguishes this setting from the method's others on the task."""
-    differs: dict[str, Any]
-    """Options that vary within the task, and options of some methods only that are not at their default."""
+    differing: dict[str, Any]
+    """Values that vary within the task, and those that only some methods have and that are not at their default."""
     number: int
     """Index among the settings with the same colour."""
 
     @property
     def differences(self) -> str:
-        """:attr:`differs` as text, such as ``rho=0.2 t=5``."""
-        return " ".join(f"{name}={format_value(value)}" for name, value in self.differs.items())
+        """:attr:`differing` as text, such as ``rho=0.2 t=5``."""
+        return format_values(self.differing)
 
     @property
-    def own(self) -> set[str]:
-        """The names of the method's own settings: its options, and fields about it."""
-        return {*_method_options(self.runs[0]), *NEEDED_OPTION}
+    def short_name(self) -> str:
+        """The method and what differs and is not at its default, such as ``sam (rho=0.2)``."""
+        defaults = _defaults(self.method)
+        changed = {name: value for name, value in self.differing.items() if value != defaults.get(name)}
+        return f"{self.method} ({format_values(changed)})" if changed else self.method
 
     @property
-    def method_options(self) -> str:
-        """The method's own settings as text: its options, and fields about it that are not at their default."""
-        fields = [name for name in NEEDED_OPTION if self.options.get(name, DEFAULTS[name]) != DEFAULTS[name]]
-        shown = {name: _resolved(self.method, name, self.options) for name in (*_method_options(self.runs[0]), *fields)}
-        # Switches, names and counts of one at their default, as in share_ascent=False, say nothing about the method.
-        silent = {
+    def method_names(self) -> set[str]:
+        """The names of the method's options, and of the fields that only some methods have."""
+        return {*_options(self.runs[0]), *NEEDED_OPTION}
+
+    @property
+    def method_values(self) -> str:
+        """The method's options as text, with the fields that only some methods have if not at their default."""
+        fields = [name for name in NEEDED_OPTION if self.values.get(name, DEFAULTS[name]) != DEFAULTS[name]]
+        names = (*_options(self.runs[0]), *fields)
+        # Switches, names and counts of one, as in share_ascent=False, are shown if they are not at their default.
+        hidden = {
             name: v
             for name, v in _defaults(self.method).items()
             if isinstance(v, bool | str) or (isinstance(v, int) and v == 1)
         }
-        return " ".join(f"{k}={format_value(v)}" for k, v in shown.items() if k not in silent or v != silent[k])
+        shown = {name: _resolved(self.method, name, self.values) for name in names}
+        return format_values({k: v for k, v in shown.items() if k not in hidden or v != hidden[k]})
 
     @cached_property
     def finished(self) -> list[RunRecord]:
@@ -73,11 +82,11 @@ class SettingSummary:
     @cached_property
     def epochs(self) -> list[list[MetricsRow]]:
         """The rows of all runs at each epoch; a last epoch that the budget cut short counts as a whole one."""
-        found: dict[int, list[MetricsRow]] = {}
+        by_epoch: dict[int, list[MetricsRow]] = {}
         for run in self.runs:
             for row in run.rows:
-                found.setdefault(math.ceil(row["epoch"]), []).append(row)
-        return [found[epoch] for epoch in sorted(found)]
+                by_epoch.setdefault(math.ceil(row["epoch"]), []).append(row)
+        return [by_epoch[epoch] for epoch in sorted(by_epoch)]
 
     def curve(self, key: str, scale: float = 1.0) -> list[Mean]:
         """Return a number by epoch, averaged over the runs that reached it."""
@@ -99,7 +108,7 @@ class TaskSummary:
     metric: str
     settings: list[SettingSummary]
     shared: dict[str, Any]
-    """Options that have the same value in all runs that use them."""
+    """Values that are the same in all runs that have them."""
     problems: list[RunProblem]
 
     @property
@@ -125,8 +134,8 @@ class TaskSummary:
         """
         best: dict[str, SettingSummary] = {}
         for setting in self.settings:
-            now = best.get(setting.method)
-            if now is None or self._rank(setting) > self._rank(now):
+            previous = best.get(setting.method)
+            if previous is None or self._rank(setting) > self._rank(previous):
                 best[setting.method] = setting
         return list(best.values())
 
@@ -169,86 +178,101 @@ def summarize(runs: Iterable[RunRecord], problems: Iterable[RunProblem] = ()) ->
         by_task.setdefault(run.task, []).append(run)
     problems = list(problems)
     return [
-        _summarize_task(name, found, [p for p in problems if p.task == name]) for name, found in sorted(by_task.items())
+        _summarize_task(name, members, [p for p in problems if p.task == name])
+        for name, members in sorted(by_task.items())
     ]
 
 
 def _summarize_task(name: str, runs: list[RunRecord], problems: list[RunProblem]) -> TaskSummary:
     groups: dict[str, list[RunRecord]] = {}
     for run in runs:
-        key = json.dumps([run.method, _options(run)], sort_keys=True, default=str)
+        key = json.dumps([run.method, _values(run)], sort_keys=True, default=str)
         groups.setdefault(key, []).append(run)
     order = {method: i for i, method in enumerate(tiltsam.METHODS)}
-    ordered = sorted(
-        groups.values(), key=lambda g: (order.get(g[0].method, 99), g[0].method, _sort_key(_options(g[0])))
-    )
-    options = [_options(group[0]) for group in ordered]
+    ordered = sorted(groups.values(), key=lambda g: (order.get(g[0].method, 99), g[0].method, _sort_key(_values(g[0]))))
+    values = [_values(group[0]) for group in ordered]
     methods = [group[0].method for group in ordered]
     colors = [METHOD_COLORS.get(method, OTHER_COLOR) for method in methods]
-    varying = _varying(options)
-    common = set.intersection(*(set(body) for body in options))
-    by_method = {
-        m: _varying([o for o, method in zip(options, methods, strict=True) if method == m]) for m in set(methods)
-    }
+    varying = _varying(values)
+    common = set.intersection(*map(set, values))
+    by_method = {m: _varying([v for v, method in zip(values, methods, strict=True) if method == m]) for m in methods}
     settings = []
-    for i, group in enumerate(ordered):
-        method, body = methods[i], options[i]
-        label = " ".join([method, *(f"{k}={format_value(v)}" for k, v in body.items() if k in by_method[method])])
-        usual = _defaults(method)
-        differs = {k: v for k, v in body.items() if k in varying or (k not in common and v != usual.get(k))}
-        number = sum(color == colors[i] for color in colors[:i])
-        by_seed = sorted(group, key=lambda r: str(r.seed))
-        settings.append(SettingSummary(method, body, by_seed, label, differs, number))
-    differing = varying.union(*(setting.differs for setting in settings))
-    shared = {k: v for body in options for k, v in body.items() if k not in differing}
+    for i, (method, body, group) in enumerate(zip(methods, values, ordered, strict=True)):
+        defaults = _defaults(method)
+        settings.append(
+            SettingSummary(
+                method,
+                body,
+                sorted(group, key=lambda r: str(r.seed)),
+                f"{method} {format_values({k: v for k, v in body.items() if k in by_method[method]})}".strip(),
+                {k: v for k, v in body.items() if k in varying or (k not in common and v != defaults.get(k))},
+                colors[:i].count(colors[i]),
+            )
+        )
+    differing = varying.union(*(setting.differing for setting in settings))
+    shared = {k: v for body in values for k, v in body.items() if k not in differing}
     metric = _most_common(run.metric for run in runs if run.metric)
-    found = [*problems, *_missing_runs(name, settings), *_other_metrics(name, metric, runs), *_other_data(name, runs)]
-    return TaskSummary(name, metric or "score", settings, shared, found)
+    problems = [
+        *problems,
+        *_missing_runs(name, settings),
+        *_other_metrics(name, metric, runs),
+        *_other_data(name, runs),
+    ]
+    return TaskSummary(name, metric or "score", settings, shared, problems)
 
 
-def _options(run: RunRecord) -> dict[str, Any]:
-    """Return what defines the run's setting; missing fields are at their defaults."""
-    options = _method_options(run)
+def _values(run: RunRecord) -> dict[str, Any]:
+    """Return what defines the run's setting: fields and options, by name. Missing fields are at their defaults."""
+    options = _options(run)
     left_out = {*NOT_A_SETTING, *(name for name, needed in NEEDED_OPTION.items() if needed not in options)}
-    body = {k: v for k, v in (options | DEFAULTS | run.config).items() if k not in left_out}
-    return {k: float(v) if isinstance(v, int) and not isinstance(v, bool) else v for k, v in body.items()}
+    values = {k: v for k, v in (options | DEFAULTS | run.config).items() if k not in left_out}
+    if is_number(values["example_tilt"]):  # a default that follows from the tilt is not a difference of its own
+        defaults = tilt_defaults(values["example_tilt"], values["class_tilt"])
+        values |= {name: None for name, default in defaults.items() if values[name] == default}
+    return {k: float(v) if isinstance(v, int) and not isinstance(v, bool) else v for k, v in values.items()}
 
 
 def _defaults(method: str) -> dict[str, Any]:
-    """Return the defaults of all settings; of a method that is not registered here, those of the fields."""
+    """Return the defaults of all values; of a method that is not registered here, those of the fields."""
     options = method_options(method) if method in tiltsam.METHODS else {}
-    return DEFAULTS | {name: parameter.default for name, parameter in options.items()}
+    fields = DEFAULTS | dict.fromkeys(tilt_defaults(0.0, None))
+    return fields | {name: parameter.default for name, parameter in options.items()}
 
 
-def _method_options(run: RunRecord) -> dict[str, Any]:
+def _options(run: RunRecord) -> dict[str, Any]:
     """Return the options of the run's method; empty if the config is damaged."""
     options = run.config.get("options")
     return options if isinstance(options, dict) else {}
 
 
-def _resolved(method: str, name: str, options: dict[str, Any]) -> Any:
-    """Return the value of an option; for TSAM's None, what it stands for."""
-    value = options[name]
-    if value is None and method == "tsam" and name == "delta" and options.get("sampler") in ("ascent", "hmc"):
-        return options["t"] / 2 if isinstance(options.get("t"), float) else "t/2"
+def _resolved(method: str, name: str, values: dict[str, Any]) -> Any:
+    """Return the value of a field or option; for TSAM's None, what it stands for."""
+    value = values[name]
+    if value is None and method == "tsam" and name == "delta" and values.get("sampler") in ("ascent", "hmc"):
+        return values["t"] / 2 if isinstance(values.get("t"), float) else "t/2"
     return "0.003√d" if value is None and method == "tsam" and name == "radius" else value
 
 
-def _varying(options: Sequence[dict[str, Any]]) -> set[str]:
-    """Return the keys with more than one value."""
-    values: dict[str, set[str]] = {}
-    for body in options:
-        for key, value in body.items():
-            values.setdefault(key, set()).add(json.dumps(value, sort_keys=True, default=str))
-    return {key for key, found in values.items() if len(found) > 1}
+def _varying(settings: Sequence[dict[str, Any]]) -> set[str]:
+    """Return the names with more than one value."""
+    texts: dict[str, set[str]] = {}
+    for values in settings:
+        for name, value in values.items():
+            texts.setdefault(name, set()).add(json.dumps(value, sort_keys=True, default=str))
+    return {name for name, different in texts.items() if len(different) > 1}
 
 
-def _sort_key(options: dict[str, Any]) -> list[tuple[str, float, str]]:
-    return [(k, v if isinstance(v, float) else -math.inf, str(v)) for k, v in sorted(options.items())]
+def _sort_key(values: dict[str, Any]) -> list[tuple[str, float, str]]:
+    return [(k, v if isinstance(v, float) else -math.inf, str(v)) for k, v in sorted(values.items())]
+
+
+def format_values(values: Mapping[str, Any]) -> str:
+    """Return values by name as text, such as ``rho=0.2 t=5``."""
+    return " ".join(f"{name}={format_value(value)}" for name, value in values.items())
 
 
 def format_value(value: Any) -> str:
-    """Return the value of an option as text."""
+    """Return a value as text."""
     if value is None:
         return "default"
     return f"{value:g}" if isinstance(value, float) else str(value)
@@ -256,20 +280,20 @@ def format_value(value: Any) -> str:
 
 def _missing_runs(task: str, settings: Sequence[SettingSummary]) -> list[RunProblem]:
     """Return a problem per unfinished run, and per setting that lacks a seed that others have."""
-    found = []
+    problems = []
     for setting in settings:
         for run in setting.runs:
             if not run.finished:
                 why = f"diverged: {run.diverged}" if run.diverged else f"not finished, at {run.progress}"
-                found.append(RunProblem(f"{setting.name}, seed {run.seed}", why, task))
+                problems.append(RunProblem(f"{setting.name}, seed {run.seed}", why, task))
     seeds = {str(run.seed): run.seed for setting in settings for run in setting.runs}
     for setting in settings:
         missing = [seed for seed in seeds if seed not in {str(run.seed) for run in setting.runs}]
         if missing:
             plural = "s" if len(missing) > 1 else ""
             what = f"no run with seed{plural} {', '.join(missing)}, which other settings have"
-            found.append(RunProblem(setting.name, what, task))
-    return found
+            problems.append(RunProblem(setting.name, what, task))
+    return problems
 
 
 def _other_metrics(task: str, metric: str, runs: Iterable[RunRecord]) -> list[RunProblem]:

@@ -28,6 +28,7 @@ __all__ = [
     "runs_table",
 ]
 
+NOISE = 0.01  # standard deviation of the noise on the weights in the table of flatness
 MEANS = "mean ± standard error over seeds"
 IN_UNITS = " (1e-3) in a heading: numbers in units of 0.001, and so on."
 BOLD = "Bold: ahead of the next by more than the standard error of their difference."
@@ -75,8 +76,8 @@ def methods_table(task: TaskSummary) -> ReportTable:
     rows = [
         [
             TableCell(s.method, method=s.method),
-            TableCell(s.method_options or "–"),
-            TableCell(f"{s.options['lr']:g}" if isinstance(s.options.get("lr"), float) else "–"),
+            TableCell(s.method_values or "–"),
+            TableCell(f"{s.values['lr']:g}" if isinstance(s.values.get("lr"), float) else "–"),
             TableCell(task.tuning(s)),
         ]
         for s in task.settings
@@ -221,25 +222,25 @@ def _outdated(run: RunRecord) -> bool:
     return run.finished and _about(run).get("finished") is False
 
 
-def flatness_table(settings: Sequence[SettingSummary], task: TaskSummary, std: float = 0.01) -> ReportTable:
+def flatness_table(settings: Sequence[SettingSummary], task: TaskSummary) -> ReportTable:
     """Return the flatness at the trained weights, mean ± standard error over seeds; lower is flatter."""
 
     def scalar(*path: str) -> Callable[[SettingSummary], Mean]:
         return lambda s: mean_of([measured(run.flatness, *path)[0] for run in s.runs])
 
     def around(name: str) -> Callable[[SettingSummary], Mean]:
-        return lambda s: mean_of([_at_noise(run, name, std) for run in s.runs])
+        return lambda s: mean_of([_at_noise(run, name) for run in s.runs])
 
     def rise(setting: SettingSummary) -> Mean:
-        return mean_of([_at_noise(run, "mean", std) - measured(run.flatness, "loss")[0] for run in setting.runs])
+        return mean_of([_at_noise(run, "mean") - measured(run.flatness, "loss")[0] for run in setting.runs])
 
     def rounded(bits: int) -> Callable[[SettingSummary], Mean]:
         return lambda s: mean_of([_rise_at_bits(run, bits) for run in s.runs])
 
     columns = [
         NumberColumn("loss", scalar("loss"), None, highest=None),
-        NumberColumn(f"mean rise at {std:g}", rise, None, highest=False),
-        NumberColumn(f"variance at {std:g}", around("variance"), None, highest=False),
+        NumberColumn(f"mean rise at {NOISE:g}", rise, None, highest=False),
+        NumberColumn(f"variance at {NOISE:g}", around("variance"), None, highest=False),
         NumberColumn("worst case", scalar("worst_case", "value"), None, highest=False),
         NumberColumn("adaptive", scalar("adaptive", "value"), None, highest=False),
         NumberColumn("8 bits", rounded(8), None, highest=False),
@@ -254,24 +255,24 @@ def flatness_table(settings: Sequence[SettingSummary], task: TaskSummary, std: f
     counts = _run_counts([len(setting.runs) for setting in settings])
     caption = (
         f"Flatness at the trained weights on {where}, {MEANS}{counts}; losses in {task.loss_unit}. Mean rise and "
-        f"variance: of the loss under noise of standard deviation {std:g} on every weight; worst case and adaptive: "
+        f"variance: of the loss under noise of standard deviation {NOISE:g} on every weight; worst case and adaptive: "
         f"its largest rise {_radius(runs)}; bits: its rise when weights are rounded to as many; λ1 and trace: of the "
         f"Hessian. {BOLD}"
     )
     return _settings_table("flatness", caption, settings, columns)
 
 
-def _at_noise(run: RunRecord, name: str, std: float) -> float:
-    """Return a statistic of the neighbourhood at a noise level, or NaN."""
+def _at_noise(run: RunRecord, name: str) -> float:
+    """Return a statistic of the neighbourhood at the noise level of the table, or NaN."""
     levels, values = (measured(run.flatness, "neighborhood", key) for key in ("std", name))
-    return next((v for s, v in zip(levels, values, strict=False) if math.isclose(s, std)), math.nan)
+    return next((v for s, v in zip(levels, values, strict=False) if math.isclose(s, NOISE)), math.nan)
 
 
 def _rise_at_bits(run: RunRecord, bits: int) -> float:
     """Return the rise of the loss when weights are rounded to so many bits, or NaN."""
     widths, losses = (measured(run.flatness, "rounding", key) for key in ("bits", "losses"))
-    found = next((loss for width, loss in zip(widths, losses, strict=False) if width == bits), math.nan)
-    return found - measured(run.flatness, "loss")[0]
+    rounded = next((loss for width, loss in zip(widths, losses, strict=False) if width == bits), math.nan)
+    return rounded - measured(run.flatness, "loss")[0]
 
 
 def _about(run: RunRecord) -> dict[str, Any]:
@@ -288,11 +289,11 @@ def _examples_mark(run: RunRecord) -> str:
 
 def _radius(runs: Sequence[RunRecord]) -> str:
     """Return the radius of the worst case as text, if recorded."""
-    found = [
+    recorded = [
         dict.fromkeys(f"{r:g}" for run in runs if isinstance(r := _about(run).get(key), (int, float)))
         for key in ("rho", "adaptive_rho")
     ]
-    plain, adaptive = (" or ".join(radii) for radii in found)
+    plain, adaptive = (" or ".join(radii) for radii in recorded)
     if not plain:
         return "nearby"
     return f"within a radius of {plain}" + (f" (adaptive: {adaptive})" if adaptive else "")
@@ -305,7 +306,7 @@ def _settings_table(
     name: str, caption: str, settings: Sequence[SettingSummary], columns: Sequence[NumberColumn]
 ) -> ReportTable:
     """Return a row per setting: its method, what distinguishes it, and the columns."""
-    differ = any(setting.differs for setting in settings)
+    differ = any(setting.differing for setting in settings)
     rows = [[TableCell(s.method, method=s.method)] + ([TableCell(s.differences)] if differ else []) for s in settings]
     headings = ["method", *(["settings"] if differ else [])]
     for column in columns:

@@ -30,6 +30,7 @@ __all__ = [
     "Checkpoint",
     "drafted",
     "drop_drafts",
+    "file_digest",
     "load_checkpoint",
     "load_tensors",
     "parse_json",
@@ -159,7 +160,7 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
         more = _prefixed("random.", checkpoint.random) | _prefixed("average.", checkpoint.average)
         save_tensors(draft / "optimizer.safetensors", tensors | more)
         write_json(draft / "state.json", {"optimizer": rest, "state": checkpoint.state})
-        write_json(draft / "manifest.json", {p.name: _digest(p) for p in sorted(draft.iterdir())})
+        write_json(draft / "manifest.json", {p.name: file_digest(p) for p in sorted(draft.iterdir())})
         shutil.rmtree(place, ignore_errors=True)
         draft.rename(place)
     except BaseException:
@@ -175,7 +176,7 @@ def load_checkpoint(folder: Path) -> Checkpoint | None:
         try:
             manifest = parse_json((place / "manifest.json").read_text())
             for name in ("model.safetensors", "optimizer.safetensors", "state.json"):
-                if manifest[name] != _digest(place / name):
+                if manifest[name] != file_digest(place / name):
                     raise ValueError(f"{name} does not match its digest")
             body = parse_json((place / "state.json").read_text())
             _check_state(body["state"])
@@ -246,5 +247,7 @@ def _with_prefix(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
 
 
-def _digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+def file_digest(path: Path) -> str:
+    """Return the SHA-256 digest of a file, in hexadecimal."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -11,7 +11,6 @@ values. :func:`measure_runs` does this for runs of the lab; ``RUN/flatness.json`
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import textwrap
@@ -34,7 +33,7 @@ from tiltsam.lab.data.loader import normalise
 from tiltsam.lab.devices import resolve_device, torch_settings
 from tiltsam.lab.errors import ConfigError, RecordError
 from tiltsam.lab.evaluate import task_loss
-from tiltsam.lab.files import drafted, parse_json
+from tiltsam.lab.files import drafted, file_digest, parse_json
 from tiltsam.lab.models import load_model
 from tiltsam.lab.records import Record, find_run_folders
 from tiltsam.lab.report.runs import RunRecord
@@ -282,7 +281,7 @@ def measure_runs(
             weights = runs[name].folder / "model.safetensors"
             try:
                 model = load_model(runs[name], loaded).to(where)
-                mark = {"model": _digest(weights)} if weights.exists() else {"finished": False}
+                mark = {"model": file_digest(weights)} if weights.exists() else {"finished": False}
                 if reused is not None and "model" in mark and (flat := load_flatness(runs[name], name, about | mark)):
                     reused(name)
                     yield flat, about | mark
@@ -355,11 +354,6 @@ def _error_line(folder: Path, error: Exception) -> str:
     """Return why a run cannot be measured, in one line with its folder."""
     message = str(error) if isinstance(error, RecordError) else f"{folder}: {error}"
     return textwrap.shorten(message, 300)
-
-
-def _digest(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _batches(data: Data, split: str, examples: int, batch_size: int, device: torch.device) -> list[Any]:

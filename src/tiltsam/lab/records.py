@@ -8,7 +8,7 @@
     RUN/checkpoints/N/      the last two checkpoints (:mod:`tiltsam.lab.files`)
     RUN/model.safetensors   the trained model, once finished
     RUN/result.json         the final numbers and their digest, once finished
-    RUN/diverged.txt        why training failed, if it did
+    RUN/diverged.txt        why training diverged, if it did
     RUN/lock                locked by the process that trains the run
 
 Files that are written once are written atomically, see :mod:`tiltsam.lab.files`.

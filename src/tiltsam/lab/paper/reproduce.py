@@ -1,7 +1,7 @@
 """Run a recipe: train what is missing, reuse what is done, measure what the table needs.
 
-RUN/reproduced.json     the measurements of a run, each under a key that describes it; measuring can take as long as
-                        training
+RUN/reproduced.json     the measurements of a run, each under a key that describes it and the model; measuring can take
+                        as long as training
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.data import Data, LoadingCallback, data_key, data_loader
 from tiltsam.lab.devices import resolve_device
 from tiltsam.lab.errors import DataError, RecipeError, RecordError, TrainError
-from tiltsam.lab.files import write_json
+from tiltsam.lab.files import file_digest, write_json
 from tiltsam.lab.flatness import PAPER_STDS, Flatness, FlatnessPlan, cross_runs, measure_runs, save_flatness
 from tiltsam.lab.paper.recipes import Recipe, RecipeCell
 from tiltsam.lab.paper.settings import column_config, training_examples
@@ -99,7 +99,8 @@ class Reproduction:
     """By column: why it was not run."""
     data: dict[str, str] = field(default_factory=dict)
     """By column: how its data differ from the published data set."""
-    diverged: dict[TrainConfig, str] = field(default_factory=dict)
+    failed: dict[TrainConfig, str] = field(default_factory=dict)
+    """By config: why training failed."""
     measured: list[dict[str, dict[str, Any]]] = field(default_factory=list)
     """One entry per seed: measurements by method. ``losses``: by split, then objective; ``neighborhood``: lists
     ``std``, ``mean`` and ``variance``; ``eigenvalues``: a list ``values``."""
@@ -156,7 +157,7 @@ def reproduce(
     load = data_loader(root, download=download, progress=loading)
 
     def failed(config: TrainConfig, error: TrainError) -> None:
-        found.diverged[config] = str(error)
+        found.failed[config] = str(error)
         say(f"{config.task} {names[config.key()]} seed {config.seed}: {error}")
 
     for columns in _columns_by_data(recipe):
@@ -235,10 +236,13 @@ def _measure(
     """Return the measurements of the runs of one seed, by method, from their folders if they are there."""
     kind = plan.recipe.kind
     size = {} if kind == "losses" else {"examples": plan.num_examples, "draws": plan.num_draws}
-    key = json.dumps({"kind": kind, "with": sorted(runs), **size})
+    keys = {}
+    for method, record in runs.items():
+        digest = file_digest(record.folder / "model.safetensors")
+        keys[method] = json.dumps({"kind": kind, "with": sorted(runs), **size, "model": digest})
     saved = {method: _read(record) for method, record in runs.items()}
-    if all(key in numbers for numbers in saved.values()):
-        return {method: numbers[key] for method, numbers in saved.items()}
+    if all(keys[method] in numbers for method, numbers in saved.items()):
+        return {method: numbers[keys[method]] for method, numbers in saved.items()}
     measured: dict[str, dict[str, Any]] = {}
     if kind == "losses":
         callback = None if progress is None else progress("losses under all objectives")
@@ -253,7 +257,7 @@ def _measure(
             if kind == "neighborhood" and not (runs[flat.name].folder / "flatness.json").exists():
                 save_flatness(runs[flat.name], flat, about)
     for method, record in runs.items():
-        write_json(record.folder / "reproduced.json", saved[method] | {key: measured[method]})
+        write_json(record.folder / "reproduced.json", saved[method] | {keys[method]: measured[method]})
     return measured
 
 

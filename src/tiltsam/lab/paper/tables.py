@@ -231,15 +231,15 @@ def _paper(printed: Sequence[PaperNumber]) -> str:
 
 
 def _runs(found: Reproduction, cell: RecipeCell) -> str:
-    """Return how many seeds have a number, and how many diverged."""
+    """Return how many seeds have a number, and how many failed."""
     configs = found.plan.configs(cell)
     if found.plan.recipe.measured:
         done = sum(cell.method in seed for seed in found.measured)
     else:
         done = len(found.results(cell))
-    diverged = sum(config in found.diverged for config in configs)
+    failed = sum(config in found.failed for config in configs)
     text = f"{done}" if done == len(configs) else f"{done} of {len(configs)}"
-    return text + (f", {diverged} diverged" if diverged else "")
+    return text + (f", {failed} failed" if failed else "")
 
 
 # ------------------------------------------------------------------------------------------------- output

@@ -309,6 +309,18 @@ def test_no_finite_loss_ends_with_an_error(tmp_path, fake, capsys):
     assert "nothing was chosen" in capsys.readouterr().err
 
 
+def test_progress_ends_if_an_entry_chose_nothing(tmp_path, fake):
+    def loss(config):
+        if config.method == "erm":
+            raise Diverged("the loss is not finite")
+        return config.lr
+
+    fake.loss, statuses = loss, []
+    sweep(SMALL, ["erm", "sam"], RATES, tmp_path, seeds=2, report=statuses.append)
+    assert statuses[0].total == 2 * 3 + 2 * 2
+    assert (statuses[-1].ended, statuses[-1].total) == (2 * 3 + 2, 2 * 3 + 2)
+
+
 def test_diverged_test_is_reported_and_not_averaged(tmp_path, fake):
     def score(config):
         if config.seed == 1:
@@ -510,7 +522,7 @@ def test_toml_file_holds_the_arguments(tmp_path, fake, capsys):
         'task = "digits"\nmethods = ["erm", "sam"]\ntrials = 2\nseeds = 1\nepochs = 1\naverage = true\n'
         f'out = "{tmp_path / "runs"}"\n[grid]\nlr = [0.03, 0.1]\n"sam:rho" = 0.1\n'
     )
-    assert main(["sweep", str(path), "--seeds", "2"]) == 0  # later arguments win
+    assert main(["sweep", "--seeds", "2", str(path)]) == 0  # the command line wins, wherever the file is
     assert Counter((run.method, run.average) for run in fake.runs) == {("erm", True): 4, ("sam", True): 4}
     assert "tested with 2 seeds" in capsys.readouterr().out
 

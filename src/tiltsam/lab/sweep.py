@@ -266,10 +266,12 @@ class SweepWorker:
                 found[entry.name] = entry.config.with_settings(best.params).with_settings(self.plan.final)
         return found
 
+    def _searched(self) -> bool:
+        return all(study.ended() for study in self._searches.values())
+
     def tests(self) -> SharedStudy | None:
         """Return the study of the tests, once all trials have ended."""
-        searched = self._tests is None and all(study.ended() for study in self._searches.values())
-        if searched and self.plan.seeds and (names := list(self.chosen())):
+        if self._tests is None and self._searched() and self.plan.seeds and (names := list(self.chosen())):
             grid: dict[str, list[Any]] = {"entry": names, "seed": list(range(self.plan.seeds))}
             sampler = optuna.samplers.GridSampler(grid, seed=0)
             number = len(names) * self.plan.seeds
@@ -285,14 +287,17 @@ class SweepWorker:
             for entry in self.plan.entries
             for trial in self._searches[entry.name].trials()
         ]
-        tests = [] if (study := self.tests()) is None else study.trials()
+        num_tests = 0 if self._searched() else len(self.plan.entries) * self.plan.seeds
+        tests: list[FrozenTrial] = []
+        if (study := self.tests()) is not None:
+            tests, num_tests = study.trials(), study.num_trials
         trials += [(f"test of {t.params.get('entry')} seed {t.params.get('seed')}", t) for t in tests]
         ended = [(name, trial) for name, trial in trials if trial.state in ENDED]
         news = [(name, trial) for name, trial in ended if f"{name} {trial.number}" not in self._reported]
         first = self._looked == -math.inf  # what had ended before is not news
         self._reported |= {f"{name} {trial.number}" for name, trial in news}
         running = sum((t.last_step or 0) / 100 for _, t in trials if t.state is TrialState.RUNNING)
-        total = sum(entry.trials for entry in self.plan.entries) + len(self.plan.entries) * self.plan.seeds
+        total = sum(entry.trials for entry in self.plan.entries) + num_tests
         lines = [] if first else [f"{name}: {_outcome(trial, self.plan.value_name)}" for name, trial in news]
         self._report(SweepStatus(len(ended), total, running, lines))
         self._looked = time.monotonic()

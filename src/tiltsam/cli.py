@@ -113,8 +113,10 @@ def build_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.Argument
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser, commands = build_parser()
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if arguments[:1] == ["sweep"] and arguments[1:] and arguments[1].endswith(".toml"):
-        arguments[1:2] = _read_arguments(Path(arguments[1]))
+    file = next((text for text in arguments if text.endswith(".toml")), None)
+    if arguments[:1] == ["sweep"] and file is not None:
+        arguments.remove(file)
+        arguments[1:1] = _read_arguments(Path(file))  # first, so that other arguments win
     args, unknown = parser.parse_known_args(arguments)
     if unknown:  # print the usage of the command, not that of tiltsam
         commands[args.command].error(f"unrecognized arguments: {' '.join(unknown)}")
@@ -287,7 +289,7 @@ def _add_reproduce(commands: argparse._SubParsersAction[argparse.ArgumentParser]
         metavar="TABLE-OR-FIGURE",
         help="a name printed by --list, or NAME/COLUMN for one of its columns",
     )
-    parser.add_argument("--list", action="store_true", help="list all names with their cost in passes and hours")
+    parser.add_argument("--list", action="store_true", help="list all names with their cost in passes")
     parser.add_argument(
         "--scale",
         type=float,
@@ -508,8 +510,7 @@ def _compare(args: argparse.Namespace) -> None:
             tick=display.report,
             failed=lambda run, error: display.print(f"{display.name(run)}: {error}"),
         )
-    seeds = "1 seed" if args.seeds == 1 else f"{args.seeds} seeds"
-    print_table(f"{config.task}: {seeds}, mean ± standard error", format_rows(rows))
+    print_table(f"{config.task}: {_seeds(args.seeds)}, mean ± standard error", format_rows(rows))
     if config.reestimate_batchnorm:
         print("BatchNorm statistics, if any, were re-estimated before each evaluation.")
     print(f"runs: {args.out}")
@@ -555,8 +556,7 @@ def _sweep(args: argparse.Namespace) -> None:
             report=display.report,
             say=display.print,
         )
-    seeds = "1 seed" if args.seeds == 1 else f"{args.seeds} seeds"
-    tested = f", tested with {seeds}, mean ± standard error" if args.seeds else ""
+    tested = f", tested with {_seeds(args.seeds)}, mean ± standard error" if args.seeds else ""
     print_table(f"{args.task}: chosen by {result.value_name}{tested}", format_results(result))
     for note in result.notes:
         print(note)
@@ -566,6 +566,10 @@ def _sweep(args: argparse.Namespace) -> None:
         print(write_report([folder], folder / "report").message())
     if not any(row.config for row in result.entries):
         raise UserError("nothing was chosen: no trial finished with a finite loss")
+
+
+def _seeds(number: int) -> str:
+    return "1 seed" if number == 1 else f"{number} seeds"
 
 
 @contextmanager
@@ -587,7 +591,7 @@ def _reproduce(args: argparse.Namespace) -> None:
     from tiltsam.lab.paper.tables import print_header, print_results, write_numbers
     from tiltsam.lab.report import write_report
 
-    if args.name and args.name.partition("/")[0] == "two-tilts" and not args.list:
+    if args.name and args.name.partition("/")[0] == "two-tilts":
         _two_tilts(args)
         return
     if args.name:
@@ -606,6 +610,8 @@ def _reproduce(args: argparse.Namespace) -> None:
         if not args.name:
             print("two-tilts, an experiment of our own on digits, takes minutes on a CPU: docs/example-tilt.md")
         return
+    if args.workers != 1:
+        raise UserError(f"--workers must be 1 for {args.name}, got {args.workers}: start the command several times")
     (plan,) = plans
     print_header(plan)
     with RunDisplay(plan.names()) as display, MeasurementBars() as bars:
@@ -629,12 +635,17 @@ def _reproduce(args: argparse.Namespace) -> None:
 
 def _two_tilts(args: argparse.Namespace) -> None:
     with _optuna_hint("reproduce two-tilts"):
-        from tiltsam.lab.two_tilts import num_runs, result_rows, run_study, select_studies
+        from tiltsam.lab.two_tilts import PASSES, num_runs, result_rows, run_study, select_studies
     from tiltsam.lab.console import SweepDisplay, format_markdown, print_table
     from tiltsam.lab.report import write_report
 
     seeds = 5 if args.seeds is None else args.seeds
     studies = select_studies(args.name, args.methods)
+    if args.list:
+        runs = {f"two-tilts/{study.name}": num_runs(study, seeds) for study in studies}
+        rows = [[name, f"{number}", f"{number * PASSES * args.scale:,.0f}"] for name, number in runs.items()]
+        print_table(f"seeds {seeds}, scale {args.scale:g}", [["name", "runs", "training passes"], *rows])
+        return
     print(f"{sum(num_runs(study, seeds) for study in studies)} runs; the same command resumes", flush=True)
     folder = args.out / "reproduced" / args.name.replace("/", "-")
     text, sweeps = "", []
@@ -646,12 +657,13 @@ def _two_tilts(args: argparse.Namespace) -> None:
                 seeds=seeds,
                 scale=args.scale,
                 device=args.device,
+                precision=args.precision,
                 workers=args.workers,
                 report=display.report,
                 say=display.print,
             )
         table = result_rows(study, result)
-        print_table(f"{study.title}: {seeds} seeds, mean ± standard error", table)
+        print_table(f"{study.title}: {_seeds(seeds)}, mean ± standard error", table)
         text += f"### {study.title}\n\n{format_markdown(table)}\n\n"
         sweeps.append(result.path.parent)
     folder.mkdir(parents=True, exist_ok=True)

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.errors import RecipeError
@@ -19,7 +19,17 @@ from tiltsam.lab.flags import parse_method
 from tiltsam.lab.stats import Mean, confidence_interval, format_mean, mean_of, paired_difference
 from tiltsam.lab.sweep import ChoiceName, EntryResult, SweepResult, SweepStatus, sweep
 
-__all__ = ["NAME", "STUDIES", "TiltRow", "TiltStudy", "num_runs", "result_rows", "run_study", "select_studies"]
+__all__ = [
+    "NAME",
+    "PASSES",
+    "STUDIES",
+    "TiltRow",
+    "TiltStudy",
+    "num_runs",
+    "result_rows",
+    "run_study",
+    "select_studies",
+]
 
 NAME = "two-tilts"
 TILT = "example_tilt=-1"
@@ -148,6 +158,7 @@ def run_study(
     seeds: int = 5,
     scale: float = 1.0,
     device: str = "cpu",
+    precision: Literal["fp32", "bf16"] = "fp32",
     workers: int = 1,
     report: Callable[[SweepStatus], None] = lambda status: None,
     say: Callable[[str], None] = lambda line: None,
@@ -160,6 +171,7 @@ def run_study(
         seeds: Tests of each row.
         scale: Fraction of the passes.
         device: The device to train on.
+        precision: That of the model; ``"bf16"`` uses autocast.
         workers: Processes to start; 1 works in this one.
         report: Called with the status as the work goes on.
         say: Called with notes.
@@ -172,7 +184,7 @@ def run_study(
     methods = {parse_method(row.entry)["method"] for row in study.rows}
     unused = {"rho"} if methods == {"erm"} else {"erm:lr"} - {f"{method}:lr" for method in methods}
     return sweep(
-        replace(study.base, passes=PASSES * scale, device=device),
+        replace(study.base, passes=PASSES * scale, device=device, precision=precision),
         [row.entry for row in study.rows],
         {name: values for name, values in GRID.items() if name not in unused},
         out,

@@ -14,7 +14,7 @@ from tiltsam.cli import _parse, _read_arguments, main
 from tiltsam.lab import records
 from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.console import SweepDisplay
-from tiltsam.lab.errors import ConfigError, Diverged, SweepError, TrainError, UserError
+from tiltsam.lab.errors import ConfigError, Diverged, RecordError, TrainError, UserError
 from tiltsam.lab.flags import shared_settings
 from tiltsam.lab.grids import PAPER, Range, make_entries, parse_grid
 from tiltsam.lab.records import Record
@@ -161,7 +161,7 @@ def test_unknown_task_creates_no_folder(tmp_path, capsys):
 
 
 def test_methods_must_be_a_list(tmp_path):
-    with pytest.raises(SweepError, match="'sam'"):
+    with pytest.raises(ConfigError, match="'sam'"):
         sweep(SMALL, "sam", RATES, tmp_path)
 
 
@@ -204,7 +204,7 @@ def test_choose_by_balanced_accuracy(tmp_path):
     assert [t.value for t in row.trials] == [1 - run.result()["validation_balanced_accuracy"] for run in runs]
     np.savez(tmp_path / "a.npz", x=np.random.default_rng(0).normal(size=(40, 2)), y=np.arange(40) / 7)
     regression = replace(config, task=f"npz:{tmp_path / 'a.npz'}")
-    with pytest.raises(SweepError, match="--choose-by balanced needs a classification"):
+    with pytest.raises(ConfigError, match="--choose-by balanced needs a classification"):
         sweep(regression, ["erm"], RATES, tmp_path, choose_by="balanced", seeds=0)
 
 
@@ -441,7 +441,7 @@ def test_changed_data_are_another_sweep(tmp_path, fake):
     write(1)
     assert sweep(config, ["erm"], RATES, out, seeds=0).path != first.path
     fake.loss = lambda c: write(len(fake.runs)) or 0.1
-    with pytest.raises(SweepError, match=r"a\.npz"):
+    with pytest.raises(RecordError, match=r"a\.npz"):
         sweep(replace(config, epochs=2), ["erm"], RATES, out, seeds=0)
 
 
@@ -554,5 +554,5 @@ def test_shipped_studies_give_entries_equal_trials(path):
 def test_settings_hold_for_the_methods_that_have_them():
     entries, _ = make_entries(SMALL, ["erm", "sam", "asam:rho=2"], RATES, None, "grid", {"rho": 0.3})
     assert [entry.config.options for entry in entries] == [{}, {"rho": 0.3}, {"rho": 2.0}]
-    with pytest.raises(SweepError, match="rho is not a setting of erm"):
+    with pytest.raises(ConfigError, match="rho is not a setting of erm"):
         make_entries(SMALL, ["erm"], RATES, None, "grid", {"rho": 0.3})

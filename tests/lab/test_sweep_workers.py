@@ -23,7 +23,7 @@ from lab_processes import CONTEXT, files_named, wait_for
 from tiltsam.cli import main
 from tiltsam.lab import processes
 from tiltsam.lab.config import TrainConfig
-from tiltsam.lab.errors import SweepError, UserError
+from tiltsam.lab.errors import UserError
 from tiltsam.lab.records import Record
 from tiltsam.lab.studies import SharedStudy, open_storage, sqlite_url
 from tiltsam.lab.sweep import sweep
@@ -258,7 +258,7 @@ def test_lost_database_is_one_line(tmp_path):
     with open_storage(sqlite_url(tmp_path)) as database, database.engine.begin() as connection:
         connection.exec_driver_sql("DROP TABLE studies")
         connection.exec_driver_sql("CREATE TABLE studies (other)")
-    with pytest.raises(SweepError, match=r"lost sqlite:.*resumes"), open_storage(sqlite_url(tmp_path)) as database:
+    with pytest.raises(UserError, match=r"lost sqlite:.*resumes"), open_storage(sqlite_url(tmp_path)) as database:
         optuna.get_all_study_names(database)
 
 

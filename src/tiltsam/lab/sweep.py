@@ -23,7 +23,7 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 import tiltsam
 from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.data import LoadingCallback, data_loader, find_task, fingerprint, load
-from tiltsam.lab.errors import ConfigError, Diverged, SweepError
+from tiltsam.lab.errors import ConfigError, Diverged, RecordError
 from tiltsam.lab.files import write_json
 from tiltsam.lab.grids import Entry, Grid, Range, SamplerName, make_entries
 from tiltsam.lab.processes import run_processes
@@ -87,15 +87,15 @@ class SweepPlan:
         """Return what trials are compared by, the lower the better: validation loss, or 1 minus score or accuracy.
 
         Raises:
-            SweepError: If the row has no validation numbers.
+            ConfigError: If the row has no validation numbers.
         """
         if "validation_loss" not in row:
-            raise SweepError(f"{self.entries[0].config.task} has no validation split to choose on")
+            raise ConfigError(f"{self.entries[0].config.task} has no validation split to choose on")
         if self.choose_by == "loss":
             return float(row["validation_loss"])
         if self.choose_by == "balanced":
             if "validation_balanced_accuracy" not in row:
-                raise SweepError(f"--choose-by balanced needs a classification, got {self.entries[0].config.task}")
+                raise ConfigError(f"--choose-by balanced needs a classification, got {self.entries[0].config.task}")
             return 1 - float(row["validation_balanced_accuracy"])
         return 1 - float(next(value for name, value in row.items() if name.startswith("validation_")))
 
@@ -215,7 +215,7 @@ class SweepWorker:
     def _train(self, config: TrainConfig, trial: Trial, *, pruned: bool = False) -> dict[str, Any]:
         """Train a run, or return its result if it exists; raise TrialPruned if it diverges or is not promising."""
         if fingerprint(config.task) != self.plan.data:
-            raise SweepError(f"the data of {config.task} changed since this sweep was started: pass another --out")
+            raise RecordError(f"the data of {config.task} changed since this sweep was started: pass another --out")
         config = replace(config, device=self._device)
         record = Record.of(self.plan.out, config)
         steps = [0]
@@ -323,7 +323,7 @@ def run_worker(plan: SweepPlan, device: str, check: Callable[[], None]) -> None:
         for entry in plan.entries:
             TrainConfig(method=entry.config.method)
     except ConfigError as error:  # a method that the user's script added to tiltsam.METHODS
-        raise SweepError(
+        raise ConfigError(
             f"{error}; workers do not run your script: start it several times, with one worker each"
         ) from None
     with open_storage(plan.storage, plan.heartbeat) as storage:
@@ -562,7 +562,8 @@ def sweep(
         say: Called with notes before the work, and with lines about workers.
 
     Raises:
-        SweepError: If an argument or the database cannot be used.
+        ConfigError: If an argument cannot be used, or the database cannot be opened.
+        UserError: If the database is lost, or a worker fails.
 
     Example:
         >>> import tempfile
@@ -577,11 +578,11 @@ def sweep(
     """
     for name, number, least in (("seeds", seeds, 0), ("trial-seeds", trial_seeds, 1), ("workers", workers, 1)):
         if number < least:
-            raise SweepError(f"--{name} must be at least {least}, got {number}")
+            raise ConfigError(f"--{name} must be at least {least}, got {number}")
     if heartbeat < 1:
-        raise SweepError(f"--heartbeat must be at least 1, got {heartbeat}")
+        raise ConfigError(f"--heartbeat must be at least 1, got {heartbeat}")
     if not base.validation > 0:
-        raise SweepError(f"--validation must be > 0, because a sweep chooses on it, got {base.validation}")
+        raise ConfigError(f"--validation must be > 0, because a sweep chooses on it, got {base.validation}")
     find_task(base.task)  # before a folder is created for it
     if log is not None:
         find_tracker(log)
@@ -635,10 +636,10 @@ def _final_budget(
     given = {name: value for name, value in budget.items() if value is not None}
     for name, value in given.items():
         if not value > 0:
-            raise SweepError(f"--final-{name} must be > 0, got {value:g}")
+            raise ConfigError(f"--final-{name} must be > 0, got {value:g}")
         for entry in entries:
             if name in entry.space or f"{name}=" in entry.name:
-                raise SweepError(f"{entry.name}: {name} is set or tuned, and --final-{name} would change it")
+                raise ConfigError(f"{entry.name}: {name} is set or tuned, and --final-{name} would change it")
     return {**budget, "epochs": epochs or math.inf} if given else {}
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tiltsam.lab.config import TrainConfig
-from tiltsam.lab.errors import RecipeError
+from tiltsam.lab.errors import ConfigError
 from tiltsam.lab.flags import parse_method
 from tiltsam.lab.stats import Mean, confidence_interval, format_mean, mean_of, paired_difference
 from tiltsam.lab.sweep import ChoiceName, EntryResult, SweepResult, SweepStatus, sweep
@@ -129,17 +129,17 @@ def select_studies(name: str, methods: Sequence[str] | None = None) -> list[Tilt
     """Return the studies of ``two-tilts``, or the one of ``two-tilts/NAME``, restricted to some methods.
 
     Raises:
-        RecipeError: If there is no such study, or no row has one of the methods.
+        ConfigError: If there is no such study, or no row has one of the methods.
     """
     _, slash, study = name.partition("/")
     if slash and study not in STUDIES:
-        raise RecipeError(f"{NAME} has no study {study!r}; choose from {', '.join(STUDIES)}")
+        raise ConfigError(f"{NAME} has no study {study!r}; choose from {', '.join(STUDIES)}")
     found = [STUDIES[study]] if slash else list(STUDIES.values())
     if methods is None:
         return found
     known = {parse_method(row.entry)["method"] for one in found for row in one.rows}
     if unknown := [method for method in methods if method not in known]:
-        raise RecipeError(f"{name} has no method {unknown[0]!r}; choose from {', '.join(sorted(known))}")
+        raise ConfigError(f"{name} has no method {unknown[0]!r}; choose from {', '.join(sorted(known))}")
     kept = [
         replace(one, rows=tuple(r for r in one.rows if parse_method(r.entry)["method"] in methods)) for one in found
     ]
@@ -177,10 +177,10 @@ def run_study(
         say: Called with notes.
 
     Raises:
-        RecipeError: If ``scale`` is out of bounds.
+        ConfigError: If ``scale`` is out of bounds.
     """
     if not 0 < scale <= 1:
-        raise RecipeError(f"--scale must be in (0, 1], got {scale:g}")
+        raise ConfigError(f"--scale must be in (0, 1], got {scale:g}")
     methods = {parse_method(row.entry)["method"] for row in study.rows}
     unused = {"rho"} if methods == {"erm"} else {"erm:lr"} - {f"{method}:lr" for method in methods}
     return sweep(

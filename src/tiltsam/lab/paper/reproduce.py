@@ -18,7 +18,7 @@ from tiltsam.lab.compare import compare_configs
 from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.data import Data, LoadingCallback, data_key, data_loader
 from tiltsam.lab.devices import resolve_device
-from tiltsam.lab.errors import DataError, RecipeError, RecordError, TrainError
+from tiltsam.lab.errors import ConfigError, DataError, RecordError, TrainError
 from tiltsam.lab.files import file_digest, write_json
 from tiltsam.lab.flatness import PAPER_STDS, Flatness, FlatnessPlan, cross_runs, measure_runs, save_flatness
 from tiltsam.lab.paper.recipes import Recipe, RecipeCell
@@ -46,9 +46,9 @@ class ReproductionPlan:
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.scale) and 0 < self.scale <= 1):
-            raise RecipeError(f"--scale must be in (0, 1], got {self.scale:g}")
+            raise ConfigError(f"--scale must be in (0, 1], got {self.scale:g}")
         if self.seeds < 1:
-            raise RecipeError(f"--seeds must be at least 1, got {self.seeds}")
+            raise ConfigError(f"--seeds must be at least 1, got {self.seeds}")
 
     @property
     def num_examples(self) -> int:

@@ -2,8 +2,7 @@
 
     RUN/config.json         the resolved config
     RUN/setup.json          numbers of examples and classes, label noise, model
-    RUN/environment.json    versions, device, fingerprints of the code and of user data; earlier environments of the
-                            run are under "before", and "since" is the epoch from which each was used
+    RUN/environment.json    versions, device, fingerprints of the code and of user data
     RUN/metrics.jsonl       one JSON object per line, appended, never rewritten
     RUN/checkpoints/N/      the last two checkpoints (:mod:`tiltsam.lab.files`)
     RUN/model.safetensors   the trained model, once finished
@@ -125,28 +124,23 @@ class Record:
             time.sleep(0.01)  # another process has just removed the folder, because its run wrote nothing
         raise RecordError(f"cannot write to {self.folder}: {os.strerror(errno.ENOENT)}")
 
-    def begin(self, config: TrainConfig, device: torch.device, data: str = "", epoch: float = 0) -> None:
-        """Write the config and the environment, and keep the environments that trained earlier epochs.
+    def begin(self, config: TrainConfig, device: torch.device, data: str = "") -> None:
+        """Write the config and the environment.
 
         Args:
             config: The run.
             device: The device it runs on.
             data: The fingerprint of its data; empty if unknown.
-            epoch: The epoch it starts from. Environments since this epoch or later are dropped.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         self._drop_drafts()
         (self.folder / "diverged.txt").unlink(missing_ok=True)
         write_json(self.folder / "config.json", config.to_json())
-        here = describe_environment(device) | ({"data": data} if data else {})
-        last = self.environment()
-        before = [one for one in (*last.pop("before", ()), last) if one.get("since", 0) < epoch]
-        if before and here == {name: value for name, value in before[-1].items() if name != "since"}:
-            epoch = before.pop().get("since", 0)
-        write_json(self.folder / "environment.json", here | ({"since": epoch, "before": before} if before else {}))
+        environment = describe_environment(device) | ({"data": data} if data else {})
+        write_json(self.folder / "environment.json", environment)
 
     def environment(self) -> dict[str, Any]:
-        """Return the newest environment; empty if there is none.
+        """Return the environment that the run was last started in; empty if there is none.
 
         Raises:
             RecordError: If the file is damaged.
@@ -155,10 +149,7 @@ class Record:
         if not path.exists():
             return {}
         found = _read_json(path)
-        before = found.get("before", [])
-        entries = [found, *before] if isinstance(before, list) else [None]
-        plain = all(isinstance(one, dict) and is_number(one.get("since", 0)) for one in entries)
-        if not plain or not isinstance(found.get("data", ""), str):
+        if not isinstance(found.get("data", ""), str):
             raise RecordError(f"{path} is damaged: remove it to resume")
         return found
 

@@ -288,7 +288,7 @@ class Trainer:
     ) -> dict[str, Any]:
         self._resume()
         if self.distributed.is_main:
-            self.record.begin(self.config, self.device, self.data.fingerprint, self._position())
+            self.record.begin(self.config, self.device, self.data.fingerprint)
             write_json(self.record.folder / "setup.json", self._setup())
         saved = time.perf_counter()
         while self.progress.done < until:

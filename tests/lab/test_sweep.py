@@ -342,13 +342,13 @@ def test_halving_stops_runs_and_keeps_them_resumable(tmp_path):
     for trial in pruned:
         config = replace(base, method="erm", lr=trial.params["lr"])
         record = Record.of(tmp_path, config)
-        rows, _ = record.metrics()
+        rows = record.metrics()
         assert [row["epoch"] for row in rows] in ([1, 2], [1, 2, 3, 4])  # 25 % or 50 % of 8 epochs
         assert record.result() is None
         assert int(record.load().state["epoch"]) == rows[-1]["epoch"]
     whole = train(replace(config, epochs=8), record)
     assert whole["epoch"] == 8
-    assert len(record.metrics()[0]) == 8
+    assert len(record.metrics()) == 8
 
 
 # ---------------------------------------------------------------- interruption and reuse

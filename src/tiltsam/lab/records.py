@@ -181,10 +181,9 @@ class Record:
         finally:
             os.close(descriptor)
 
-    def metrics(self) -> tuple[list[dict[str, Any]], list[int]]:
-        """Return the valid lines, by epoch, and the numbers (from 1) of lines that cannot be read."""
-        rows, damaged = read_metrics(self.folder / "metrics.jsonl")
-        return rows, list(damaged)
+    def metrics(self) -> list[dict[str, Any]]:
+        """Return the valid lines, by epoch; see :func:`read_metrics`."""
+        return read_metrics(self.folder / "metrics.jsonl")[0]
 
     def finish(self, model: dict[str, Tensor], **numbers: Any) -> None:
         """Write the trained model, then the result: a run with a result is finished."""

@@ -561,7 +561,7 @@ class Trainer:
     def _last_row(self) -> dict[str, Any]:
         """Return the metrics of the current epoch; only the counters if it was not evaluated."""
         here = round(self.progress.epoch, 6)
-        rows, _ = self.record.metrics()  # a killed attempt may have left later ones
+        rows = self.record.metrics()  # a killed attempt may have left later ones
         numbers = {name: getattr(self.progress, name) for name in ("passes", "seconds", "steps")}
         return next((row for row in rows if row["epoch"] == here), {"epoch": here, **numbers})
 

@@ -118,7 +118,7 @@ def _curve_tables(found: Reproduction) -> list[ComparisonTable]:
 
 def _curve(found: Reproduction, cell: RecipeCell) -> list[Mean]:
     """Return our test accuracy in percent at each of the fractions of training."""
-    runs = [rows for record in found.records(cell) if (rows := record.metrics()[0])]
+    runs = [rows for record in found.records(cell) if (rows := record.metrics())]
     return [mean_of([100 * _accuracy_at(rows, fraction) for rows in runs]) for fraction in FRACTIONS]
 
 

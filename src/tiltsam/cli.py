@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import tiltsam
 from tiltsam.lab.errors import LabError, UserError
@@ -144,6 +144,7 @@ def _needs(command: str) -> None:
 
 def _add_lab(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     from tiltsam.lab.config import COMPARED
+    from tiltsam.lab.devices import ParallelMode
     from tiltsam.lab.flags import add_arguments
 
     train = commands.add_parser(
@@ -165,7 +166,7 @@ def _add_lab(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     add_arguments(train, leave_out=("task",))
     train.add_argument(
         "--parallel",
-        choices=("data", "samples"),
+        choices=get_args(ParallelMode),
         default="data",
         help="what torchrun's processes divide: each batch, or the samples of tsam (default: %(default)s)",
     )
@@ -254,9 +255,11 @@ def _add_folders(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_log(parser: argparse.ArgumentParser) -> None:
+    from tiltsam.lab.tracking import TrackerName
+
     parser.add_argument(
         "--log",
-        choices=("tensorboard", "trackio", "wandb"),
+        choices=get_args(TrackerName),
         help="also write the metrics to this tracker; TensorBoard's files are in the folders of the runs",
     )
 
@@ -276,6 +279,8 @@ def _add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 
 def _add_reproduce(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    from tiltsam.lab.config import field_types
+
     parser = commands.add_parser(
         "reproduce",
         help="run a table or figure of the paper and compare with its numbers",
@@ -302,7 +307,10 @@ def _add_reproduce(commands: argparse._SubParsersAction[argparse.ArgumentParser]
     )
     parser.add_argument("--methods", nargs="+", metavar="METHOD", help="run these methods only (default: all)")
     parser.add_argument(
-        "--precision", choices=("fp32", "bf16"), default="fp32", help="bf16 uses autocast (default: %(default)s)"
+        "--precision",
+        choices=get_args(field_types()["precision"]),
+        default="fp32",
+        help="bf16 uses autocast (default: fp32)",
     )
     parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1 (default: a GPU if there is one)")
     _add_folders(parser)
@@ -312,6 +320,7 @@ def _add_reproduce(commands: argparse._SubParsersAction[argparse.ArgumentParser]
 def _add_sweep(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     from tiltsam.lab.config import COMPARED
     from tiltsam.lab.flags import add_arguments
+    from tiltsam.lab.grids import ChoiceName, PrunerName, SamplerName
 
     parser = commands.add_parser(
         "sweep",
@@ -348,7 +357,7 @@ def _add_sweep(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--sampler",
         dest="trial_sampler",  # "sampler" is a setting of TSAM
-        choices=("grid", "random", "tpe"),
+        choices=get_args(SamplerName),
         default="grid",
         help="how trials are chosen (default: grid); TSAM's own sampler is set as in tsam:sampler=hmc",
     )
@@ -357,13 +366,13 @@ def _add_sweep(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     parser.add_argument(
         "--pruner",
-        choices=("none", "halving"),
+        choices=get_args(PrunerName),
         default="none",
         help="halving stops the worse half of the trials at 25%% and at 50%% of the budget (default: none)",
     )
     parser.add_argument(
         "--choose-by",
-        choices=("loss", "score", "balanced"),
+        choices=get_args(ChoiceName),
         default="loss",
         help="choose the lowest validation loss; the highest validation score, which is better if labels are wrong; or "
         "the highest mean accuracy of the classes, for long-tailed tasks (default: loss)",

@@ -15,9 +15,22 @@ from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.errors import ConfigError
 from tiltsam.lab.flags import method_configs, parse_method
 
-__all__ = ["PAPER", "Entry", "Grid", "Range", "SamplerName", "Values", "make_entries", "parse_grid"]
+__all__ = [
+    "PAPER",
+    "ChoiceName",
+    "Entry",
+    "Grid",
+    "PrunerName",
+    "Range",
+    "SamplerName",
+    "Values",
+    "make_entries",
+    "parse_grid",
+]
 
 SamplerName = Literal["grid", "random", "tpe"]
+PrunerName = Literal["none", "halving"]
+ChoiceName = Literal["loss", "score", "balanced"]
 
 PAPER: dict[str, tuple[Any, ...]] = {
     "lr": (1e-4, 3e-4, 0.001, 0.003, 0.01, 0.03, 0.1),

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import optuna
 from optuna.trial import FrozenTrial, Trial, TrialState
@@ -25,7 +25,7 @@ from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.data import LoadingCallback, data_loader, find_task, fingerprint, load
 from tiltsam.lab.errors import ConfigError, Diverged, RecordError
 from tiltsam.lab.files import write_json
-from tiltsam.lab.grids import Entry, Grid, Range, SamplerName, make_entries
+from tiltsam.lab.grids import ChoiceName, Entry, Grid, PrunerName, Range, SamplerName, make_entries
 from tiltsam.lab.processes import run_processes
 from tiltsam.lab.records import Record, task_folder
 from tiltsam.lab.stats import Mean, confidence_interval, format_mean, mean_of, paired_difference
@@ -34,9 +34,6 @@ from tiltsam.lab.tracking import TrackerName, find_tracker
 from tiltsam.lab.train import Progress, train
 
 __all__ = ["EntryResult", "SweepResult", "SweepStatus", "format_results", "sweep"]
-
-PrunerName = Literal["none", "halving"]
-ChoiceName = Literal["loss", "score", "balanced"]
 
 RUNGS = (0.25, 0.5, 1.0)  # fractions of the budget at which "halving" compares trials
 REPORTS = 20  # reports of a trial to the database: each is a transaction

@@ -16,8 +16,9 @@ from typing import Any, Literal
 from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.errors import ConfigError
 from tiltsam.lab.flags import parse_method
+from tiltsam.lab.grids import ChoiceName
 from tiltsam.lab.stats import Mean, confidence_interval, format_mean, mean_of, paired_difference
-from tiltsam.lab.sweep import ChoiceName, EntryResult, SweepResult, SweepStatus, sweep
+from tiltsam.lab.sweep import EntryResult, SweepResult, SweepStatus, sweep
 
 __all__ = [
     "NAME",

@@ -414,17 +414,17 @@ def _read_arguments(path: Path) -> list[str]:
         UserError: If the file cannot be read.
     """
     try:
-        found = tomllib.loads(path.read_text())
+        content = tomllib.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise UserError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
-    if not isinstance(found.get("task"), str):
+    if not isinstance(content.get("task"), str):
         raise UserError(f"{path} must name a task")
 
     def text(value: object) -> str:
         return str(value).lower() if isinstance(value, bool) else str(value)
 
-    arguments = [found.pop("task")]
-    for name, value in found.items():
+    arguments = [content.pop("task")]
+    for name, value in content.items():
         flag = f"--{name.replace('_', '-')}"
         if isinstance(value, bool):
             arguments.append(flag if value else flag.replace("--", "--no-", 1))
@@ -563,7 +563,7 @@ def _sweep(args: argparse.Namespace) -> None:
             heartbeat=args.heartbeat,
             log=args.log,
             report=display.report,
-            say=display.print,
+            notify=display.print,
         )
     tested = f", tested with {_seeds(args.seeds)}, mean ± standard error" if args.seeds else ""
     print_table(f"{args.task}: chosen by {result.value_name}{tested}", format_results(result))
@@ -624,21 +624,21 @@ def _reproduce(args: argparse.Namespace) -> None:
     (plan,) = plans
     print_header(plan)
     with RunDisplay(plan.names()) as display, MeasurementBars() as bars:
-        found = reproduce(
+        reproduction = reproduce(
             plan,
             args.out,
             root=args.data_root,
             download=args.download,
             loading=display.loading,
             report=display.report,
-            say=display.print,
+            notify=display.print,
             measuring=display.stop_before(bars),
         )
-    print_results(found)
+    print_results(reproduction)
     folder = args.out / "reproduced" / plan.recipe.name.replace("/", "-")
-    write_numbers(found, folder / "numbers.json")
+    write_numbers(reproduction, folder / "numbers.json")
     print(f"numbers: {folder / 'numbers.json'}")
-    if folders := found.folders():
+    if folders := reproduction.folders():
         print(write_report(folders, folder).message())
 
 
@@ -669,7 +669,7 @@ def _two_tilts(args: argparse.Namespace) -> None:
                 precision=args.precision,
                 workers=args.workers,
                 report=display.report,
-                say=display.print,
+                notify=display.print,
             )
         table = result_rows(study, result)
         print_table(f"{study.title}: {_seeds(seeds)}, mean ± standard error", table)

@@ -130,7 +130,7 @@ def make_entries(
         grid: Values by name, or by ``METHOD:NAME`` for one method, which takes precedence.
         trials: Trials per entry; by default the size of the largest grid.
         sampler: How the trials are chosen.
-        settings: Settings of all methods that have them; an entry's own and the grid go first.
+        settings: Settings of all methods that have them; an entry's own and the grid take precedence.
 
     Raises:
         ConfigError: If an entry, a name or a value cannot be used, or two entries are equal.
@@ -187,16 +187,16 @@ def _spaces(
         entries = [entry for entry, config in configs.items() if owner in ("", config.method)]
         if not entries:
             raise ConfigError(f"--grid {name}: methods must include {owner}, got {', '.join(configs)}")
-        takers, errors = [], []
+        matching, errors = [], []
         for entry in entries:
             try:
                 configs[entry].with_settings({setting: values.low if isinstance(values, Range) else values[0]})
-                takers.append(entry)
+                matching.append(entry)
             except ConfigError as error:
                 errors.append(f"--grid {name}: {error}")
-        if not takers and (isinstance(values, Range) or tuple(values) != PAPER.get(name)):
+        if not matching and (isinstance(values, Range) or tuple(values) != PAPER.get(name)):
             raise ConfigError(errors[0])
-        for entry in takers:
+        for entry in matching:
             if setting not in fixed[entry]:
                 spaces[entry][setting] = values if isinstance(values, Range) else tuple(dict.fromkeys(values))
     return spaces

@@ -89,7 +89,7 @@ class Record:
     def lock(self) -> Iterator[bool]:
         """Lock the run for this process; yields whether that succeeded. The lock ends with the process in any case.
 
-        If nothing was written meanwhile (the data is missing, say), the folder is removed.
+        If nothing was written meanwhile (for example because the data is missing), the folder is removed.
         """
         lock = self._acquire()
         if lock is None:
@@ -148,10 +148,10 @@ class Record:
         path = self.folder / "environment.json"
         if not path.exists():
             return {}
-        found = _read_json(path)
-        if not isinstance(found.get("data", ""), str):
+        environment = _read_json(path)
+        if not isinstance(environment.get("data", ""), str):
             raise RecordError(f"{path} is damaged: remove it to resume")
-        return found
+        return environment
 
     def check_data(self, fingerprint: str) -> None:
         """Raise if the run was started with other data.
@@ -232,9 +232,9 @@ class Record:
         path = self.folder / "config.json"
         if not path.exists():
             raise RecordError(f"{self.folder} is not a run: config.json is missing")
-        found = _read_json(path)
+        fields = _read_json(path)
         try:
-            return TrainConfig(**found)
+            return TrainConfig(**fields)
         except (ConfigError, TypeError) as error:
             raise RecordError(f"{path} is damaged: {error}") from None
 
@@ -257,14 +257,14 @@ class Record:
         return load_checkpoint(self.folder / "checkpoints")
 
 
-def check_result(found: dict[str, Any]) -> dict[str, Any]:
+def check_result(result: dict[str, Any]) -> dict[str, Any]:
     """Return a result without its digest, which records of earlier versions lack.
 
     Raises:
         ValueError: If :meth:`Record.finish` did not write it.
     """
-    numbers = {name: value for name, value in found.items() if name != "digest"}
-    if "digest" in found and found["digest"] != _digest(numbers):
+    numbers = {name: value for name, value in result.items() if name != "digest"}
+    if "digest" in result and result["digest"] != _digest(numbers):
         raise ValueError("does not match its digest")
     for name, value in numbers.items():
         if isinstance(value, list):
@@ -285,12 +285,12 @@ def _digest(numbers: dict[str, Any]) -> str:
 def _read_json(path: Path) -> dict[str, Any]:
     """Return a JSON object, or raise a RecordError that names the file."""
     try:
-        found = parse_json(path.read_bytes())
+        content = parse_json(path.read_bytes())
     except (OSError, ValueError) as error:
         raise RecordError(f"{path} is damaged: {error}") from None
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise RecordError(f"{path} is damaged: not a JSON object")
-    return found
+    return content
 
 
 def task_folder(task: str) -> str:
@@ -361,7 +361,7 @@ def _ends_in_half_a_line(path: Path) -> bool:
 
 def describe_environment(device: torch.device) -> dict[str, Any]:
     """Return the versions, the digest of the code, the device and the number of threads."""
-    found: dict[str, Any] = {
+    environment: dict[str, Any] = {
         "tiltsam": tiltsam.__version__,
         "code": code_digest(),
         "torch": torch.__version__,
@@ -370,8 +370,8 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
     }
     if device.type == "cuda":
-        found["gpu"] = torch.cuda.get_device_name(device)
-    return found
+        environment["gpu"] = torch.cuda.get_device_name(device)
+    return environment
 
 
 @functools.cache
@@ -408,7 +408,7 @@ def find_run_folders(roots: Iterable[Path]) -> list[Path]:
     Raises:
         RecordError: If one of the folders contains no run.
     """
-    found: dict[Path, Path] = {}
+    runs: dict[Path, Path] = {}
     for root in roots:
         places, sweeps, seen = [], [], set()
         for place, folders, files in os.walk(root, followlinks=True):  # skips what vanishes meanwhile
@@ -428,8 +428,8 @@ def find_run_folders(roots: Iterable[Path]) -> list[Path]:
         if not places:
             raise RecordError(f"no run in {root}: a run is a folder with config.json, as tiltsam train writes it")
         for folder in sorted(places):
-            found.setdefault(folder.resolve(), folder)
-    return list(found.values())
+            runs.setdefault(folder.resolve(), folder)
+    return list(runs.values())
 
 
 def tested_runs(folder: Path) -> dict[Path, tuple[str, str]]:

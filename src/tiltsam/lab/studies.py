@@ -212,8 +212,8 @@ class SharedStudy:
     def trials(self) -> list[FrozenTrial]:
         """Return the trials that were started or queued, without failed ones."""
         with defer_interrupt():
-            found = self.study.get_trials(deepcopy=False)
-        return [trial for trial in found if trial.state is not TrialState.FAIL]
+            trials = self.study.get_trials(deepcopy=False)
+        return [trial for trial in trials if trial.state is not TrialState.FAIL]
 
     def ended(self) -> bool:
         """Return whether all trials have ended."""
@@ -222,9 +222,9 @@ class SharedStudy:
     def startable(self) -> int:
         """Return how many trials can be started now."""
         with defer_interrupt():
-            found = self.study.get_trials(deepcopy=False)
-        waiting = sum(trial.state is TrialState.WAITING for trial in found)
-        return waiting + max(0, self.num_trials - sum(_is_first(trial) for trial in found))
+            trials = self.study.get_trials(deepcopy=False)
+        waiting = sum(trial.state is TrialState.WAITING for trial in trials)
+        return waiting + max(0, self.num_trials - sum(_is_first(trial) for trial in trials))
 
     def run_one(self, objective: Callable[[Trial], float]) -> None:
         """Run a queued or new trial. Whatever ends it but its result or a pruning, it is queued again."""

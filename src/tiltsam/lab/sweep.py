@@ -37,7 +37,7 @@ __all__ = ["EntryResult", "SweepResult", "SweepStatus", "format_results", "sweep
 
 RUNGS = (0.25, 0.5, 1.0)  # fractions of the budget at which "halving" compares trials
 REPORTS = 20  # reports of a trial to the database: each is a transaction
-LOOK_SECONDS = 0.5  # between looks at the database
+POLL_SECONDS = 0.5  # between queries of the database
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ class SweepWorker:
         self.plan, self._storage, self._device = plan, storage, device
         self._report, self._check = report, check
         self._data = data_loader(plan.root, download=plan.download, progress=loading)
-        self._looked, self._reported = -math.inf, set[str]()
+        self._reported_at, self._reported = -math.inf, set[str]()
         self._searches = {entry.name: self._search(entry) for entry in plan.entries}
         self._tests: SharedStudy | None = None
 
@@ -180,9 +180,9 @@ class SweepWorker:
             else:
                 for other in left:
                     other.retry_dead()
-                time.sleep(LOOK_SECONDS)
-            self.look()
-        self.look(force=True)
+                time.sleep(POLL_SECONDS)
+            self.report_status()
+        self.report_status(force=True)
 
     def _try(self, entry: Entry, trial: Trial) -> float:
         """Return the mean of the final values over the trial's seeds. Test numbers are not used here."""
@@ -192,13 +192,13 @@ class SweepWorker:
             else:
                 trial.suggest_categorical(name, values)
         config = entry.config.with_settings(trial.params)
-        found = []
+        final_values = []
         for seed in range(self.plan.trial_seeds):
             numbers = self._train(replace(config, seed=seed), trial, pruned=seed == 0)
-            found.append(self.plan.value(numbers))
+            final_values.append(self.plan.value(numbers))
             numbers = {name: numbers[name] for name in numbers if name.startswith("validation_")}
             trial.set_user_attr(f"seed {seed}", numbers)
-        return mean_of(found).value
+        return mean_of(final_values).value
 
     def _test(self, trial: Trial) -> float:
         """Return the test score of an entry's choice with one seed."""
@@ -223,7 +223,7 @@ class SweepWorker:
                 trial.report(self.plan.value(progress.row), step)
                 steps.append(step)
             self._check()
-            self.look()
+            self.report_status()
 
         stops = RUNGS if pruned and self.plan.pruner == "halving" else (1.0,)
         try:
@@ -250,18 +250,18 @@ class SweepWorker:
                         config, record, data=self._data, log=self.plan.log, report=report, tick=tick, until=until
                     )
             self._check()  # another process trains the same run: an equal point, or a trial that was taken over
-            time.sleep(LOOK_SECONDS)
+            time.sleep(POLL_SECONDS)
 
-    # ---------------------------------------------------------------- what came out
+    # ---------------------------------------------------------------- results
 
     def chosen(self) -> dict[str, TrainConfig]:
         """Return the config to test of each entry that has one: that of its best trial."""
-        found = {}
+        configs = {}
         for entry in self.plan.entries:
             best = _best(self._searches[entry.name].trials())
             if best is not None:
-                found[entry.name] = entry.config.with_settings(best.params).with_settings(self.plan.final)
-        return found
+                configs[entry.name] = entry.config.with_settings(best.params).with_settings(self.plan.final)
+        return configs
 
     def _searched(self) -> bool:
         return all(study.ended() for study in self._searches.values())
@@ -275,9 +275,9 @@ class SweepWorker:
             self._tests = SharedStudy(self._storage, f"{self.plan.name} test", number, sampler)
         return self._tests
 
-    def look(self, *, force: bool = False) -> None:
+    def report_status(self, *, force: bool = False) -> None:
         """Report the status, if it has not been reported lately."""
-        if not force and time.monotonic() - self._looked < LOOK_SECONDS:
+        if not force and time.monotonic() - self._reported_at < POLL_SECONDS:
             return
         trials = [
             (f"{entry.name} {format_settings(trial.params)}".strip(), trial)
@@ -291,16 +291,16 @@ class SweepWorker:
         trials += [(f"test of {t.params.get('entry')} seed {t.params.get('seed')}", t) for t in tests]
         ended = [(name, trial) for name, trial in trials if trial.state in ENDED]
         news = [(name, trial) for name, trial in ended if f"{name} {trial.number}" not in self._reported]
-        first = self._looked == -math.inf  # what had ended before is not news
+        first = self._reported_at == -math.inf  # what had ended before is not news
         self._reported |= {f"{name} {trial.number}" for name, trial in news}
         running = sum((t.last_step or 0) / 100 for _, t in trials if t.state is TrialState.RUNNING)
         total = sum(entry.trials for entry in self.plan.entries) + num_tests
         lines = [] if first else [f"{name}: {_outcome(trial, self.plan.value_name)}" for name, trial in news]
         self._report(SweepStatus(len(ended), total, running, lines))
-        self._looked = time.monotonic()
+        self._reported_at = time.monotonic()
 
     def results(self) -> list[EntryResult]:
-        """Return what came out so far."""
+        """Return the results so far."""
         tests = [] if (study := self.tests()) is None else study.trials()
         chosen = self.chosen()
         return [
@@ -371,14 +371,14 @@ class EntryResult:
 
     def edges(self) -> dict[str, str]:
         """Return the settings whose chosen value is the ``smallest`` or ``largest`` of a grid; ranges are left out."""
-        found = {}
+        edges = {}
         for name, values in self.entry.space.items():
             if self.best is None or isinstance(values, Range) or not _is_axis(values):
                 continue
             value = self.best.params[name]
             if value in (min(values), max(values)):
-                found[name] = "smallest" if value == min(values) else "largest"
-        return found
+                edges[name] = "smallest" if value == min(values) else "largest"
+        return edges
 
 
 def _is_axis(values: Sequence[Any]) -> bool:
@@ -521,7 +521,7 @@ def sweep(
     heartbeat: int = 10,
     log: TrackerName | None = None,
     report: Callable[[SweepStatus], None] = lambda status: None,
-    say: Callable[[str], None] = lambda line: None,
+    notify: Callable[[str], None] = lambda line: None,
 ) -> SweepResult:
     """Tune each method with the same number of trials, choose on the validation split, and test the choices.
 
@@ -547,7 +547,7 @@ def sweep(
         final_epochs: Epochs of the tests. A final budget replaces that of the trials.
         final_passes: Passes of the tests.
         final_seconds: Seconds of the tests.
-        settings: Settings of all methods that have them, as in ``{"rho": 0.2}``; entries and grids go first.
+        settings: Settings of all methods that have them, as in ``{"rho": 0.2}``; entries and grids take precedence.
         storage: URL of the database; by default ``sqlite:///OUT/sweeps.db``.
         workers: Processes to start; 1 works in this one.
         root: Folder of the data sets.
@@ -556,7 +556,7 @@ def sweep(
         heartbeat: Seconds between heartbeats. After six missing ones other processes take over a trial.
         log: Also write the metrics of all runs to this tracker.
         report: Called with the status when a run makes progress or ends.
-        say: Called with notes before the work, and with lines about workers.
+        notify: Called with notes before the work, and with lines about workers.
 
     Raises:
         ConfigError: If an argument cannot be used, or the database cannot be opened.
@@ -606,23 +606,23 @@ def sweep(
     if timed and workers > len(set(devices)):
         notes.append(f"{workers} workers share {base.device}, and the budget is in seconds: use one worker per device")
     for note in notes:
-        say(note)
+        notify(note)
     out.mkdir(parents=True, exist_ok=True)
     with open_storage(plan.storage, heartbeat) as database:
         worker = SweepWorker(plan, database, devices[0], report=report, loading=loading)
         try:
-            worker.look()
+            worker.report_status()
             if workers == 1:
                 worker.run()
             else:
                 if download:  # once, before several processes look for it
                     load(entries[0].config, root, download=True, progress=loading)
                 arguments = [(plan, devices[k % len(devices)]) for k in range(workers)]
-                run_processes(run_worker, arguments, plan.folder, look=worker.look, say=say)
+                run_processes(run_worker, arguments, plan.folder, poll=worker.report_status, notify=notify)
         except KeyboardInterrupt:
             _write_result(plan, worker, notes)
             raise
-        worker.look(force=True)
+        worker.report_status(force=True)
         return _write_result(plan, worker, notes)
 
 

@@ -121,8 +121,8 @@ def train(
                 tracker.update(progress.steps)
             report(progress)
 
-        found = data(config) if data else load(config, root, download=download, progress=loading)
-        run = Trainer(config, record, found, distributed)
+        loaded = data(config) if data else load(config, root, download=download, progress=loading)
+        run = Trainer(config, record, loaded, distributed)
         # Several ranks would have to agree on the step to stop after: they end at once.
         with defer_signals() if distributed.world_size == 1 else nullcontext(StopFlag()) as stop:
             try:
@@ -580,8 +580,8 @@ class Trainer:
 
 def _floats(values: list[Tensor]) -> list[float]:
     """Copy scalars from the device."""
-    found: list[float] = torch.stack(values).double().tolist() if values else []
-    return found
+    numbers: list[float] = torch.stack(values).double().tolist() if values else []
+    return numbers
 
 
 def _mean(values: list[float]) -> float:

@@ -135,14 +135,14 @@ def select_studies(name: str, methods: Sequence[str] | None = None) -> list[Tilt
     _, slash, study = name.partition("/")
     if slash and study not in STUDIES:
         raise ConfigError(f"{NAME} has no study {study!r}; choose from {', '.join(STUDIES)}")
-    found = [STUDIES[study]] if slash else list(STUDIES.values())
+    studies = [STUDIES[study]] if slash else list(STUDIES.values())
     if methods is None:
-        return found
-    known = {parse_method(row.entry)["method"] for one in found for row in one.rows}
+        return studies
+    known = {parse_method(row.entry)["method"] for one in studies for row in one.rows}
     if unknown := [method for method in methods if method not in known]:
         raise ConfigError(f"{name} has no method {unknown[0]!r}; choose from {', '.join(sorted(known))}")
     kept = [
-        replace(one, rows=tuple(r for r in one.rows if parse_method(r.entry)["method"] in methods)) for one in found
+        replace(one, rows=tuple(r for r in one.rows if parse_method(r.entry)["method"] in methods)) for one in studies
     ]
     return [one for one in kept if one.rows]
 
@@ -162,7 +162,7 @@ def run_study(
     precision: Literal["fp32", "bf16"] = "fp32",
     workers: int = 1,
     report: Callable[[SweepStatus], None] = lambda status: None,
-    say: Callable[[str], None] = lambda line: None,
+    notify: Callable[[str], None] = lambda line: None,
 ) -> SweepResult:
     """Run a study, or what is left of it.
 
@@ -175,7 +175,7 @@ def run_study(
         precision: That of the model; ``"bf16"`` uses autocast.
         workers: Processes to start; 1 works in this one.
         report: Called with the status as the work goes on.
-        say: Called with notes.
+        notify: Called with notes.
 
     Raises:
         ConfigError: If ``scale`` is out of bounds.
@@ -194,7 +194,7 @@ def run_study(
         seeds=seeds,
         workers=workers,
         report=report,
-        say=say,
+        notify=notify,
     )
 
 
@@ -225,8 +225,8 @@ def result_rows(study: TiltStudy, result: SweepResult) -> list[list[str]]:
 
 def _results(entry: EntryResult, key: str) -> dict[int, float]:
     """Return a result of the tests in percent, by seed."""
-    found: dict[int, Any] = {seed: test.user_attrs.get("result", {}) for seed, test in sorted(entry.tests.items())}
-    return {seed: 100 * float(numbers[key]) for seed, numbers in found.items() if numbers.get(key) is not None}
+    results: dict[int, Any] = {seed: test.user_attrs.get("result", {}) for seed, test in sorted(entry.tests.items())}
+    return {seed: 100 * float(numbers[key]) for seed, numbers in results.items() if numbers.get(key) is not None}
 
 
 def _format(mean: Mean, digits: int) -> str:

@@ -147,7 +147,7 @@ def test_missing_data_skips_the_column(narrow, tmp_path):
     lab_files.cifar(tmp_path / "data", fine=True, n=6)
     said = []
     recipe = find_recipe("images").select(columns=["tiny-resnet18", "cifar100-resnet18"], methods=["erm"])
-    found = reproduce(ReproductionPlan(recipe, 1, 0.01), tmp_path / "runs", root=tmp_path / "data", say=said.append)
+    found = reproduce(ReproductionPlan(recipe, 1, 0.01), tmp_path / "runs", root=tmp_path / "data", notify=said.append)
     (line,) = said
     assert "tiny-resnet18" in line
     assert "tiny-imagenet-200" in line

@@ -54,7 +54,7 @@ def pack(runs: Path, record: Path) -> int:
         for name in FILES:
             if (folder / f"{name}.json").exists():
                 run[name] = json.loads((folder / f"{name}.json").read_text())
-        run["metrics"], _ = Record(folder).metrics()
+        run["metrics"] = Record(folder).metrics()
         run["diverged"] = Record(folder).diverged()
         known = lines.get(run["place"])
         if (run["metrics"] or run["diverged"]) and (known is None or _extent(run) >= _extent(known)):

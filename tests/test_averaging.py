@@ -249,7 +249,7 @@ def test_lab_tests_and_saves_the_average(tmp_path):
     plain, averaged = Record(tmp_path / "plain"), Record(tmp_path / "averaged")
     train(replace(CONFIG, average=False), plain)
     result = train(CONFIG, averaged)
-    rows = [record.metrics()[0] for record in (plain, averaged)]
+    rows = [record.metrics() for record in (plain, averaged)]
     assert [row["train_loss"] for row in rows[0]] == [row["train_loss"] for row in rows[1]]
     assert all(a["validation_loss"] != b["validation_loss"] for a, b in zip(*rows, strict=True))
     data = load(CONFIG)

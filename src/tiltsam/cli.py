@@ -16,7 +16,7 @@ from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import tiltsam
 from tiltsam.lab.errors import LabError, UserError
@@ -113,8 +113,10 @@ def build_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.Argument
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser, commands = build_parser()
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if arguments[:1] == ["sweep"] and arguments[1:] and arguments[1].endswith(".toml"):
-        arguments[1:2] = _read_arguments(Path(arguments[1]))
+    file = next((text for text in arguments if text.endswith(".toml")), None)
+    if arguments[:1] == ["sweep"] and file is not None:
+        arguments.remove(file)
+        arguments[1:1] = _read_arguments(Path(file))  # first, so that other arguments win
     args, unknown = parser.parse_known_args(arguments)
     if unknown:  # print the usage of the command, not that of tiltsam
         commands[args.command].error(f"unrecognized arguments: {' '.join(unknown)}")
@@ -142,6 +144,7 @@ def _needs(command: str) -> None:
 
 def _add_lab(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     from tiltsam.lab.config import COMPARED
+    from tiltsam.lab.devices import ParallelMode
     from tiltsam.lab.flags import add_arguments
 
     train = commands.add_parser(
@@ -163,7 +166,7 @@ def _add_lab(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     add_arguments(train, leave_out=("task",))
     train.add_argument(
         "--parallel",
-        choices=("data", "samples"),
+        choices=get_args(ParallelMode),
         default="data",
         help="what torchrun's processes divide: each batch, or the samples of tsam (default: %(default)s)",
     )
@@ -252,9 +255,11 @@ def _add_folders(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_log(parser: argparse.ArgumentParser) -> None:
+    from tiltsam.lab.tracking import TrackerName
+
     parser.add_argument(
         "--log",
-        choices=("tensorboard", "trackio", "wandb"),
+        choices=get_args(TrackerName),
         help="also write the metrics to this tracker; TensorBoard's files are in the folders of the runs",
     )
 
@@ -274,6 +279,8 @@ def _add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 
 def _add_reproduce(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    from tiltsam.lab.config import field_types
+
     parser = commands.add_parser(
         "reproduce",
         help="run a table or figure of the paper and compare with its numbers",
@@ -287,7 +294,7 @@ def _add_reproduce(commands: argparse._SubParsersAction[argparse.ArgumentParser]
         metavar="TABLE-OR-FIGURE",
         help="a name printed by --list, or NAME/COLUMN for one of its columns",
     )
-    parser.add_argument("--list", action="store_true", help="list all names with their cost in passes and hours")
+    parser.add_argument("--list", action="store_true", help="list all names with their cost in passes")
     parser.add_argument(
         "--scale",
         type=float,
@@ -300,7 +307,10 @@ def _add_reproduce(commands: argparse._SubParsersAction[argparse.ArgumentParser]
     )
     parser.add_argument("--methods", nargs="+", metavar="METHOD", help="run these methods only (default: all)")
     parser.add_argument(
-        "--precision", choices=("fp32", "bf16"), default="fp32", help="bf16 uses autocast (default: %(default)s)"
+        "--precision",
+        choices=get_args(field_types()["precision"]),
+        default="fp32",
+        help="bf16 uses autocast (default: fp32)",
     )
     parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1 (default: a GPU if there is one)")
     _add_folders(parser)
@@ -310,6 +320,7 @@ def _add_reproduce(commands: argparse._SubParsersAction[argparse.ArgumentParser]
 def _add_sweep(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     from tiltsam.lab.config import COMPARED
     from tiltsam.lab.flags import add_arguments
+    from tiltsam.lab.grids import ChoiceName, PrunerName, SamplerName
 
     parser = commands.add_parser(
         "sweep",
@@ -346,7 +357,7 @@ def _add_sweep(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--sampler",
         dest="trial_sampler",  # "sampler" is a setting of TSAM
-        choices=("grid", "random", "tpe"),
+        choices=get_args(SamplerName),
         default="grid",
         help="how trials are chosen (default: grid); TSAM's own sampler is set as in tsam:sampler=hmc",
     )
@@ -355,13 +366,13 @@ def _add_sweep(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     parser.add_argument(
         "--pruner",
-        choices=("none", "halving"),
+        choices=get_args(PrunerName),
         default="none",
         help="halving stops the worse half of the trials at 25%% and at 50%% of the budget (default: none)",
     )
     parser.add_argument(
         "--choose-by",
-        choices=("loss", "score", "balanced"),
+        choices=get_args(ChoiceName),
         default="loss",
         help="choose the lowest validation loss; the highest validation score, which is better if labels are wrong; or "
         "the highest mean accuracy of the classes, for long-tailed tasks (default: loss)",
@@ -403,17 +414,17 @@ def _read_arguments(path: Path) -> list[str]:
         UserError: If the file cannot be read.
     """
     try:
-        found = tomllib.loads(path.read_text())
+        content = tomllib.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise UserError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
-    if not isinstance(found.get("task"), str):
+    if not isinstance(content.get("task"), str):
         raise UserError(f"{path} must name a task")
 
     def text(value: object) -> str:
         return str(value).lower() if isinstance(value, bool) else str(value)
 
-    arguments = [found.pop("task")]
-    for name, value in found.items():
+    arguments = [content.pop("task")]
+    for name, value in content.items():
         flag = f"--{name.replace('_', '-')}"
         if isinstance(value, bool):
             arguments.append(flag if value else flag.replace("--", "--no-", 1))
@@ -503,8 +514,7 @@ def _compare(args: argparse.Namespace) -> None:
             tick=display.report,
             failed=lambda run, error: display.print(f"{display.name(run)}: {error}"),
         )
-    seeds = "1 seed" if args.seeds == 1 else f"{args.seeds} seeds"
-    print_table(f"{config.task}: {seeds}, mean ± standard error", format_rows(rows))
+    print_table(f"{config.task}: {_seeds(args.seeds)}, mean ± standard error", format_rows(rows))
     if config.reestimate_batchnorm:
         print("BatchNorm statistics, if any, were re-estimated before each evaluation.")
     print(f"runs: {args.out}")
@@ -548,10 +558,9 @@ def _sweep(args: argparse.Namespace) -> None:
             heartbeat=args.heartbeat,
             log=args.log,
             report=display.report,
-            say=display.print,
+            notify=display.print,
         )
-    seeds = "1 seed" if args.seeds == 1 else f"{args.seeds} seeds"
-    tested = f", tested with {seeds}, mean ± standard error" if args.seeds else ""
+    tested = f", tested with {_seeds(args.seeds)}, mean ± standard error" if args.seeds else ""
     print_table(f"{args.task}: chosen by {result.value_name}{tested}", format_results(result))
     for note in result.notes:
         print(note)
@@ -561,6 +570,10 @@ def _sweep(args: argparse.Namespace) -> None:
         print(write_report([folder], folder / "report", compare_settings=True).message())
     if not any(row.config for row in result.entries):
         raise UserError("nothing was chosen: no trial finished with a finite loss")
+
+
+def _seeds(number: int) -> str:
+    return "1 seed" if number == 1 else f"{number} seeds"
 
 
 @contextmanager
@@ -582,7 +595,7 @@ def _reproduce(args: argparse.Namespace) -> None:
     from tiltsam.lab.paper.tables import print_header, print_results, write_numbers
     from tiltsam.lab.report import write_report
 
-    if args.name and args.name.partition("/")[0] == "two-tilts" and not args.list:
+    if args.name and args.name.partition("/")[0] == "two-tilts":
         _two_tilts(args)
         return
     if args.name:
@@ -601,35 +614,42 @@ def _reproduce(args: argparse.Namespace) -> None:
         if not args.name:
             print("two-tilts, an experiment of our own on digits, takes minutes on a CPU: docs/example-tilt.md")
         return
+    if args.workers != 1:
+        raise UserError(f"--workers must be 1 for {args.name}, got {args.workers}: start the command several times")
     (plan,) = plans
     print_header(plan)
     with RunDisplay(plan.names()) as display, MeasurementBars() as bars:
-        found = reproduce(
+        reproduction = reproduce(
             plan,
             args.out,
             root=args.data_root,
             download=args.download,
             loading=display.loading,
             report=display.report,
-            say=display.print,
+            notify=display.print,
             measuring=display.stop_before(bars),
         )
-    print_results(found)
+    print_results(reproduction)
     folder = args.out / "reproduced" / plan.recipe.name.replace("/", "-")
-    write_numbers(found, folder / "numbers.json")
+    write_numbers(reproduction, folder / "numbers.json")
     print(f"numbers: {folder / 'numbers.json'}")
-    if folders := found.folders():
+    if folders := reproduction.folders():
         print(write_report(folders, folder, compare_settings=True).message())
 
 
 def _two_tilts(args: argparse.Namespace) -> None:
     with _optuna_hint("reproduce two-tilts"):
-        from tiltsam.lab.two_tilts import num_runs, result_rows, run_study, select_studies
+        from tiltsam.lab.two_tilts import PASSES, num_runs, result_rows, run_study, select_studies
     from tiltsam.lab.console import SweepDisplay, format_markdown, print_table
     from tiltsam.lab.report import write_report
 
     seeds = 5 if args.seeds is None else args.seeds
     studies = select_studies(args.name, args.methods)
+    if args.list:
+        runs = {f"two-tilts/{study.name}": num_runs(study, seeds) for study in studies}
+        rows = [[name, f"{number}", f"{number * PASSES * args.scale:,.0f}"] for name, number in runs.items()]
+        print_table(f"seeds {seeds}, scale {args.scale:g}", [["name", "runs", "training passes"], *rows])
+        return
     print(f"{sum(num_runs(study, seeds) for study in studies)} runs; the same command resumes", flush=True)
     folder = args.out / "reproduced" / args.name.replace("/", "-")
     text, sweeps = "", []
@@ -641,12 +661,13 @@ def _two_tilts(args: argparse.Namespace) -> None:
                 seeds=seeds,
                 scale=args.scale,
                 device=args.device,
+                precision=args.precision,
                 workers=args.workers,
                 report=display.report,
-                say=display.print,
+                notify=display.print,
             )
         table = result_rows(study, result)
-        print_table(f"{study.title}: {seeds} seeds, mean ± standard error", table)
+        print_table(f"{study.title}: {_seeds(seeds)}, mean ± standard error", table)
         text += f"### {study.title}\n\n{format_markdown(table)}\n\n"
         sweeps.append(result.path.parent)
     folder.mkdir(parents=True, exist_ok=True)

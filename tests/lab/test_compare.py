@@ -68,7 +68,7 @@ def test_compare_continues_after_a_diverged_run(tmp_path, capsys):
     assert main([*bad, "--lr", "1e30"]) == 2
     printed = capsys.readouterr()
     assert "the loss is not finite in epoch 1 of erm, seed 0" in printed.out
-    assert "1 diverged" in printed.out
+    assert "1 failed" in printed.out
     assert "1 seed," in printed.out
     assert "all runs failed" in printed.err
     with pytest.raises(TrainError, match="lower lr or rho"):

@@ -84,7 +84,7 @@ def test_cli_fine_tunes_a_text_encoder(task, folder, tmp_path, capfd):
     assert "after 2 epochs" in out
     assert err == ""  # no progress bars or reports of transformers
     record = Record(next(tmp_path.rglob("result.json")).parent)
-    rows, _ = record.metrics()
+    rows = record.metrics()
     assert rows[-1]["lr"] < 0.01
     before = transformers.BertModel.from_pretrained(folder).state_dict()["encoder.layer.0.output.dense.weight"]
     after = record.model()["model.bert.encoder.layer.0.output.dense.weight"]

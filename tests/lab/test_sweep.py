@@ -14,7 +14,7 @@ from tiltsam.cli import _parse, _read_arguments, main
 from tiltsam.lab import records
 from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.console import SweepDisplay
-from tiltsam.lab.errors import ConfigError, Diverged, SweepError, TrainError, UserError
+from tiltsam.lab.errors import ConfigError, Diverged, RecordError, TrainError, UserError
 from tiltsam.lab.flags import shared_settings
 from tiltsam.lab.grids import PAPER, Range, make_entries, parse_grid
 from tiltsam.lab.records import Record
@@ -161,7 +161,7 @@ def test_unknown_task_creates_no_folder(tmp_path, capsys):
 
 
 def test_methods_must_be_a_list(tmp_path):
-    with pytest.raises(SweepError, match="'sam'"):
+    with pytest.raises(ConfigError, match="'sam'"):
         sweep(SMALL, "sam", RATES, tmp_path)
 
 
@@ -204,7 +204,7 @@ def test_choose_by_balanced_accuracy(tmp_path):
     assert [t.value for t in row.trials] == [1 - run.result()["validation_balanced_accuracy"] for run in runs]
     np.savez(tmp_path / "a.npz", x=np.random.default_rng(0).normal(size=(40, 2)), y=np.arange(40) / 7)
     regression = replace(config, task=f"npz:{tmp_path / 'a.npz'}")
-    with pytest.raises(SweepError, match="--choose-by balanced needs a classification"):
+    with pytest.raises(ConfigError, match="--choose-by balanced needs a classification"):
         sweep(regression, ["erm"], RATES, tmp_path, choose_by="balanced", seeds=0)
 
 
@@ -309,6 +309,18 @@ def test_no_finite_loss_ends_with_an_error(tmp_path, fake, capsys):
     assert "nothing was chosen" in capsys.readouterr().err
 
 
+def test_progress_ends_if_an_entry_chose_nothing(tmp_path, fake):
+    def loss(config):
+        if config.method == "erm":
+            raise Diverged("the loss is not finite")
+        return config.lr
+
+    fake.loss, statuses = loss, []
+    sweep(SMALL, ["erm", "sam"], RATES, tmp_path, seeds=2, report=statuses.append)
+    assert statuses[0].total == 2 * 3 + 2 * 2
+    assert (statuses[-1].ended, statuses[-1].total) == (2 * 3 + 2, 2 * 3 + 2)
+
+
 def test_diverged_test_is_reported_and_not_averaged(tmp_path, fake):
     def score(config):
         if config.seed == 1:
@@ -330,13 +342,13 @@ def test_halving_stops_runs_and_keeps_them_resumable(tmp_path):
     for trial in pruned:
         config = replace(base, method="erm", lr=trial.params["lr"])
         record = Record.of(tmp_path, config)
-        rows, _ = record.metrics()
+        rows = record.metrics()
         assert [row["epoch"] for row in rows] in ([1, 2], [1, 2, 3, 4])  # 25 % or 50 % of 8 epochs
         assert record.result() is None
         assert int(record.load().state["epoch"]) == rows[-1]["epoch"]
     whole = train(replace(config, epochs=8), record)
     assert whole["epoch"] == 8
-    assert len(record.metrics()[0]) == 8
+    assert len(record.metrics()) == 8
 
 
 # ---------------------------------------------------------------- interruption and reuse
@@ -429,7 +441,7 @@ def test_changed_data_are_another_sweep(tmp_path, fake):
     write(1)
     assert sweep(config, ["erm"], RATES, out, seeds=0).path != first.path
     fake.loss = lambda c: write(len(fake.runs)) or 0.1
-    with pytest.raises(SweepError, match=r"a\.npz"):
+    with pytest.raises(RecordError, match=r"a\.npz"):
         sweep(replace(config, epochs=2), ["erm"], RATES, out, seeds=0)
 
 
@@ -510,7 +522,7 @@ def test_toml_file_holds_the_arguments(tmp_path, fake, capsys):
         'task = "digits"\nmethods = ["erm", "sam"]\ntrials = 2\nseeds = 1\nepochs = 1\naverage = true\n'
         f'out = "{tmp_path / "runs"}"\n[grid]\nlr = [0.03, 0.1]\n"sam:rho" = 0.1\n'
     )
-    assert main(["sweep", str(path), "--seeds", "2"]) == 0  # later arguments win
+    assert main(["sweep", "--seeds", "2", str(path)]) == 0  # the command line wins, wherever the file is
     assert Counter((run.method, run.average) for run in fake.runs) == {("erm", True): 4, ("sam", True): 4}
     assert "tested with 2 seeds" in capsys.readouterr().out
 
@@ -542,5 +554,5 @@ def test_shipped_studies_give_entries_equal_trials(path):
 def test_settings_hold_for_the_methods_that_have_them():
     entries, _ = make_entries(SMALL, ["erm", "sam", "asam:rho=2"], RATES, None, "grid", {"rho": 0.3})
     assert [entry.config.options for entry in entries] == [{}, {"rho": 0.3}, {"rho": 2.0}]
-    with pytest.raises(SweepError, match="rho is not a setting of erm"):
+    with pytest.raises(ConfigError, match="rho is not a setting of erm"):
         make_entries(SMALL, ["erm"], RATES, None, "grid", {"rho": 0.3})

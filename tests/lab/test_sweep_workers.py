@@ -23,7 +23,7 @@ from lab_processes import CONTEXT, files_named, wait_for
 from tiltsam.cli import main
 from tiltsam.lab import processes
 from tiltsam.lab.config import TrainConfig
-from tiltsam.lab.errors import SweepError, UserError
+from tiltsam.lab.errors import UserError
 from tiltsam.lab.records import Record
 from tiltsam.lab.studies import SharedStudy, open_storage, sqlite_url
 from tiltsam.lab.sweep import sweep
@@ -161,7 +161,7 @@ def test_killed_worker_of_a_command_is_reported(tmp_path, monkeypatch):
                 return
 
     base = replace(BASE, epochs=10)
-    result = sweep(base, ["erm"], RATES, tmp_path, seeds=1, workers=2, heartbeat=1, report=kill_one, say=said.append)
+    result = sweep(base, ["erm"], RATES, tmp_path, seeds=1, workers=2, heartbeat=1, report=kill_one, notify=said.append)
     assert "SIGKILL" in said[1]
     assert len(result.entries[0].trials) == 3
     assert len(result.entries[0].scores) == 1
@@ -258,7 +258,7 @@ def test_lost_database_is_one_line(tmp_path):
     with open_storage(sqlite_url(tmp_path)) as database, database.engine.begin() as connection:
         connection.exec_driver_sql("DROP TABLE studies")
         connection.exec_driver_sql("CREATE TABLE studies (other)")
-    with pytest.raises(SweepError, match=r"lost sqlite:.*resumes"), open_storage(sqlite_url(tmp_path)) as database:
+    with pytest.raises(UserError, match=r"lost sqlite:.*resumes"), open_storage(sqlite_url(tmp_path)) as database:
         optuna.get_all_study_names(database)
 
 
@@ -282,7 +282,7 @@ def test_second_interrupt_kills_processes(tmp_path, monkeypatch):
     slow = [Mock(**{"poll.return_value": None, "wait.side_effect": [KeyboardInterrupt, None]}) for _ in range(2)]
     monkeypatch.setattr(processes, "_start", Mock(side_effect=slow))
     with pytest.raises(KeyboardInterrupt):
-        processes.run_processes(fail, [(), ()], tmp_path, look=Mock(side_effect=KeyboardInterrupt))
+        processes.run_processes(fail, [(), ()], tmp_path, poll=Mock(side_effect=KeyboardInterrupt))
     for process in slow:
         process.kill.assert_called_once()
 

@@ -27,7 +27,7 @@ def shown(record):
 
 
 def check(record, epochs=5):
-    rows, _ = record.metrics()
+    rows = record.metrics()
     found = shown(record)
     assert len(rows) == epochs
     for tag, name in (("train/loss", "train_loss"), ("test/accuracy", "test_accuracy"), ("run/passes", "passes")):
@@ -133,7 +133,7 @@ def fake_tracker(request, monkeypatch):
 def check_online(tracker, record):
     """Compare the only run of a tracker with a record."""
     (run,) = tracker.runs.values()
-    rows, _ = record.metrics()
+    rows = record.metrics()
     assert list(run["rows"]) == [row["steps"] for row in rows]
     for row in rows:
         shown = run["rows"][row["steps"]]

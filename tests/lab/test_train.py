@@ -24,7 +24,7 @@ from tiltsam.lab.data.loader import Batches
 from tiltsam.lab.errors import ConfigError, Interrupted, RecordError, TrainError
 from tiltsam.lab.flags import field_docs
 from tiltsam.lab.models import load_model
-from tiltsam.lab.records import Record
+from tiltsam.lab.records import Record, read_metrics
 from tiltsam.lab.report.runs import read_runs
 from tiltsam.lab.tracking import EventFiles
 from tiltsam.lab.train import Trainer, train
@@ -54,7 +54,7 @@ def test_every_method_trains(method, tmp_path):
         result = train(config, record)
     assert result["epoch"] >= 2
     assert 0.3 < result["score"] <= 1
-    rows, damaged = record.metrics()
+    rows, damaged = read_metrics(record.folder / "metrics.jsonl")
     assert not damaged
     assert rows[-1]["passes"] == result["passes"]
     assert record.config() == config
@@ -198,7 +198,7 @@ def test_interrupt_within_an_epoch_saves_the_step_and_resumes_bitwise(settings, 
             assert len(taken) == step  # it ends after the step that it came in, and none is taken twice
     train(config, broken, data=lambda _: data)
     assert same(weights(Record(tmp_path / "unbroken")), weights(broken))
-    one, two = (Record(tmp_path / name).metrics()[0] for name in ("unbroken", "broken"))
+    one, two = (Record(tmp_path / name).metrics() for name in ("unbroken", "broken"))
     assert [{**row, "seconds": 0} for row in one] == [{**row, "seconds": 0} for row in two]
 
 
@@ -209,7 +209,7 @@ def test_example_tilt_learns_from_wrong_labels(tmp_path):
         record = Record.of(tmp_path, config)
         scores.append(train(config, record)["score"])
     assert scores[1] > scores[0] + 0.05
-    assert all(0.3 <= row["example_ess"] < 1 for row in record.metrics()[0])
+    assert all(0.3 <= row["example_ess"] < 1 for row in record.metrics())
 
 
 @pytest.mark.usefixtures("default_signals")
@@ -285,7 +285,7 @@ def test_pause_is_no_candidate_for_the_best_epoch(tmp_path):
     config = small(method="erm", epochs=4, evaluate_every=2, lr=2.0, seed=5)
     train(config, Record(tmp_path), until=0.25)
     result = train(config, Record(tmp_path))
-    rows = {row["epoch"]: row["validation_accuracy"] for row in Record(tmp_path).metrics()[0]}
+    rows = {row["epoch"]: row["validation_accuracy"] for row in Record(tmp_path).metrics()}
     assert list(rows) == [1, 2, 4]
     assert rows[1] > max(rows[2], rows[4]) == result["best_validation"]
 
@@ -317,9 +317,9 @@ def test_evaluate_every_does_not_change_training(tmp_path):
     train(config, often)
     train(replace(config, evaluate_every=2), seldom)
     assert same(weights(often), weights(seldom))
-    rows = {row["epoch"]: row for row in often.metrics()[0]}
-    assert [row["epoch"] for row in seldom.metrics()[0]] == [2, 4, 5]
-    for row in seldom.metrics()[0]:
+    rows = {row["epoch"]: row for row in often.metrics()}
+    assert [row["epoch"] for row in seldom.metrics()] == [2, 4, 5]
+    for row in seldom.metrics():
         assert {k: v for k, v in row.items() if k != "seconds"} == {
             k: v for k, v in rows[row["epoch"]].items() if k != "seconds"
         }
@@ -414,7 +414,7 @@ def test_run_killed_ten_times_equals_unbroken_run(tmp_path):
     assert ends_well(start(*command, str(broken)))
     one, two = (Record(next((tmp_path / n).rglob("result.json")).parent) for n in ("unbroken", "broken"))
     assert same(weights(one), weights(two))
-    assert [row["epoch"] for row in two.metrics()[0]] == [float(k) for k in range(1, 61)]
+    assert [row["epoch"] for row in two.metrics()] == [float(k) for k in range(1, 61)]
 
 
 def test_damaged_checkpoint_falls_back_to_previous(tmp_path):
@@ -474,7 +474,7 @@ def test_metrics_of_a_killed_attempt_are_dropped(tmp_path):
         Record(tmp_path).log(epoch=epoch, steps=10 * epoch, train_loss=1.0)
     for epoch in (2, 2.5):
         Record(tmp_path).log(epoch=epoch, steps=10 * epoch, train_loss=0.5)
-    rows, damaged = Record(tmp_path).metrics()
+    rows, damaged = read_metrics(tmp_path / "metrics.jsonl")
     assert [(row["epoch"], row["train_loss"]) for row in rows] == [(1, 1.0), (2, 0.5), (2.5, 0.5)]
     assert not damaged
     (tmp_path / "config.json").write_text("{}")
@@ -495,7 +495,7 @@ def test_divergence_in_the_last_step_has_no_result(tmp_path):
     with pytest.raises(TrainError, match=r"not finite after epoch 1 of erm, seed 0: lower lr$"):
         train(config, Record(tmp_path))
     assert Record(tmp_path).result() is None
-    assert Record(tmp_path).metrics() == ([], [])
+    assert Record(tmp_path).metrics() == []
 
 
 def test_locked_run_is_refused(tmp_path, capsys):
@@ -694,7 +694,7 @@ def test_rows_and_result_have_calibration_and_class_accuracies(tmp_path):
     assert result["test_worst_class_accuracy"] == min(by_class)
     counts = load(config).test.targets.bincount(minlength=10) / 599
     assert result["score"] == result["test_accuracy"] == pytest.approx(torch.dot(counts, torch.tensor(by_class)).item())
-    for row in record.metrics()[0]:
+    for row in record.metrics():
         assert list(row).index("test_accuracy") < list(row).index("test_ece")  # the first one is the score
         for name in ("validation_ece", "validation_worst_class_accuracy", "test_ece", "test_worst_class_accuracy"):
             assert 0 <= row[name] <= 1

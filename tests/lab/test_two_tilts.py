@@ -8,6 +8,7 @@ import pytest
 from tiltsam.cli import main
 from tiltsam.lab.flags import method_configs
 from tiltsam.lab.grids import make_entries
+from tiltsam.lab.records import Record, find_run_folders
 from tiltsam.lab.stats import confidence_interval, mean_of
 from tiltsam.lab.two_tilts import GRID, STUDIES, TRIALS, num_runs, result_rows, run_study, select_studies
 
@@ -56,14 +57,25 @@ def test_run_study_reports_paired_differences(tmp_path):
     assert tilted[-1] == "2"
 
 
+def test_reproduce_list_of_two_tilts(capsys):
+    assert main(["reproduce", "--list", "two-tilts", "--seeds", "1", "--methods", "erm"]) == 0
+    out = capsys.readouterr().out
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in out.splitlines() if "two-tilts/" in line]
+    assert [row[0] for row in cells] == [f"two-tilts/{name}" for name in STUDIES]
+    assert cells[-1] == ["two-tilts/long-tail", "15", "7,800"]  # three rows of four trials and a test, 520 passes each
+
+
 def test_reproduce_two_tilts_shows_what_is_silenced(tmp_path, capsys):
     run = ["reproduce", "two-tilts/noise-0.4", "--methods", "erm", "--scale", "0.02", "--seeds", "1", "--device", "cpu"]
+    run += ["--precision", "bf16"]
     assert main([*run, "--out", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     folder = tmp_path / "reproduced" / "two-tilts-noise-0.4"
+    assert "digits, 40% wrong labels: 1 seed, mean" in out
     table = (folder / "tables.md").read_text()
     assert "digits, 40% wrong labels" in table
     assert "ERM, averaged, tilt" in table
     assert "silenced precision" in table
     assert str(folder / "report.html") in out
+    assert {Record(run).config().precision for run in find_run_folders([tmp_path])} == {"bf16"}
     assert "Silenced" in (folder / "report.html").read_text()

@@ -170,7 +170,7 @@ def format_rows(rows: Sequence[ComparisonRow]) -> list[list[str]]:
     metric = next((row.metric for row in rows if row.metric), "score")
     table = [["method", f"test {metric} ×100", "at best validation", "seconds", "passes", "runs"]]
     for row in rows:
-        runs = f"{row.runs}" + (f", {row.failed} diverged" if row.failed else "")
+        runs = f"{row.runs}" + (f", {row.failed} failed" if row.failed else "")
         at_best = "–" if math.isnan(row.at_best) else f"{row.at_best:.2f}"  # no validation split
         score = format_mean(Mean(row.mean, row.error, row.runs), 2)
         numbers = [score, at_best, f"{row.seconds:.1f}", f"{row.passes:.0f}"]

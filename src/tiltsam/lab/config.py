@@ -302,10 +302,9 @@ class TrainConfig:
 
     def key(self) -> str:
         """Return a short name of all settings but the seed: runs that differ only in the seed are averaged."""
-        resolved = {name: getattr(self, name) for name in tilt_defaults(self.example_tilt, self.class_tilt)}
-        body = {name: value for name, value in self.settings().items() if name not in ("seed", "device", *resolved)}
-        body |= {name: value for name, value in resolved.items() if value}
-        body = {name: float(value) if isinstance(value, int) else value for name, value in body.items()}
+        changed = {name: value for name, default in DEFAULTS.items() if (value := getattr(self, name)) != default}
+        body = {**changed, **self.options}
+        body = {k: float(v) if isinstance(v, int) else v for k, v in body.items() if k not in ("seed", "device")}
         digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()[:10]
         return f"{self.method}-{digest}"
 

@@ -44,6 +44,7 @@ __all__ = [
 
 SMALL_MODEL = 500_000  # parameters
 SYNC_STEPS = 16  # steps between events on the GPU
+TIMEOUT = 300.0  # seconds after which a silent rank counts as dead
 
 ParallelMode = Literal["data", "samples"]
 """What ranks divide: each batch, or the samples of each step."""
@@ -215,13 +216,12 @@ class DistributedContext:
 
 
 @contextmanager
-def connect_ranks(mode: ParallelMode, device: str, *, timeout: float = 300.0) -> Iterator[DistributedContext]:
+def connect_ranks(mode: ParallelMode, device: str) -> Iterator[DistributedContext]:
     """Connect to the other processes that ``torchrun`` started, while the context lasts.
 
     Args:
         mode: What the ranks divide.
         device: The config's device. On GPUs each process takes that of its local rank.
-        timeout: Seconds after which a silent rank counts as dead.
 
     Raises:
         ConfigError: If this host has fewer GPUs than processes.
@@ -237,7 +237,7 @@ def connect_ranks(mode: ParallelMode, device: str, *, timeout: float = 300.0) ->
         if here > gpus:  # raised on all ranks, so that rank 0 prints it
             raise ConfigError(f"each process on this host needs a GPU, got {here} processes and {gpus} GPUs")
         torch.cuda.set_device(local)
-    _init_process_group("nccl" if on_gpu else "gloo", timeout)
+    _init_process_group("nccl" if on_gpu else "gloo")
     try:
         yield DistributedContext(dist.get_rank(), world_size, mode, f"cuda:{local}" if on_gpu else "cpu")
     finally:
@@ -247,7 +247,7 @@ def connect_ranks(mode: ParallelMode, device: str, *, timeout: float = 300.0) ->
         dist.destroy_process_group()
 
 
-def _init_process_group(backend: str, timeout: float) -> None:
+def _init_process_group(backend: str) -> None:
     """Initialise the process group under names of this restart.
 
     The store through which ranks find each other survives a restart by ``torchrun``. Under the old names they would
@@ -256,4 +256,4 @@ def _init_process_group(backend: str, timeout: float) -> None:
     importlib.import_module("torch._dynamo")  # loaded later, with the first optimizer, it would hold the group
     store, rank, size = next(iter(rendezvous("env://")))
     own = PrefixStore(f"restart-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-    dist.init_process_group(backend, store=own, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
+    dist.init_process_group(backend, store=own, rank=rank, world_size=size, timeout=timedelta(seconds=TIMEOUT))

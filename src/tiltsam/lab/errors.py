@@ -13,9 +13,7 @@ __all__ = [
     "Diverged",
     "Interrupted",
     "LabError",
-    "RecipeError",
     "RecordError",
-    "SweepError",
     "TrainError",
     "UserError",
     "reading",
@@ -47,14 +45,6 @@ class DataError(LabError):
 
 class RecordError(LabError):
     """A run folder that cannot be used."""
-
-
-class RecipeError(LabError):
-    """A recipe that does not exist, or cannot be run as requested."""
-
-
-class SweepError(LabError):
-    """A sweep that cannot be run as requested."""
 
 
 class TrainError(LabError):

@@ -169,12 +169,12 @@ def parse_method(text: str) -> dict[str, Any]:
         {'method': 'tsam', 'num_samples': 3, 't': 100.0}
     """
     method, colon, rest = text.partition(":")
-    found: dict[str, Any] = {"method": method}
+    settings: dict[str, Any] = {"method": method}
     known = method_options(method)
     for pair in rest.split(",") if colon else ():
         name, equals, value = (part.strip() for part in pair.partition("="))
         name = name.replace("-", "_")
-        if not equals or name in found:
+        if not equals or name in settings:
             raise ConfigError(f"methods must be written as asam:rho=5 or tsam:num_samples=3,t=100, got {text!r}")
         if name in _SHARED_SETTINGS:
             raise ConfigError(f"{text!r}: {name} cannot be set for a single method")
@@ -184,10 +184,10 @@ def parse_method(text: str) -> dict[str, Any]:
                 "tiltsam train, such as lr or average"
             )
         try:
-            found[name] = parse_setting(name, value, method)
+            settings[name] = parse_setting(name, value, method)
         except ConfigError as error:
             raise ConfigError(f"{text!r}: {name}: {error}") from None
-    return found
+    return settings
 
 
 def method_configs(
@@ -198,7 +198,7 @@ def method_configs(
     Args:
         config: The settings that all methods share; its method is replaced.
         methods: Methods, maybe with their own settings, as :func:`parse_method` takes them.
-        settings: Settings of all methods that have them, as in ``{"rho": 0.2}``; a method's own go first.
+        settings: Settings of all methods that have them, as in ``{"rho": 0.2}``; a method's own take precedence.
 
     Raises:
         ConfigError: If there is no such method or setting, or no method has one of ``settings``.

@@ -12,12 +12,25 @@ from typing import Any, Literal
 import torch
 
 from tiltsam.lab.config import TrainConfig
-from tiltsam.lab.errors import ConfigError, SweepError
+from tiltsam.lab.errors import ConfigError
 from tiltsam.lab.flags import method_configs, parse_method
 
-__all__ = ["PAPER", "Entry", "Grid", "Range", "SamplerName", "Values", "make_entries", "parse_grid"]
+__all__ = [
+    "PAPER",
+    "ChoiceName",
+    "Entry",
+    "Grid",
+    "PrunerName",
+    "Range",
+    "SamplerName",
+    "Values",
+    "make_entries",
+    "parse_grid",
+]
 
 SamplerName = Literal["grid", "random", "tpe"]
+PrunerName = Literal["none", "halving"]
+ChoiceName = Literal["loss", "score", "balanced"]
 
 PAPER: dict[str, tuple[Any, ...]] = {
     "lr": (1e-4, 3e-4, 0.001, 0.003, 0.01, 0.03, 0.1),
@@ -39,7 +52,7 @@ class Range:
 
     def __post_init__(self) -> None:
         if not (isinstance(self.low, float) and isinstance(self.high, float) and 0 < self.low < self.high < math.inf):
-            raise SweepError(f"a range must be LOW..HIGH with floats 0 < LOW < HIGH, got {self.low}..{self.high}")
+            raise ConfigError(f"a range must be LOW..HIGH with floats 0 < LOW < HIGH, got {self.low}..{self.high}")
 
 
 Values = tuple[Any, ...] | Range
@@ -64,8 +77,7 @@ def parse_grid(texts: Sequence[str], methods: Sequence[str]) -> dict[str, Values
         methods: The entries of the sweep, whose methods define the types of the values.
 
     Raises:
-        ConfigError: If an entry of ``methods`` is wrong.
-        SweepError: If a grid is wrong, or no method has its setting.
+        ConfigError: If an entry of ``methods`` or a grid is wrong, or no method has its setting.
 
     Example:
         >>> parse_grid(["lr=0.1,0.3", "tsam:t=1,20", "rho=0.01..1"], ["sam", "tsam:num_samples=3"])
@@ -81,7 +93,7 @@ def parse_grid(texts: Sequence[str], methods: Sequence[str]) -> dict[str, Values
         name = name.strip().replace("-", "_")
         owner, colon, setting = name.rpartition(":")
         if not equals or not values.strip():
-            raise SweepError(f"--grid must be NAME=VALUE,VALUE,… or NAME=LOW..HIGH or paper, got {text!r}")
+            raise ConfigError(f"--grid must be NAME=VALUE,VALUE,… or NAME=LOW..HIGH or paper, got {text!r}")
         low, dots, high = values.partition("..")
         parse = partial(_parse_value, [owner] if colon else names, setting)
         if dots:
@@ -99,7 +111,7 @@ def _parse_value(methods: Sequence[str], setting: str, text: str) -> Any:
             return parse_method(f"{method}:{setting}={text.strip()}")[setting]
         except ConfigError as error:
             errors.append(error)
-    raise SweepError(f"--grid {setting}: {errors[0] if errors else 'no methods'}")
+    raise ConfigError(f"--grid {setting}: {errors[0] if errors else 'no methods'}")
 
 
 def make_entries(
@@ -118,28 +130,25 @@ def make_entries(
         grid: Values by name, or by ``METHOD:NAME`` for one method, which takes precedence.
         trials: Trials per entry; by default the size of the largest grid.
         sampler: How the trials are chosen.
-        settings: Settings of all methods that have them; an entry's own and the grid go first.
+        settings: Settings of all methods that have them; an entry's own and the grid take precedence.
 
     Raises:
-        SweepError: If an entry, a name or a value cannot be used, or two entries are equal.
+        ConfigError: If an entry, a name or a value cannot be used, or two entries are equal.
     """
     if not methods or isinstance(methods, str):
-        raise SweepError(f"methods must be a list of at least one method, got {methods!r}")
+        raise ConfigError(f"methods must be a list of at least one method, got {methods!r}")
     if not grid:
-        raise SweepError("pass at least one --grid NAME=VALUE,VALUE,…")
+        raise ConfigError("pass at least one --grid NAME=VALUE,VALUE,…")
     if sampler == "grid" and (ranges := [name for name, values in grid.items() if isinstance(values, Range)]):
-        raise SweepError(f"--grid {ranges[0]}: a range needs --sampler random or tpe")
+        raise ConfigError(f"--grid {ranges[0]}: a range needs --sampler random or tpe")
     if sampler != "grid" and trials is None:
-        raise SweepError(f"pass --trials N with --sampler {sampler}")
+        raise ConfigError(f"pass --trials N with --sampler {sampler}")
     if trials is not None and trials < 1:
-        raise SweepError(f"--trials must be at least 1, got {trials}")
+        raise ConfigError(f"--trials must be at least 1, got {trials}")
     fixed = {text: _fixed_settings(text) for text in methods}
     if len(fixed) < len(methods):
-        raise SweepError(f"methods must differ, got {', '.join(methods)}")
-    try:
-        configs = method_configs(base, methods, settings)
-    except ConfigError as error:
-        raise SweepError(str(error)) from None
+        raise ConfigError(f"methods must differ, got {', '.join(methods)}")
+    configs = method_configs(base, methods, settings)
     spaces = _spaces(configs, fixed, grid)
     sizes = {name: _check_points(name, configs[name], space) for name, space in spaces.items()}
     most = trials or int(max(sizes.values()))
@@ -148,7 +157,7 @@ def make_entries(
     for entry in entries:
         first = seen.setdefault(f"{entry.config.key()} {entry.space}", entry.name)
         if first != entry.name:
-            raise SweepError(f"{first} and {entry.name} are the same runs: leave one out")
+            raise ConfigError(f"{first} and {entry.name} are the same runs: leave one out")
     notes = [f"{e.name}: its grid allows {e.trials} of {most} trials" for e in entries if e.trials < most]
     for entry in entries:
         if ignored := [name for name in fixed[entry.name] if name in {n.rpartition(":")[2] for n in grid}]:
@@ -157,21 +166,11 @@ def make_entries(
 
 
 def _fixed_settings(text: str) -> dict[str, Any]:
-    try:
-        settings = parse_method(text)
-    except ConfigError as error:
-        raise SweepError(str(error)) from None
+    settings = parse_method(text)
     for name in settings:
         if name in FIXED and name != "method":
-            raise SweepError(f"{text!r}: {name} must be the same for all trials")
+            raise ConfigError(f"{text!r}: {name} must be the same for all trials")
     return settings
-
-
-def _with(config: TrainConfig, name: str, settings: Mapping[str, Any]) -> TrainConfig:
-    try:
-        return config.with_settings(settings)
-    except ConfigError as error:
-        raise SweepError(f"{name}: {error}") from None
 
 
 def _spaces(
@@ -182,22 +181,22 @@ def _spaces(
     for name, values in sorted(grid.items(), key=lambda item: ":" in item[0]):  # those of one method replace others
         owner, _, setting = name.rpartition(":")
         if setting in FIXED:
-            raise SweepError(f"--grid {name}: {setting} must be the same for all trials")
+            raise ConfigError(f"--grid {name}: {setting} must be the same for all trials")
         if not isinstance(values, Range) and not len(values):
-            raise SweepError(f"--grid {name} must have values")
+            raise ConfigError(f"--grid {name} must have values")
         entries = [entry for entry, config in configs.items() if owner in ("", config.method)]
         if not entries:
-            raise SweepError(f"--grid {name}: methods must include {owner}, got {', '.join(configs)}")
-        takers, errors = [], []
+            raise ConfigError(f"--grid {name}: methods must include {owner}, got {', '.join(configs)}")
+        matching, errors = [], []
         for entry in entries:
             try:
                 configs[entry].with_settings({setting: values.low if isinstance(values, Range) else values[0]})
-                takers.append(entry)
+                matching.append(entry)
             except ConfigError as error:
                 errors.append(f"--grid {name}: {error}")
-        if not takers and (isinstance(values, Range) or tuple(values) != PAPER.get(name)):
-            raise SweepError(errors[0])
-        for entry in takers:
+        if not matching and (isinstance(values, Range) or tuple(values) != PAPER.get(name)):
+            raise ConfigError(errors[0])
+        for entry in matching:
             if setting not in fixed[entry]:
                 spaces[entry][setting] = values if isinstance(values, Range) else tuple(dict.fromkeys(values))
     return spaces
@@ -208,9 +207,9 @@ def _check_points(name: str, config: TrainConfig, space: Mapping[str, Values]) -
     axes = [(v.low, v.high) if isinstance(v, Range) else v for v in space.values()]
     size = 0
     for size, point in enumerate(itertools.product(*axes), 1):  # noqa: B007
-        point_config = _with(config, name, dict(zip(space, point, strict=True)))
         try:
+            point_config = config.with_settings(dict(zip(space, point, strict=True)))
             point_config.wrap(torch.optim.SGD([torch.zeros(2, requires_grad=True)], lr=point_config.lr))
         except ConfigError as error:
-            raise SweepError(f"{name}: {error}") from None
+            raise ConfigError(f"{name}: {error}") from None
     return math.inf if any(isinstance(v, Range) for v in space.values()) else size

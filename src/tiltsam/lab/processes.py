@@ -18,7 +18,7 @@ from tiltsam.lab.shutdown import reraise_dropped_interrupts, skip_garbage_collec
 
 __all__ = ["main", "run_processes"]
 
-LOOK_SECONDS = 0.5
+POLL_SECONDS = 0.5
 STOP_SECONDS = 20.0  # for a worker to save its run
 # Until everything is imported an interrupt ends the process: torch drops one that arrives while it imports NumPy.
 PROGRAM = f"""\
@@ -34,8 +34,8 @@ def run_processes(
     arguments: Sequence[Sequence[Any]],
     folder: Path,
     *,
-    look: Callable[[], None] = lambda: None,
-    say: Callable[[str], None] = lambda line: None,
+    poll: Callable[[], None] = lambda: None,
+    notify: Callable[[str], None] = lambda line: None,
 ) -> None:
     """Call a function in one process per list of arguments, and wait for all of them.
 
@@ -46,8 +46,8 @@ def run_processes(
             must call often: ``check`` raises KeyboardInterrupt once this process is gone.
         arguments: The arguments for each process; they are pickled.
         folder: Folder of the processes' output, ``worker-K.log``.
-        look: Called twice a second.
-        say: Called with a line when a process is killed.
+        poll: Called twice a second.
+        notify: Called with a line when a process is killed.
 
     Raises:
         UserError: The error of a process, or if all were killed.
@@ -59,15 +59,15 @@ def run_processes(
         for k, own in enumerate(arguments, 1):
             workers[k] = _start(function, own, folder / f"worker-{k}.log", len(arguments))
         while workers:
-            time.sleep(LOOK_SECONDS)
-            look()
+            time.sleep(POLL_SECONDS)
+            poll()
             for k, process in list(workers.items()):
                 code = process.poll()
                 if code is None:
                     continue
                 del workers[k]
                 if code < 0:
-                    say(f"worker {k} was killed by {signal.Signals(-code).name}; the others take over its work")
+                    notify(f"worker {k} was killed by {signal.Signals(-code).name}; the others take over its work")
                 elif code:
                     raise UserError(_last_line(folder / f"worker-{k}.log", k, code))
                 else:

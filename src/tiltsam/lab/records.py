@@ -2,13 +2,12 @@
 
     RUN/config.json         the resolved config
     RUN/setup.json          numbers of examples and classes, label noise, model
-    RUN/environment.json    versions, device, fingerprints of the code and of user data; earlier environments of the
-                            run are under "before", and "since" is the epoch from which each was used
+    RUN/environment.json    versions, device, fingerprints of the code and of user data
     RUN/metrics.jsonl       one JSON object per line, appended, never rewritten
     RUN/checkpoints/N/      the last two checkpoints (:mod:`tiltsam.lab.files`)
     RUN/model.safetensors   the trained model, once finished
     RUN/result.json         the final numbers and their digest, once finished
-    RUN/diverged.txt        why training failed, if it did
+    RUN/diverged.txt        why training diverged, if it did
     RUN/lock                locked by the process that trains the run
 
 Files that are written once are written atomically, see :mod:`tiltsam.lab.files`.
@@ -90,7 +89,7 @@ class Record:
     def lock(self) -> Iterator[bool]:
         """Lock the run for this process; yields whether that succeeded. The lock ends with the process in any case.
 
-        If nothing was written meanwhile (the data is missing, say), the folder is removed.
+        If nothing was written meanwhile (for example because the data is missing), the folder is removed.
         """
         lock = self._acquire()
         if lock is None:
@@ -125,28 +124,23 @@ class Record:
             time.sleep(0.01)  # another process has just removed the folder, because its run wrote nothing
         raise RecordError(f"cannot write to {self.folder}: {os.strerror(errno.ENOENT)}")
 
-    def begin(self, config: TrainConfig, device: torch.device, data: str = "", epoch: float = 0) -> None:
-        """Write the config and the environment, and keep the environments that trained earlier epochs.
+    def begin(self, config: TrainConfig, device: torch.device, data: str = "") -> None:
+        """Write the config and the environment.
 
         Args:
             config: The run.
             device: The device it runs on.
             data: The fingerprint of its data; empty if unknown.
-            epoch: The epoch it starts from. Environments since this epoch or later are dropped.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         self._drop_drafts()
         (self.folder / "diverged.txt").unlink(missing_ok=True)
         write_json(self.folder / "config.json", config.to_json())
-        here = describe_environment(device) | ({"data": data} if data else {})
-        last = self.environment()
-        before = [one for one in (*last.pop("before", ()), last) if one.get("since", 0) < epoch]
-        if before and here == {name: value for name, value in before[-1].items() if name != "since"}:
-            epoch = before.pop().get("since", 0)
-        write_json(self.folder / "environment.json", here | ({"since": epoch, "before": before} if before else {}))
+        environment = describe_environment(device) | ({"data": data} if data else {})
+        write_json(self.folder / "environment.json", environment)
 
     def environment(self) -> dict[str, Any]:
-        """Return the newest environment; empty if there is none.
+        """Return the environment that the run was last started in; empty if there is none.
 
         Raises:
             RecordError: If the file is damaged.
@@ -154,13 +148,10 @@ class Record:
         path = self.folder / "environment.json"
         if not path.exists():
             return {}
-        found = _read_json(path)
-        before = found.get("before", [])
-        entries = [found, *before] if isinstance(before, list) else [None]
-        plain = all(isinstance(one, dict) and is_number(one.get("since", 0)) for one in entries)
-        if not plain or not isinstance(found.get("data", ""), str):
+        environment = _read_json(path)
+        if not isinstance(environment.get("data", ""), str):
             raise RecordError(f"{path} is damaged: remove it to resume")
-        return found
+        return environment
 
     def check_data(self, fingerprint: str) -> None:
         """Raise if the run was started with other data.
@@ -190,10 +181,9 @@ class Record:
         finally:
             os.close(descriptor)
 
-    def metrics(self) -> tuple[list[dict[str, Any]], list[int]]:
-        """Return the valid lines, by epoch, and the numbers (from 1) of lines that cannot be read."""
-        rows, damaged = read_metrics(self.folder / "metrics.jsonl")
-        return rows, list(damaged)
+    def metrics(self) -> list[dict[str, Any]]:
+        """Return the valid lines, by epoch; see :func:`read_metrics`."""
+        return read_metrics(self.folder / "metrics.jsonl")[0]
 
     def finish(self, model: dict[str, Tensor], **numbers: Any) -> None:
         """Write the trained model, then the result: a run with a result is finished."""
@@ -242,9 +232,9 @@ class Record:
         path = self.folder / "config.json"
         if not path.exists():
             raise RecordError(f"{self.folder} is not a run: config.json is missing")
-        found = _read_json(path)
+        fields = _read_json(path)
         try:
-            return TrainConfig(**found)
+            return TrainConfig(**fields)
         except (ConfigError, TypeError) as error:
             raise RecordError(f"{path} is damaged: {error}") from None
 
@@ -267,14 +257,14 @@ class Record:
         return load_checkpoint(self.folder / "checkpoints")
 
 
-def check_result(found: dict[str, Any]) -> dict[str, Any]:
+def check_result(result: dict[str, Any]) -> dict[str, Any]:
     """Return a result without its digest, which records of earlier versions lack.
 
     Raises:
         ValueError: If :meth:`Record.finish` did not write it.
     """
-    numbers = {name: value for name, value in found.items() if name != "digest"}
-    if "digest" in found and found["digest"] != _digest(numbers):
+    numbers = {name: value for name, value in result.items() if name != "digest"}
+    if "digest" in result and result["digest"] != _digest(numbers):
         raise ValueError("does not match its digest")
     for name, value in numbers.items():
         if isinstance(value, list):
@@ -295,12 +285,12 @@ def _digest(numbers: dict[str, Any]) -> str:
 def _read_json(path: Path) -> dict[str, Any]:
     """Return a JSON object, or raise a RecordError that names the file."""
     try:
-        found = parse_json(path.read_bytes())
+        content = parse_json(path.read_bytes())
     except (OSError, ValueError) as error:
         raise RecordError(f"{path} is damaged: {error}") from None
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise RecordError(f"{path} is damaged: not a JSON object")
-    return found
+    return content
 
 
 def task_folder(task: str) -> str:
@@ -371,7 +361,7 @@ def _ends_in_half_a_line(path: Path) -> bool:
 
 def describe_environment(device: torch.device) -> dict[str, Any]:
     """Return the versions, the digest of the code, the device and the number of threads."""
-    found: dict[str, Any] = {
+    environment: dict[str, Any] = {
         "tiltsam": tiltsam.__version__,
         "code": code_digest(),
         "torch": torch.__version__,
@@ -380,8 +370,8 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
     }
     if device.type == "cuda":
-        found["gpu"] = torch.cuda.get_device_name(device)
-    return found
+        environment["gpu"] = torch.cuda.get_device_name(device)
+    return environment
 
 
 @functools.cache
@@ -418,7 +408,7 @@ def find_run_folders(roots: Iterable[Path]) -> list[Path]:
     Raises:
         RecordError: If one of the folders contains no run.
     """
-    found: dict[Path, Path] = {}
+    runs: dict[Path, Path] = {}
     for root in roots:
         places, sweeps, seen = [], [], set()
         for place, folders, files in os.walk(root, followlinks=True):  # skips what vanishes meanwhile
@@ -438,8 +428,8 @@ def find_run_folders(roots: Iterable[Path]) -> list[Path]:
         if not places:
             raise RecordError(f"no run in {root}: a run is a folder with config.json, as tiltsam train writes it")
         for folder in sorted(places):
-            found.setdefault(folder.resolve(), folder)
-    return list(found.values())
+            runs.setdefault(folder.resolve(), folder)
+    return list(runs.values())
 
 
 def tested_runs(folder: Path) -> dict[Path, tuple[str, str]]:

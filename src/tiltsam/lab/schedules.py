@@ -13,7 +13,7 @@ from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.devices import DistributedContext
 from tiltsam.optim import StepInfo
 
-__all__ = ["Budget", "example_tilt", "passes_of", "passes_per_step", "rate_factor", "set_rates"]
+__all__ = ["budget_used", "example_tilt", "passes_of", "passes_per_step", "rate_factor", "set_rates"]
 
 ROUNDING = 1e-9  # relative rounding error of sums of thirds of passes
 
@@ -56,34 +56,27 @@ def passes_per_step(config: TrainConfig) -> float:
     return math.fsum(passes) / len(passes)
 
 
-class Budget:
-    """The limits of a run: epochs, and passes or seconds if the config limits them.
+def budget_used(
+    config: TrainConfig, distributed: DistributedContext, *, epoch: float, passes: float, seconds: float
+) -> float:
+    """Return the fraction of the budget that is used up, by whichever limit is nearest.
+
+    All ranks call this together, and use the passes and seconds of rank 0: otherwise some would stop while others wait.
 
     Args:
         config: The run.
-        distributed: The ranks that train the run together, and must stop at the same step.
+        distributed: The ranks that train the run together.
+        epoch: Epochs so far.
+        passes: Passes so far of this rank.
+        seconds: Seconds so far of this rank.
     """
-
-    def __init__(self, config: TrainConfig, distributed: DistributedContext) -> None:
-        self._epochs, self._passes, self._seconds = config.epochs, config.passes, config.seconds
-        self._distributed = distributed
-
-    def used(self, epoch: float, passes: float, seconds: float) -> float:
-        """Return the fraction of the budget that is used up, by whichever limit is nearest.
-
-        Args:
-            epoch: Epochs so far.
-            passes: Passes so far of this rank; those of rank 0 count.
-            seconds: Seconds so far of this rank; those of rank 0 count.
-        """
-        fractions = [epoch / self._epochs]
-        # All ranks use rank 0's values, or some would stop while others wait for them.
-        if self._passes is not None:
-            fractions.append(self._distributed.broadcast(passes) / self._passes)
-        if self._seconds is not None:
-            fractions.append(self._distributed.broadcast(seconds) / self._seconds)
-        done = max(fractions)
-        return done if done < 1 - ROUNDING else max(done, 1.0)
+    fractions = [epoch / config.epochs]
+    if config.passes is not None:
+        fractions.append(distributed.broadcast(passes) / config.passes)
+    if config.seconds is not None:
+        fractions.append(distributed.broadcast(seconds) / config.seconds)
+    used = max(fractions)
+    return used if used < 1 - ROUNDING else max(used, 1.0)
 
 
 def rate_factor(config: TrainConfig, done: float) -> float:

@@ -25,7 +25,7 @@ from optuna.exceptions import ExperimentalWarning, StorageInternalError
 from optuna.samplers import BaseSampler
 from optuna.trial import FrozenTrial, Trial, TrialState
 
-from tiltsam.lab.errors import LabError, SweepError
+from tiltsam.lab.errors import ConfigError, LabError, UserError
 from tiltsam.lab.shutdown import defer_interrupt
 
 __all__ = ["ENDED", "SeededSampler", "SharedStudy", "hide_password", "open_storage", "retry", "sqlite_url"]
@@ -50,12 +50,12 @@ def hide_password(url: str) -> str:
     """Return a database URL without its password.
 
     Raises:
-        SweepError: If it is not a URL. The message does not contain it.
+        ConfigError: If it is not a URL. The message does not contain it.
     """
     try:
         return sqlalchemy.engine.make_url(url).render_as_string(hide_password=True)
     except sqlalchemy.exc.ArgumentError:
-        raise SweepError(
+        raise ConfigError(
             "--storage must be a database URL, sqlite:///FILE or postgresql://USER:PASSWORD@HOST/DATABASE"
         ) from None
 
@@ -69,7 +69,8 @@ def open_storage(url: str, heartbeat: int = 10) -> Iterator[optuna.storages.RDBS
         heartbeat: Seconds between the heartbeats of a trial; after six missing ones it is failed.
 
     Raises:
-        SweepError: If the URL, its driver or its server cannot be used, or if the server is lost inside the context.
+        ConfigError: If the URL, its driver or its server cannot be used.
+        UserError: If the server is lost inside the context.
     """
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     logging.getLogger("sqlalchemy").setLevel(logging.CRITICAL)  # it logs a Ctrl-C inside it with a traceback
@@ -78,7 +79,7 @@ def open_storage(url: str, heartbeat: int = 10) -> Iterator[optuna.storages.RDBS
     if parsed.drivername == "postgresql":
         parsed = parsed.set(drivername=f"postgresql+{_postgresql_driver()}")
     if parsed.get_backend_name() == "sqlite" and parsed.database in (None, "", ":memory:"):
-        raise SweepError(f"--storage must be a file, sqlite:///FILE, got {shown}")
+        raise ConfigError(f"--storage must be a file, sqlite:///FILE, got {shown}")
     options = _engine_options(parsed.get_backend_name())
     full = parsed.render_as_string(hide_password=False)
     try:
@@ -87,7 +88,7 @@ def open_storage(url: str, heartbeat: int = 10) -> Iterator[optuna.storages.RDBS
             pass
         engine.dispose()
     except (sqlalchemy.exc.SQLAlchemyError, ImportError) as error:
-        raise SweepError(f"cannot open {shown}: {_reason(error)}") from None
+        raise ConfigError(f"cannot open {shown}: {_reason(error)}") from None
     storage = _create_storage(full, shown, options, heartbeat)
     others = threading.excepthook
     # The thread that records heartbeats ends with a lost database, too: the error is reported once, below.
@@ -98,7 +99,7 @@ def open_storage(url: str, heartbeat: int = 10) -> Iterator[optuna.storages.RDBS
         lost = None if isinstance(error, LabError) else _database_error(error)
         if lost is None:
             raise
-        raise SweepError(f"lost {shown}: {_reason(lost.__cause__ or lost)}; the same command resumes") from None
+        raise UserError(f"lost {shown}: {_reason(lost.__cause__ or lost)}; the same command resumes") from None
     finally:
         threading.excepthook = others
         with defer_interrupt(), suppress(sqlalchemy.exc.SQLAlchemyError):
@@ -122,8 +123,8 @@ def _create_storage(url: str, shown: str, options: dict[str, Any], heartbeat: in
             last: Exception = error  # of several processes that create the tables, all but one fail once
             time.sleep((attempt + random.random()) / 4)
         except RuntimeError as error:  # the tables of another version of Optuna
-            raise SweepError(f"{shown}: {error}") from None
-    raise SweepError(f"cannot open {shown}: {_reason(last.__cause__ or last)}")
+            raise ConfigError(f"{shown}: {error}") from None
+    raise ConfigError(f"cannot open {shown}: {_reason(last.__cause__ or last)}")
 
 
 def _database_error(error: BaseException | None) -> BaseException | None:
@@ -147,7 +148,7 @@ def _postgresql_driver() -> str:
     for driver in ("psycopg", "psycopg2"):
         if importlib.util.find_spec(driver) is not None:
             return driver
-    raise SweepError('--storage postgresql://… needs a driver: pip install "psycopg[binary]"')
+    raise ConfigError('--storage postgresql://… needs a driver: pip install "psycopg[binary]"')
 
 
 def _reason(error: BaseException) -> str:
@@ -211,8 +212,8 @@ class SharedStudy:
     def trials(self) -> list[FrozenTrial]:
         """Return the trials that were started or queued, without failed ones."""
         with defer_interrupt():
-            found = self.study.get_trials(deepcopy=False)
-        return [trial for trial in found if trial.state is not TrialState.FAIL]
+            trials = self.study.get_trials(deepcopy=False)
+        return [trial for trial in trials if trial.state is not TrialState.FAIL]
 
     def ended(self) -> bool:
         """Return whether all trials have ended."""
@@ -221,9 +222,9 @@ class SharedStudy:
     def startable(self) -> int:
         """Return how many trials can be started now."""
         with defer_interrupt():
-            found = self.study.get_trials(deepcopy=False)
-        waiting = sum(trial.state is TrialState.WAITING for trial in found)
-        return waiting + max(0, self.num_trials - sum(_is_first(trial) for trial in found))
+            trials = self.study.get_trials(deepcopy=False)
+        waiting = sum(trial.state is TrialState.WAITING for trial in trials)
+        return waiting + max(0, self.num_trials - sum(_is_first(trial) for trial in trials))
 
     def run_one(self, objective: Callable[[Trial], float]) -> None:
         """Run a queued or new trial. Whatever ends it but its result or a pruning, it is queued again."""

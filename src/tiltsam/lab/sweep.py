@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import optuna
 from optuna.trial import FrozenTrial, Trial, TrialState
@@ -23,9 +23,9 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 import tiltsam
 from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.data import LoadingCallback, data_loader, find_task, fingerprint, load
-from tiltsam.lab.errors import ConfigError, Diverged, SweepError
+from tiltsam.lab.errors import ConfigError, Diverged, RecordError
 from tiltsam.lab.files import finite_json, write_json
-from tiltsam.lab.grids import Entry, Grid, Range, SamplerName, make_entries
+from tiltsam.lab.grids import ChoiceName, Entry, Grid, PrunerName, Range, SamplerName, make_entries
 from tiltsam.lab.processes import run_processes
 from tiltsam.lab.records import Record, task_folder
 from tiltsam.lab.stats import Mean, confidence_interval, format_interval, format_mean, mean_of, paired_difference
@@ -35,12 +35,9 @@ from tiltsam.lab.train import Progress, train
 
 __all__ = ["EntryResult", "SweepResult", "SweepStatus", "format_results", "sweep"]
 
-PrunerName = Literal["none", "halving"]
-ChoiceName = Literal["loss", "score", "balanced"]
-
 RUNGS = (0.25, 0.5, 1.0)  # fractions of the budget at which "halving" compares trials
 REPORTS = 20  # reports of a trial to the database: each is a transaction
-LOOK_SECONDS = 0.5  # between looks at the database
+POLL_SECONDS = 0.5  # between queries of the database
 
 
 @dataclass(frozen=True)
@@ -87,15 +84,15 @@ class SweepPlan:
         """Return what trials are compared by, the lower the better: validation loss, or 1 minus score or accuracy.
 
         Raises:
-            SweepError: If the row has no validation numbers.
+            ConfigError: If the row has no validation numbers.
         """
         if "validation_loss" not in row:
-            raise SweepError(f"{self.entries[0].config.task} has no validation split to choose on")
+            raise ConfigError(f"{self.entries[0].config.task} has no validation split to choose on")
         if self.choose_by == "loss":
             return float(row["validation_loss"])
         if self.choose_by == "balanced":
             if "validation_balanced_accuracy" not in row:
-                raise SweepError(f"--choose-by balanced needs a classification, got {self.entries[0].config.task}")
+                raise ConfigError(f"--choose-by balanced needs a classification, got {self.entries[0].config.task}")
             return 1 - float(row["validation_balanced_accuracy"])
         return 1 - float(next(value for name, value in row.items() if name.startswith("validation_")))
 
@@ -150,7 +147,7 @@ class SweepWorker:
         self.plan, self._storage, self._device = plan, storage, device
         self._report, self._check = report, check
         self._data = data_loader(plan.root, download=plan.download, progress=loading)
-        self._looked, self._reported = -math.inf, set[str]()
+        self._reported_at, self._reported = -math.inf, set[str]()
         self._searches = {entry.name: self._search(entry) for entry in plan.entries}
         self._tests: SharedStudy | None = None
 
@@ -183,9 +180,9 @@ class SweepWorker:
             else:
                 for other in left:
                     other.retry_dead()
-                time.sleep(LOOK_SECONDS)
-            self.look()
-        self.look(force=True)
+                time.sleep(POLL_SECONDS)
+            self.report_status()
+        self.report_status(force=True)
 
     def _try(self, entry: Entry, trial: Trial) -> float:
         """Return the mean of the final values over the trial's seeds. Test numbers are not used here."""
@@ -195,13 +192,13 @@ class SweepWorker:
             else:
                 trial.suggest_categorical(name, values)
         config = entry.config.with_settings(trial.params)
-        found = []
+        final_values = []
         for seed in range(self.plan.trial_seeds):
             numbers = self._train(replace(config, seed=seed), trial, pruned=seed == 0)
-            found.append(self.plan.value(numbers))
+            final_values.append(self.plan.value(numbers))
             numbers = {name: numbers[name] for name in numbers if name.startswith("validation_")}
             trial.set_user_attr(f"seed {seed}", numbers)
-        return mean_of(found).value
+        return mean_of(final_values).value
 
     def _test(self, trial: Trial) -> float:
         """Return the test score of an entry's choice with one seed."""
@@ -215,7 +212,7 @@ class SweepWorker:
     def _train(self, config: TrainConfig, trial: Trial, *, pruned: bool = False) -> dict[str, Any]:
         """Train a run, or return its result if it exists; raise TrialPruned if it diverges or is not promising."""
         if fingerprint(config.task) != self.plan.data:
-            raise SweepError(f"the data of {config.task} changed since this sweep was started: pass another --out")
+            raise RecordError(f"the data of {config.task} changed since this sweep was started: pass another --out")
         config = replace(config, device=self._device)
         record = Record.of(self.plan.out, config)
         steps = [0]
@@ -226,7 +223,7 @@ class SweepWorker:
                 trial.report(self.plan.value(progress.row), step)
                 steps.append(step)
             self._check()
-            self.look()
+            self.report_status()
 
         stops = RUNGS if pruned and self.plan.pruner == "halving" else (1.0,)
         try:
@@ -253,52 +250,57 @@ class SweepWorker:
                         config, record, data=self._data, log=self.plan.log, report=report, tick=tick, until=until
                     )
             self._check()  # another process trains the same run: an equal point, or a trial that was taken over
-            time.sleep(LOOK_SECONDS)
+            time.sleep(POLL_SECONDS)
 
-    # ---------------------------------------------------------------- what came out
+    # ---------------------------------------------------------------- results
 
     def chosen(self) -> dict[str, TrainConfig]:
         """Return the config to test of each entry that has one: that of its best trial."""
-        found = {}
+        configs = {}
         for entry in self.plan.entries:
             best = _best(self._searches[entry.name].trials())
             if best is not None:
-                found[entry.name] = entry.config.with_settings(best.params).with_settings(self.plan.final)
-        return found
+                configs[entry.name] = entry.config.with_settings(best.params).with_settings(self.plan.final)
+        return configs
+
+    def _searched(self) -> bool:
+        return all(study.ended() for study in self._searches.values())
 
     def tests(self) -> SharedStudy | None:
         """Return the study of the tests, once all trials have ended."""
-        searched = self._tests is None and all(study.ended() for study in self._searches.values())
-        if searched and self.plan.seeds and (names := list(self.chosen())):
+        if self._tests is None and self._searched() and self.plan.seeds and (names := list(self.chosen())):
             grid: dict[str, list[Any]] = {"entry": names, "seed": list(range(self.plan.seeds))}
             sampler = optuna.samplers.GridSampler(grid, seed=0)
             number = len(names) * self.plan.seeds
             self._tests = SharedStudy(self._storage, f"{self.plan.name} test", number, sampler)
         return self._tests
 
-    def look(self, *, force: bool = False) -> None:
+    def report_status(self, *, force: bool = False) -> None:
         """Report the status, if it has not been reported lately."""
-        if not force and time.monotonic() - self._looked < LOOK_SECONDS:
+        if not force and time.monotonic() - self._reported_at < POLL_SECONDS:
             return
         trials = [
             (f"{entry.name} {format_settings(trial.params)}".strip(), trial)
             for entry in self.plan.entries
             for trial in self._searches[entry.name].trials()
         ]
-        tests = [] if (study := self.tests()) is None else study.trials()
+        num_tests = 0 if self._searched() else len(self.plan.entries) * self.plan.seeds
+        tests: list[FrozenTrial] = []
+        if (study := self.tests()) is not None:
+            tests, num_tests = study.trials(), study.num_trials
         trials += [(f"test of {t.params.get('entry')} seed {t.params.get('seed')}", t) for t in tests]
         ended = [(name, trial) for name, trial in trials if trial.state in ENDED]
         news = [(name, trial) for name, trial in ended if f"{name} {trial.number}" not in self._reported]
-        first = self._looked == -math.inf  # what had ended before is not news
+        first = self._reported_at == -math.inf  # what had ended before is not news
         self._reported |= {f"{name} {trial.number}" for name, trial in news}
         running = sum((t.last_step or 0) / 100 for _, t in trials if t.state is TrialState.RUNNING)
-        total = sum(entry.trials for entry in self.plan.entries) + len(self.plan.entries) * self.plan.seeds
+        total = sum(entry.trials for entry in self.plan.entries) + num_tests
         lines = [] if first else [f"{name}: {_outcome(trial, self.plan.value_name)}" for name, trial in news]
         self._report(SweepStatus(len(ended), total, running, lines))
-        self._looked = time.monotonic()
+        self._reported_at = time.monotonic()
 
     def results(self) -> list[EntryResult]:
-        """Return what came out so far."""
+        """Return the results so far."""
         tests = [] if (study := self.tests()) is None else study.trials()
         chosen = self.chosen()
         return [
@@ -318,7 +320,7 @@ def run_worker(plan: SweepPlan, device: str, check: Callable[[], None]) -> None:
         for entry in plan.entries:
             TrainConfig(method=entry.config.method)
     except ConfigError as error:  # a method that the user's script added to tiltsam.METHODS
-        raise SweepError(
+        raise ConfigError(
             f"{error}; workers do not run your script: start it several times, with one worker each"
         ) from None
     with open_storage(plan.storage, plan.heartbeat) as storage:
@@ -369,14 +371,14 @@ class EntryResult:
 
     def edges(self) -> dict[str, str]:
         """Return the settings whose chosen value is the ``smallest`` or ``largest`` of a grid; ranges are left out."""
-        found = {}
+        edges = {}
         for name, values in self.entry.space.items():
             if self.best is None or isinstance(values, Range) or not _is_axis(values):
                 continue
             value = self.best.params[name]
             if value in (min(values), max(values)):
-                found[name] = "smallest" if value == min(values) else "largest"
-        return found
+                edges[name] = "smallest" if value == min(values) else "largest"
+        return edges
 
 
 def _is_axis(values: Sequence[Any]) -> bool:
@@ -513,7 +515,7 @@ def sweep(
     heartbeat: int = 10,
     log: TrackerName | None = None,
     report: Callable[[SweepStatus], None] = lambda status: None,
-    say: Callable[[str], None] = lambda line: None,
+    notify: Callable[[str], None] = lambda line: None,
 ) -> SweepResult:
     """Tune each method with the same number of trials, choose on the validation split, and test the choices.
 
@@ -539,7 +541,7 @@ def sweep(
         final_epochs: Epochs of the tests. A final budget replaces that of the trials.
         final_passes: Passes of the tests.
         final_seconds: Seconds of the tests.
-        settings: Settings of all methods that have them, as in ``{"rho": 0.2}``; entries and grids go first.
+        settings: Settings of all methods that have them, as in ``{"rho": 0.2}``; entries and grids take precedence.
         storage: URL of the database; by default ``sqlite:///OUT/sweeps.db``.
         workers: Processes to start; 1 works in this one.
         root: Folder of the data sets.
@@ -548,10 +550,11 @@ def sweep(
         heartbeat: Seconds between heartbeats. After six missing ones other processes take over a trial.
         log: Also write the metrics of all runs to this tracker.
         report: Called with the status when a run makes progress or ends.
-        say: Called with notes before the work, and with lines about workers.
+        notify: Called with notes before the work, and with lines about workers.
 
     Raises:
-        SweepError: If an argument or the database cannot be used.
+        ConfigError: If an argument cannot be used, or the database cannot be opened.
+        UserError: If the database is lost, or a worker fails.
 
     Example:
         >>> import tempfile
@@ -566,11 +569,11 @@ def sweep(
     """
     for name, number, least in (("seeds", seeds, 0), ("trial-seeds", trial_seeds, 1), ("workers", workers, 1)):
         if number < least:
-            raise SweepError(f"--{name} must be at least {least}, got {number}")
+            raise ConfigError(f"--{name} must be at least {least}, got {number}")
     if heartbeat < 1:
-        raise SweepError(f"--heartbeat must be at least 1, got {heartbeat}")
+        raise ConfigError(f"--heartbeat must be at least 1, got {heartbeat}")
     if not base.validation > 0:
-        raise SweepError(f"--validation must be > 0, because a sweep chooses on it, got {base.validation}")
+        raise ConfigError(f"--validation must be > 0, because a sweep chooses on it, got {base.validation}")
     find_task(base.task)  # before a folder is created for it
     if log is not None:
         find_tracker(log)
@@ -597,23 +600,23 @@ def sweep(
     if timed and workers > len(set(devices)):
         notes.append(f"{workers} workers share {base.device}, and the budget is in seconds: use one worker per device")
     for note in notes:
-        say(note)
+        notify(note)
     out.mkdir(parents=True, exist_ok=True)
     with open_storage(plan.storage, heartbeat) as database:
         worker = SweepWorker(plan, database, devices[0], report=report, loading=loading)
         try:
-            worker.look()
+            worker.report_status()
             if workers == 1:
                 worker.run()
             else:
                 if download:  # once, before several processes look for it
                     load(entries[0].config, root, download=True, progress=loading)
                 arguments = [(plan, devices[k % len(devices)]) for k in range(workers)]
-                run_processes(run_worker, arguments, plan.folder, look=worker.look, say=say)
+                run_processes(run_worker, arguments, plan.folder, poll=worker.report_status, notify=notify)
         except KeyboardInterrupt:
             _write_result(plan, worker, notes)
             raise
-        worker.look(force=True)
+        worker.report_status(force=True)
         return _write_result(plan, worker, notes)
 
 
@@ -624,10 +627,10 @@ def _final_budget(
     given = {name: value for name, value in budget.items() if value is not None}
     for name, value in given.items():
         if not value > 0:
-            raise SweepError(f"--final-{name} must be > 0, got {value:g}")
+            raise ConfigError(f"--final-{name} must be > 0, got {value:g}")
         for entry in entries:
             if name in entry.space or f"{name}=" in entry.name:
-                raise SweepError(f"{entry.name}: {name} is set or tuned, and --final-{name} would change it")
+                raise ConfigError(f"{entry.name}: {name} is set or tuned, and --final-{name} would change it")
     return {**budget, "epochs": epochs or math.inf} if given else {}
 
 

@@ -48,7 +48,7 @@ class Tracker:
 
     def update(self, steps: float = math.inf) -> None:
         """Write the record's lines up to that many steps, each of them once."""
-        for row in self._record.metrics()[0]:
+        for row in self._record.metrics():
             if self._written < row["steps"] <= steps:
                 self.write(_tagged(row), row["steps"])
                 self._written = row["steps"]

@@ -38,7 +38,7 @@ from tiltsam.lab.evaluate import (
 from tiltsam.lab.files import Checkpoint, seconds_between_checkpoints, write_json
 from tiltsam.lab.models import build, resolve_name
 from tiltsam.lab.records import Record
-from tiltsam.lab.schedules import Budget, example_tilt, passes_of, set_rates
+from tiltsam.lab.schedules import budget_used, example_tilt, passes_of, set_rates
 from tiltsam.lab.shutdown import StopFlag, defer_signals
 from tiltsam.lab.tracking import TRACKERS, TrackerName
 from tiltsam.optim import norm_groups
@@ -121,8 +121,8 @@ def train(
                 tracker.update(progress.steps)
             report(progress)
 
-        found = data(config) if data else load(config, root, download=download, progress=loading)
-        run = Trainer(config, record, found, distributed)
+        loaded = data(config) if data else load(config, root, download=download, progress=loading)
+        run = Trainer(config, record, loaded, distributed)
         # Several ranks would have to agree on the step to stop after: they end at once.
         with defer_signals() if distributed.world_size == 1 else nullcontext(StopFlag()) as stop:
             try:
@@ -196,7 +196,6 @@ class Trainer:
         self._final: dict[str, Any] = {}  # what the result has beyond the last row
         self._warned = False
         self.batches = Batches(self.data, config.batch_size)
-        self.budget = Budget(config, self.distributed)
         self.distributed.check_config(self.batches.size, config.passes)
         part = len(self.distributed.local_batch((self.data.train.targets[: self.batches.size],))[0])
         samples = self.optimizer.num_samples
@@ -275,47 +274,40 @@ class Trainer:
         Raises:
             KeyboardInterrupt: After a checkpoint, if ``stop`` has a signal.
         """
+        stop = stop or StopFlag()
         with torch_settings(self.device, self.model):
-            return self._run(report, checkpoint_seconds, tick, until, stop or StopFlag())
-
-    def _run(
-        self,
-        report: Callable[[Progress], None],
-        checkpoint_seconds: float,
-        tick: Callable[[Progress], None],
-        until: float,
-        stop: StopFlag,
-    ) -> dict[str, Any]:
-        self._resume()
-        if self.distributed.is_main:
-            self.record.begin(self.config, self.device, self.data.fingerprint, self._position())
-            write_json(self.record.folder / "setup.json", self._setup())
-        saved = time.perf_counter()
-        while self.progress.done < until:
-            means = self._epoch(tick, stop)
-            pause = self.progress.done >= until
-            due = self.progress.done >= 1 or int(self.progress.epoch) % self.config.evaluate_every == 0
-            evaluated = pause or due
-            if evaluated:
-                self.progress.row = self._evaluate(means)
-            if due:  # an evaluation because of a pause is not a candidate for the best epoch
-                self._choose(self.progress.row)
-            if not self.distributed.is_main:
-                continue
-            self._check_example_ess(means)
-            if evaluated:
-                self.record.log(**self.progress.row)
-            self.optimizer.check_nonfinite()
-            report(self.progress)
-            stopped = stop.number is not None and not pause
-            if self.progress.done < 1 and (pause or stopped or time.perf_counter() - saved >= checkpoint_seconds):
-                self._save()
-                saved = time.perf_counter()
-            if stopped:
-                raise KeyboardInterrupt
-        conclude = self._finish if self.progress.done >= 1 else self._last_row
-        numbers: dict[str, Any] = self.distributed.broadcast_object(conclude() if self.distributed.is_main else None)
-        return numbers
+            self._resume()
+            if self.distributed.is_main:
+                self.record.begin(self.config, self.device, self.data.fingerprint)
+                write_json(self.record.folder / "setup.json", self._setup())
+            saved = time.perf_counter()
+            while self.progress.done < until:
+                means = self._epoch(tick, stop)
+                pause = self.progress.done >= until
+                due = self.progress.done >= 1 or int(self.progress.epoch) % self.config.evaluate_every == 0
+                evaluated = pause or due
+                if evaluated:
+                    self.progress.row = self._evaluate(means)
+                if due:  # an evaluation because of a pause is not a candidate for the best epoch
+                    self._choose(self.progress.row)
+                if not self.distributed.is_main:
+                    continue
+                self._check_example_ess(means)
+                if evaluated:
+                    self.record.log(**self.progress.row)
+                self.optimizer.check_nonfinite()
+                report(self.progress)
+                stopped = stop.number is not None and not pause
+                if self.progress.done < 1 and (pause or stopped or time.perf_counter() - saved >= checkpoint_seconds):
+                    self._save()
+                    saved = time.perf_counter()
+                if stopped:
+                    raise KeyboardInterrupt
+            conclude = self._finish if self.progress.done >= 1 else self._last_row
+            numbers: dict[str, Any] = self.distributed.broadcast_object(
+                conclude() if self.distributed.is_main else None
+            )
+            return numbers
 
     def _setup(self) -> dict[str, Any]:
         """Return what is trained on what, for the report: the config does not contain the values of its defaults."""
@@ -355,7 +347,7 @@ class Trainer:
             now = time.perf_counter()
             progress.seconds = seconds + now - start
             if k:  # always take the first step: an epoch without one has no loss
-                progress.done = self.budget.used(epoch + k / per_epoch, progress.passes, progress.seconds)
+                progress.done = self._budget_used(epoch + k / per_epoch)
             if progress.done >= 1:
                 break
             if losses and stop.number is not None:
@@ -383,13 +375,16 @@ class Trainer:
         progress.steps += len(losses)
         taken = len(whole.losses)
         progress.epoch = epoch + (1 if taken == per_epoch else taken / per_epoch)
-        used = self.budget.used(progress.epoch, progress.passes, progress.seconds)
-        progress.done = max(progress.done, used)
+        progress.done = max(progress.done, self._budget_used(progress.epoch))
         means = {"train_loss": _mean(whole.losses), "effective_sample_size": _mean(whole.sizes)}
         if self.tilt is not None:
             means["example_ess"] = _mean(whole.example_sizes)
         self._check_finite(means["train_loss"], f"in epoch {epoch + 1}")
         return means
+
+    def _budget_used(self, epoch: float) -> float:
+        passes, seconds = self.progress.passes, self.progress.seconds
+        return budget_used(self.config, self.distributed, epoch=epoch, passes=passes, seconds=seconds)
 
     def _check_finite(self, loss: float, where: str) -> None:
         if not math.isfinite(loss):
@@ -561,7 +556,7 @@ class Trainer:
     def _last_row(self) -> dict[str, Any]:
         """Return the metrics of the current epoch; only the counters if it was not evaluated."""
         here = round(self.progress.epoch, 6)
-        rows, _ = self.record.metrics()  # a killed attempt may have left later ones
+        rows = self.record.metrics()  # a killed attempt may have left later ones
         numbers = {name: getattr(self.progress, name) for name in ("passes", "seconds", "steps")}
         return next((row for row in rows if row["epoch"] == here), {"epoch": here, **numbers})
 
@@ -585,8 +580,8 @@ class Trainer:
 
 def _floats(values: list[Tensor]) -> list[float]:
     """Copy scalars from the device."""
-    found: list[float] = torch.stack(values).double().tolist() if values else []
-    return found
+    numbers: list[float] = torch.stack(values).double().tolist() if values else []
+    return numbers
 
 
 def _mean(values: list[float]) -> float:

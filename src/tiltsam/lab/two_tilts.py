@@ -11,15 +11,26 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from tiltsam.lab.config import TrainConfig
-from tiltsam.lab.errors import RecipeError
+from tiltsam.lab.errors import ConfigError
 from tiltsam.lab.flags import parse_method
+from tiltsam.lab.grids import ChoiceName
 from tiltsam.lab.stats import Mean, format_interval, format_mean, mean_of, paired_difference
-from tiltsam.lab.sweep import ChoiceName, EntryResult, SweepResult, SweepStatus, sweep
+from tiltsam.lab.sweep import EntryResult, SweepResult, SweepStatus, sweep
 
-__all__ = ["NAME", "STUDIES", "TiltRow", "TiltStudy", "num_runs", "result_rows", "run_study", "select_studies"]
+__all__ = [
+    "NAME",
+    "PASSES",
+    "STUDIES",
+    "TiltRow",
+    "TiltStudy",
+    "num_runs",
+    "result_rows",
+    "run_study",
+    "select_studies",
+]
 
 NAME = "two-tilts"
 TILT = "example_tilt=-1"
@@ -119,19 +130,19 @@ def select_studies(name: str, methods: Sequence[str] | None = None) -> list[Tilt
     """Return the studies of ``two-tilts``, or the one of ``two-tilts/NAME``, restricted to some methods.
 
     Raises:
-        RecipeError: If there is no such study, or no row has one of the methods.
+        ConfigError: If there is no such study, or no row has one of the methods.
     """
     _, slash, study = name.partition("/")
     if slash and study not in STUDIES:
-        raise RecipeError(f"{NAME} has no study {study!r}; choose from {', '.join(STUDIES)}")
-    found = [STUDIES[study]] if slash else list(STUDIES.values())
+        raise ConfigError(f"{NAME} has no study {study!r}; choose from {', '.join(STUDIES)}")
+    studies = [STUDIES[study]] if slash else list(STUDIES.values())
     if methods is None:
-        return found
-    known = {parse_method(row.entry)["method"] for one in found for row in one.rows}
+        return studies
+    known = {parse_method(row.entry)["method"] for one in studies for row in one.rows}
     if unknown := [method for method in methods if method not in known]:
-        raise RecipeError(f"{name} has no method {unknown[0]!r}; choose from {', '.join(sorted(known))}")
+        raise ConfigError(f"{name} has no method {unknown[0]!r}; choose from {', '.join(sorted(known))}")
     kept = [
-        replace(one, rows=tuple(r for r in one.rows if parse_method(r.entry)["method"] in methods)) for one in found
+        replace(one, rows=tuple(r for r in one.rows if parse_method(r.entry)["method"] in methods)) for one in studies
     ]
     return [one for one in kept if one.rows]
 
@@ -148,9 +159,10 @@ def run_study(
     seeds: int = 5,
     scale: float = 1.0,
     device: str = "cpu",
+    precision: Literal["fp32", "bf16"] = "fp32",
     workers: int = 1,
     report: Callable[[SweepStatus], None] = lambda status: None,
-    say: Callable[[str], None] = lambda line: None,
+    notify: Callable[[str], None] = lambda line: None,
 ) -> SweepResult:
     """Run a study, or what is left of it.
 
@@ -160,19 +172,20 @@ def run_study(
         seeds: Tests of each row.
         scale: Fraction of the passes.
         device: The device to train on.
+        precision: That of the model; ``"bf16"`` uses autocast.
         workers: Processes to start; 1 works in this one.
         report: Called with the status as the work goes on.
-        say: Called with notes.
+        notify: Called with notes.
 
     Raises:
-        RecipeError: If ``scale`` is out of bounds.
+        ConfigError: If ``scale`` is out of bounds.
     """
     if not 0 < scale <= 1:
-        raise RecipeError(f"--scale must be in (0, 1], got {scale:g}")
+        raise ConfigError(f"--scale must be in (0, 1], got {scale:g}")
     methods = {parse_method(row.entry)["method"] for row in study.rows}
     unused = {"rho"} if methods == {"erm"} else {"erm:lr"} - {f"{method}:lr" for method in methods}
     return sweep(
-        replace(study.base, passes=PASSES * scale, device=device),
+        replace(study.base, passes=PASSES * scale, device=device, precision=precision),
         [row.entry for row in study.rows],
         {name: values for name, values in GRID.items() if name not in unused},
         out,
@@ -181,7 +194,7 @@ def run_study(
         seeds=seeds,
         workers=workers,
         report=report,
-        say=say,
+        notify=notify,
     )
 
 
@@ -210,8 +223,8 @@ def result_rows(study: TiltStudy, result: SweepResult) -> list[list[str]]:
 
 def _results(entry: EntryResult, key: str) -> dict[int, float]:
     """Return a result of the tests in percent, by seed."""
-    found: dict[int, Any] = {seed: test.user_attrs.get("result", {}) for seed, test in sorted(entry.tests.items())}
-    return {seed: 100 * float(numbers[key]) for seed, numbers in found.items() if numbers.get(key) is not None}
+    results: dict[int, Any] = {seed: test.user_attrs.get("result", {}) for seed, test in sorted(entry.tests.items())}
+    return {seed: 100 * float(numbers[key]) for seed, numbers in results.items() if numbers.get(key) is not None}
 
 
 def _format(mean: Mean, digits: int) -> str:

@@ -1,6 +1,3 @@
-import math
-from functools import lru_cache
-
 import pytest
 
 from tiltsam.cli import main
@@ -8,14 +5,6 @@ from tiltsam.lab.paper import cost
 from tiltsam.lab.paper.recipes import RECIPES, find_recipe
 from tiltsam.lab.paper.reproduce import ReproductionPlan
 from tiltsam.lab.paper.settings import COLUMNS, column_config
-
-
-@pytest.fixture
-def timed(monkeypatch):
-    """Replace the timing by 0.36 s per pass; return what was timed."""
-    keys = []
-    monkeypatch.setattr(cost, "_time_pass", lru_cache(lambda *key: keys.append(key) or 0.36))
-    return keys
 
 
 @pytest.mark.parametrize("column", COLUMNS)
@@ -40,42 +29,21 @@ def test_measuring_passes_scale_with_the_plan():
 def list_rows(out):
     """Return the cells of the printed table by name."""
     lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in out.splitlines()]
-    return {cells[0]: cells[1:] for cells in lines if len(cells) == 5}
+    return {cells[0]: cells[1:] for cells in lines if len(cells) == 4}
 
 
-def test_reproduce_list_shows_passes_and_hours(capsys, timed):
-    assert main(["reproduce", "--list", "--seeds", "1", "--device", "cpu"]) == 0
+def test_reproduce_list_shows_passes(capsys):
+    assert main(["reproduce", "--list", "--seeds", "1"]) == 0
     rows = list_rows(capsys.readouterr().out)
     assert set(RECIPES) <= set(rows)
     passes = 703 * 200 * (1 + 2 + 5 * 10)
-    assert rows["images/cifar100-resnet18"] == ["7", f"{passes:,}", "", f"{passes / 1e4:.3g}"]
+    assert rows["images/cifar100-resnet18"] == ["7", f"{passes:,}", ""]
     assert rows["sharpness"][2]
-    assert len({key[:2] for key in timed}) == len(timed) == 6  # each model once per size of its inputs
 
 
-def test_reproduce_list_of_methods(capsys, timed):
-    assert main(["reproduce", "--list", "--methods", "erm", "sam", "--device", "cpu"]) == 0
+def test_reproduce_list_of_methods(capsys):
+    assert main(["reproduce", "--list", "--methods", "erm", "sam"]) == 0
     rows = list_rows(capsys.readouterr().out)
     assert rows["images"][0] == str(8 * 2 * 3)
     assert rows["samples"][0] == str(3 * 3)  # without ERM
     assert "hmc-steps" not in rows
-
-
-def test_seconds_per_pass_times_the_model(narrow, capsys):
-    cost._time_pass.cache_clear()
-    seconds = [cost.seconds_per_pass(column_config("dtd-wrn", method), "cpu") for method in ("tsam", "sam")]
-    assert 0 < seconds[0] == seconds[1] < 60
-    assert capsys.readouterr().err.count("timing") == 1
-    cost._time_pass.cache_clear()
-
-
-def test_seconds_per_pass_without_transformers(monkeypatch, capsys):
-    def missing(name):
-        raise ImportError(name)
-
-    cost._time_pass.cache_clear()
-    monkeypatch.setattr(cost.importlib, "import_module", missing)
-    assert math.isnan(cost.seconds_per_pass(column_config("rte", "erm"), "cpu"))
-    assert main(["reproduce", "--list", "glue/rte", "--device", "cpu"]) == 0
-    assert list_rows(capsys.readouterr().out)["glue/rte"][-1] == "?"
-    cost._time_pass.cache_clear()

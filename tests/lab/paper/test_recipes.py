@@ -1,7 +1,7 @@
 import pytest
 
 from tiltsam.lab.data import find_task
-from tiltsam.lab.errors import RecipeError
+from tiltsam.lab.errors import ConfigError
 from tiltsam.lab.paper.recipes import RECIPES, find_recipe, select_methods
 
 
@@ -37,9 +37,9 @@ def test_select_restricts_columns_and_methods():
     assert [(c.column, c.config.method) for c in recipe.cells] == [
         *(("dtd-vit", "erm"), ("dtd-vit", "sam"), ("dtd-wrn", "erm"), ("dtd-wrn", "sam"))
     ]
-    with pytest.raises(RecipeError, match="nonsense"):
+    with pytest.raises(ConfigError, match="nonsense"):
         recipe.select(columns=["nonsense"])
-    with pytest.raises(RecipeError, match="tsam"):
+    with pytest.raises(ConfigError, match="tsam"):
         recipe.select(methods=["tsam"])
 
 
@@ -54,5 +54,5 @@ def test_select_methods_drops_recipes_without_them():
     assert select_methods(recipes, None) == recipes
     selected = select_methods(recipes, ["erm", "sam"])
     assert [(r.name, sorted(r.methods)) for r in selected] == [("images", ["erm", "sam"]), ("samples", ["sam"])]
-    with pytest.raises(RecipeError, match="nonsense"):
+    with pytest.raises(ConfigError, match="nonsense"):
         select_methods(recipes, ["sam", "nonsense"])

@@ -10,6 +10,7 @@ from helpers import lab_files
 from tiltsam.cli import main
 from tiltsam.lab import compare as compare_module
 from tiltsam.lab import data as lab_data
+from tiltsam.lab import files
 from tiltsam.lab.data import GLUE
 from tiltsam.lab.data import load as load_data
 from tiltsam.lab.data.loader import normalise
@@ -146,7 +147,7 @@ def test_missing_data_skips_the_column(narrow, tmp_path):
     lab_files.cifar(tmp_path / "data", fine=True, n=6)
     said = []
     recipe = find_recipe("images").select(columns=["tiny-resnet18", "cifar100-resnet18"], methods=["erm"])
-    found = reproduce(ReproductionPlan(recipe, 1, 0.01), tmp_path / "runs", root=tmp_path / "data", say=said.append)
+    found = reproduce(ReproductionPlan(recipe, 1, 0.01), tmp_path / "runs", root=tmp_path / "data", notify=said.append)
     (line,) = said
     assert "tiny-resnet18" in line
     assert "tiny-imagenet-200" in line
@@ -184,14 +185,17 @@ def test_data_of_the_published_size_is_not_reported(narrow, places, monkeypatch)
     assert reproduce(plan, **places).data == {}
 
 
-def test_diverged_run_is_named_by_its_row(here, narrow, tmp_path, capsys, monkeypatch):
-    def diverge(config, record, **rest):
-        raise TrainError("the loss is nan")
+def test_failed_run_is_named_by_its_row(here, narrow, tmp_path, capsys, monkeypatch):
+    def fail(config, record, **rest):
+        raise TrainError("torch.compile failed")
 
-    monkeypatch.setattr(compare_module, "train", diverge)
+    monkeypatch.setattr(compare_module, "train", fail)
     run = ["reproduce", "hmc-steps/cifar100-resnet18", "--scale", "0.005", "--seeds", "1"]
     assert main([*run, "--data-root", str(here / "data"), "--out", str(tmp_path), "--device", "cpu"]) == 0
-    assert "cifar100 TSAM, N=2 (s=3) seed 0: the loss is nan" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "cifar100 TSAM, N=2 (s=3) seed 0: torch.compile failed" in out
+    assert "0 of 1, 1 failed" in out
+    assert "diverged" not in out
 
 
 # -------------------------------------------------------------------------------- measuring
@@ -230,6 +234,15 @@ def test_losses_are_measured_once(narrow, places, monkeypatch):
     assert values[0] == pytest.approx(loss_uphill(found.records(recipe.cells[1])[0], places["root"], 0.05), rel=1e-4)
     monkeypatch.setattr(reproduce_module, "cross_runs", None)  # fails if called
     assert reproduce(plan, **places).measured == found.measured
+
+
+def test_retrained_model_is_measured_again(narrow, places):
+    plan = ReproductionPlan(find_recipe("losses").select(methods=["erm"]), seeds=1, scale=0.005, device="cpu")
+    (before,) = reproduce(plan, **places).measured
+    (record,) = reproduce(plan, **places).records(plan.recipe.cells[0])
+    files.save_tensors(record.folder / "model.safetensors", {k: 2 * v for k, v in record.model().items()})
+    (after,) = reproduce(plan, **places).measured
+    assert after["erm"]["train"]["ERM"] != before["erm"]["train"]["ERM"]
 
 
 def test_unmeasured_seed_is_reported(here, narrow, tmp_path, capsys, monkeypatch):
@@ -289,6 +302,7 @@ def test_reproduce_command_prints_deviations_and_writes_files(here, narrow, tmp_
         (["images", "--seeds", "0"], "at least 1, got 0"),
         (["images/cifar100-resnet18", "--data-root", "nowhere"], "nowhere/cifar-100-binary/train.bin"),
         (["naive", "--device", "cuda:99"], "99"),
+        (["images/dtd-wrn", "--workers", "2"], "--workers must be 1 for images/dtd-wrn, got 2"),
         (["two-tilts/nonsense"], "noise-0.4, noise-0.2, noise-0, long-tail"),
         (["two-tilts", "--methods", "pgn"], "'pgn'"),
         (["two-tilts", "--scale", "2"], "(0, 1], got 2"),

@@ -35,9 +35,9 @@ def test_measured_tables_count_their_runs(name, narrow, places):
         return [text for text in rows[-1] if text]
 
     assert runs() == ["runs", "2", "2"]
-    found.diverged[plan.configs(sam)[1]] = "too sharp"
+    found.failed[plan.configs(sam)[1]] = "too sharp"
     found.measured[1].pop("sam")
-    assert runs() == ["runs", "2", "1 of 2, 1 diverged"]
+    assert runs() == ["runs", "2", "1 of 2, 1 failed"]
 
 
 def test_curve_table_before_the_first_evaluation(narrow, places):

@@ -5,5 +5,5 @@ settings   the paper's settings of each column and method, and what is chosen wh
 recipes    one function per table or figure, which returns its cells
 reproduce  train what is missing, measure what the table needs
 tables     our numbers next to the paper's
-cost       passes and hours of a recipe
+cost       passes of a recipe
 """

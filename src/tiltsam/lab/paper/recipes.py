@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from tiltsam.lab.config import TrainConfig
-from tiltsam.lab.errors import RecipeError
+from tiltsam.lab.errors import ConfigError
 from tiltsam.lab.paper import numbers
 from tiltsam.lab.paper.numbers import PaperNumber
 from tiltsam.lab.paper.settings import COLUMNS, column_config
@@ -81,11 +81,11 @@ class Recipe:
         """Return the recipe restricted to some columns or methods.
 
         Raises:
-            RecipeError: If the recipe has no such column or method.
+            ConfigError: If the recipe has no such column or method.
         """
         for what, wanted, known in (("column", columns, set(self.columns)), ("method", methods, self.methods)):
             if unknown := [name for name in wanted or () if name not in known]:
-                raise RecipeError(f"{self.name} has no {what} {unknown[0]!r}; choose from {', '.join(sorted(known))}")
+                raise ConfigError(f"{self.name} has no {what} {unknown[0]!r}; choose from {', '.join(sorted(known))}")
         selected = [
             cell
             for cell in self.cells
@@ -99,7 +99,7 @@ def find_recipe(name: str) -> Recipe:
     """Return a recipe, or one column of it: ``images``, ``images/cifar100-resnet18``.
 
     Raises:
-        RecipeError: If there is no such recipe or column.
+        ConfigError: If there is no such recipe or column.
 
     Example:
         >>> [cell.method for cell in find_recipe("images/dtd-vit").cells]
@@ -107,7 +107,7 @@ def find_recipe(name: str) -> Recipe:
     """
     first, slash, column = name.partition("/")
     if first not in RECIPES:
-        raise RecipeError(f"no recipe {name!r}; choose from {', '.join(RECIPES)}, or pass NAME/COLUMN (see --list)")
+        raise ConfigError(f"no recipe {name!r}; choose from {', '.join(RECIPES)}, or pass NAME/COLUMN (see --list)")
     recipe = RECIPES[first]()
     return recipe.select(columns=[column]) if slash else recipe
 
@@ -116,12 +116,12 @@ def select_methods(recipes: Sequence[Recipe], methods: Sequence[str] | None) -> 
     """Return the recipes that use any of the methods, restricted to those methods; ``None`` selects all.
 
     Raises:
-        RecipeError: If no recipe uses one of the methods.
+        ConfigError: If no recipe uses one of the methods.
     """
     if methods is None:
         return list(recipes)
     if unknown := [method for method in methods if not any(method in recipe.methods for recipe in recipes)]:
-        raise RecipeError(f"no recipe has a method {unknown[0]!r}")
+        raise ConfigError(f"no recipe has a method {unknown[0]!r}")
     selected = [(recipe, sorted(recipe.methods.intersection(methods))) for recipe in recipes]
     return [recipe.select(methods=names) for recipe, names in selected if names]
 

@@ -1,7 +1,7 @@
 """Run a recipe: train what is missing, reuse what is done, measure what the table needs.
 
-RUN/reproduced.json     the measurements of a run, each under a key that describes it; measuring can take as long as
-                        training
+RUN/reproduced.json     the measurements of a run, each under a key that describes it and the model; measuring can take
+                        as long as training
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from tiltsam.lab.compare import compare
 from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.data import Data, LoadingCallback, data_key, data_loader
 from tiltsam.lab.devices import resolve_device
-from tiltsam.lab.errors import DataError, RecipeError, RecordError, TrainError
-from tiltsam.lab.files import write_json
+from tiltsam.lab.errors import ConfigError, DataError, RecordError, TrainError
+from tiltsam.lab.files import file_digest, write_json
 from tiltsam.lab.flatness import PAPER_STDS, Flatness, FlatnessPlan, cross_runs, measure_runs, save_flatness
 from tiltsam.lab.paper.recipes import Recipe, RecipeCell
 from tiltsam.lab.paper.settings import column_config, training_examples
@@ -46,9 +46,9 @@ class ReproductionPlan:
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.scale) and 0 < self.scale <= 1):
-            raise RecipeError(f"--scale must be in (0, 1], got {self.scale:g}")
+            raise ConfigError(f"--scale must be in (0, 1], got {self.scale:g}")
         if self.seeds < 1:
-            raise RecipeError(f"--seeds must be at least 1, got {self.seeds}")
+            raise ConfigError(f"--seeds must be at least 1, got {self.seeds}")
 
     @property
     def num_examples(self) -> int:
@@ -74,19 +74,19 @@ class ReproductionPlan:
 
     def deviations(self) -> list[str]:
         """Return how the plan deviates from the recipe, one line each."""
-        found = []
+        lines = []
         if self.scale != 1:
             epochs = {cell.config.epochs: cell.config.epochs * self.scale for cell in self.recipe.cells}
-            found.append(f"scale {self.scale:g}: epochs " + ", ".join(f"{a:g} → {b:g}" for a, b in epochs.items()))
+            lines.append(f"scale {self.scale:g}: epochs " + ", ".join(f"{a:g} → {b:g}" for a, b in epochs.items()))
             if self.recipe.kind in ("neighborhood", "eigenvalues"):
-                found.append(f"scale {self.scale:g}: examples to measure on {NUM_EXAMPLES} → {self.num_examples}")
+                lines.append(f"scale {self.scale:g}: examples to measure on {NUM_EXAMPLES} → {self.num_examples}")
             if self.recipe.kind == "neighborhood":
-                found.append(f"scale {self.scale:g}: draws per noise level {NUM_DRAWS} → {self.num_draws}")
+                lines.append(f"scale {self.scale:g}: draws per noise level {NUM_DRAWS} → {self.num_draws}")
             measured = ", examples to measure on" if self.recipe.kind == "losses" else ""
-            found.append(f"not scaled: training examples, batch size, learning rate, samples, model{measured}")
+            lines.append(f"not scaled: training examples, batch size, learning rate, samples, model{measured}")
         if self.precision != "fp32":
-            found.append(f"precision {self.precision} instead of fp32")
-        return found
+            lines.append(f"precision {self.precision} instead of fp32")
+        return lines
 
 
 @dataclass
@@ -99,7 +99,8 @@ class Reproduction:
     """By column: why it was not run."""
     data: dict[str, str] = field(default_factory=dict)
     """By column: how its data differ from the published data set."""
-    diverged: dict[TrainConfig, str] = field(default_factory=dict)
+    failed: dict[TrainConfig, str] = field(default_factory=dict)
+    """By config: why training failed."""
     measured: list[dict[str, dict[str, Any]]] = field(default_factory=list)
     """One entry per seed: measurements by method. ``losses``: by split, then objective; ``neighborhood``: lists
     ``std``, ``mean`` and ``variance``; ``eigenvalues``: a list ``values``."""
@@ -118,8 +119,8 @@ class Reproduction:
     def folders(self) -> list[Path]:
         """Return the folders of all runs, finished or not; a folder holds the seeds of a config."""
         configs = [self.plan.configs(cell)[0] for cell in self.plan.recipe.cells]
-        found = dict.fromkeys(Record.of(self.out, config).folder.parent for config in configs)
-        return [folder for folder in found if any(folder.glob("*/config.json"))]
+        folders = dict.fromkeys(Record.of(self.out, config).folder.parent for config in configs)
+        return [folder for folder in folders if any(folder.glob("*/config.json"))]
 
 
 def reproduce(
@@ -130,7 +131,7 @@ def reproduce(
     download: bool = False,
     loading: LoadingCallback | None = None,
     report: Callable[[TrainConfig, Progress], None] = lambda config, progress: None,
-    say: Callable[[str], None] = lambda line: None,
+    notify: Callable[[str], None] = lambda line: None,
     measuring: Callable[[str], Any] | None = None,
 ) -> Reproduction:
     """Run a recipe. A second call continues where the first stopped.
@@ -144,7 +145,7 @@ def reproduce(
         download: Download missing data sets and models.
         loading: Progress callback of downloads and image decoding.
         report: Called about twice a second, and after every epoch.
-        say: Called with a line about each run or column that fails.
+        notify: Called with a line about each run or column that fails.
         measuring: ``measuring("what is measured")`` returns a progress callback.
 
     Raises:
@@ -152,12 +153,12 @@ def reproduce(
         ConfigError: If the device does not exist.
     """
     resolve_device(plan.device)  # before a folder is created
-    recipe, found, names = plan.recipe, Reproduction(plan, out), plan.names()
+    recipe, reproduction, names = plan.recipe, Reproduction(plan, out), plan.names()
     load = data_loader(root, download=download, progress=loading)
 
     def failed(config: TrainConfig, error: TrainError) -> None:
-        found.diverged[config] = str(error)
-        say(f"{config.task} {names[config.key()]} seed {config.seed}: {error}")
+        reproduction.failed[config] = str(error)
+        notify(f"{config.task} {names[config.key()]} seed {config.seed}: {error}")
 
     for columns in _columns_by_data(recipe):
         cells = [cell for cell in recipe.cells if cell.column in columns]
@@ -165,20 +166,20 @@ def reproduce(
         try:
             compare(configs, out, data=load, report=report, tick=report, failed=failed)
         except DataError as error:
-            found.missing |= dict.fromkeys(columns, str(error))
-            if len(found.missing) == len(recipe.columns) == 1:
+            reproduction.missing |= dict.fromkeys(columns, str(error))
+            if len(reproduction.missing) == len(recipe.columns) == 1:
                 raise
             for column in columns:  # now: the other columns may take days
-                say(f"{column} is not run: {error}")
+                notify(f"{column} is not run: {error}")
         else:
             for column in columns:
-                if difference := _data_difference(found, column):
-                    found.data[column] = difference
-    if len(found.missing) == len(recipe.columns):
+                if difference := _data_difference(reproduction, column):
+                    reproduction.data[column] = difference
+    if len(reproduction.missing) == len(recipe.columns):
         raise DataError(f"no column of {recipe.name} was run: the data of all of them is missing")
     if recipe.measured:
-        _measure_seeds(found, load, say, measuring)
-    return found
+        _measure_seeds(reproduction, load, notify, measuring)
+    return reproduction
 
 
 def _columns_by_data(recipe: Recipe) -> list[list[str]]:
@@ -191,10 +192,10 @@ def _columns_by_data(recipe: Recipe) -> list[list[str]]:
     return list(groups.values())
 
 
-def _data_difference(found: Reproduction, column: str) -> str:
+def _data_difference(reproduction: Reproduction, column: str) -> str:
     """Return how the data of a column differ from the published data set; empty if the steps per epoch agree."""
-    for cell in found.plan.recipe.cells:
-        for result in found.results(cell) if cell.column == column else ():
+    for cell in reproduction.plan.recipe.cells:
+        for result in reproduction.results(cell) if cell.column == column else ():
             steps, published = round(result["steps"] / result["epoch"]), training_examples(cell.config)
             expected = published // min(cell.config.batch_size, published)
             if steps != expected:
@@ -206,23 +207,23 @@ def _data_difference(found: Reproduction, column: str) -> str:
 
 
 def _measure_seeds(
-    found: Reproduction,
+    reproduction: Reproduction,
     load: Callable[[TrainConfig], Data],
-    say: Callable[[str], None],
+    notify: Callable[[str], None],
     progress: Callable[[str], Any] | None,
 ) -> None:
     """Measure the trained models seed by seed: runs of a seed saw the same examples."""
-    plan = found.plan
+    plan = reproduction.plan
     for seed in range(plan.seeds):
-        records = {cell.method: Record.of(found.out, plan.configs(cell)[seed]) for cell in plan.recipe.cells}
+        records = {cell.method: Record.of(reproduction.out, plan.configs(cell)[seed]) for cell in plan.recipe.cells}
         finished = {method: record for method, record in records.items() if record.result() is not None}
         measured: dict[str, dict[str, Any]] = {}
         try:
             measured = _measure(plan, finished, load, progress) if finished else {}
         except ValueError as error:  # a model so sharp that the loss around it is not finite
-            found.unmeasured[seed] = str(error)
-            say(f"seed {seed} is not measured: {error}")
-        found.measured.append(measured)
+            reproduction.unmeasured[seed] = str(error)
+            notify(f"seed {seed} is not measured: {error}")
+        reproduction.measured.append(measured)
 
 
 def _measure(
@@ -234,10 +235,13 @@ def _measure(
     """Return the measurements of the runs of one seed, by method, from their folders if they are there."""
     kind = plan.recipe.kind
     size = {} if kind == "losses" else {"examples": plan.num_examples, "draws": plan.num_draws}
-    key = json.dumps({"kind": kind, "with": sorted(runs), **size})
+    keys = {}
+    for method, record in runs.items():
+        digest = file_digest(record.folder / "model.safetensors")
+        keys[method] = json.dumps({"kind": kind, "with": sorted(runs), **size, "model": digest})
     saved = {method: _read(record) for method, record in runs.items()}
-    if all(key in numbers for numbers in saved.values()):
-        return {method: numbers[key] for method, numbers in saved.items()}
+    if all(keys[method] in numbers for method, numbers in saved.items()):
+        return {method: numbers[keys[method]] for method, numbers in saved.items()}
     measured: dict[str, dict[str, Any]] = {}
     if kind == "losses":
         callback = None if progress is None else progress("losses under all objectives")
@@ -252,7 +256,7 @@ def _measure(
             if kind == "neighborhood" and not (runs[flat.name].folder / "flatness.json").exists():
                 save_flatness(runs[flat.name], flat, about)
     for method, record in runs.items():
-        write_json(record.folder / "reproduced.json", saved[method] | {key: measured[method]})
+        write_json(record.folder / "reproduced.json", saved[method] | {keys[method]: measured[method]})
     return measured
 
 
@@ -285,7 +289,7 @@ def _read(record: Record) -> dict[str, dict[str, Any]]:
     """Return the saved measurements of a run."""
     path = record.folder / "reproduced.json"
     try:
-        found: dict[str, dict[str, Any]] = json.loads(path.read_text()) if path.exists() else {}
+        measurements: dict[str, dict[str, Any]] = json.loads(path.read_text()) if path.exists() else {}
     except ValueError:
         raise RecordError(f"{path} is damaged: remove it to measure again") from None
-    return found
+    return measurements

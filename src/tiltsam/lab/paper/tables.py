@@ -36,14 +36,14 @@ class ComparisonTable:
     rows: list[list[str]]
 
 
-def comparison_tables(found: Reproduction) -> list[ComparisonTable]:
+def comparison_tables(reproduction: Reproduction) -> list[ComparisonTable]:
     """Return the tables of a recipe."""
-    return _KINDS[found.plan.recipe.kind](found)
+    return _KINDS[reproduction.plan.recipe.kind](reproduction)
 
 
-def our_scores(found: Reproduction, cell: RecipeCell) -> list[Mean]:
+def our_scores(reproduction: Reproduction, cell: RecipeCell) -> list[Mean]:
     """Return the final test scores of a cell's finished runs in percent, one mean per metric."""
-    results = found.results(cell)
+    results = reproduction.results(cell)
     return [mean_of([100 * result[f"test_{metric}"] for result in results]) for metric in _metrics(cell)]
 
 
@@ -57,68 +57,71 @@ def _metrics(cell: RecipeCell) -> tuple[str, ...]:
 # ------------------------------------------------------------------------------------------------- results of training
 
 
-def _score_tables(found: Reproduction) -> list[ComparisonTable]:
+def _score_tables(reproduction: Reproduction) -> list[ComparisonTable]:
     tables = []
-    for column, cells in _by_column(found):
+    for column, cells in _by_column(reproduction):
         rows = [["", f"ours: test {' / '.join(_metrics(cells[0]))} ×100", "paper", "passes", "minutes", "runs"]]
         for cell in cells:
-            scores = " / ".join(_ours(score, 2) for score in our_scores(found, cell))
-            costs = _ours(_passes(found, cell), 0, error=False), _ours(_minutes(found, cell), 1, error=False)
-            rows.append([cell.row, scores, _paper(cell.paper), *costs, _runs(found, cell)])
-        tables.append(ComparisonTable(_title(found, column), rows))
-    if found.plan.recipe.name == "glue":
+            scores = " / ".join(_ours(score, 2) for score in our_scores(reproduction, cell))
+            costs = (
+                _ours(_passes(reproduction, cell), 0, error=False),
+                _ours(_minutes(reproduction, cell), 1, error=False),
+            )
+            rows.append([cell.row, scores, _paper(cell.paper), *costs, _runs(reproduction, cell)])
+        tables.append(ComparisonTable(_title(reproduction, column), rows))
+    if reproduction.plan.recipe.name == "glue":
         rows = [["", "ours", "paper"]]
-        for method, mean in _glue_averages(found).items():
+        for method, mean in _glue_averages(reproduction).items():
             rows.append([method.upper(), _ours(mean, 2), _paper(numbers.GLUE_AVERAGE[method])])
-        tables.append(ComparisonTable(f"GLUE, mean of all numbers ({found.plan.recipe.source})", rows))
+        tables.append(ComparisonTable(f"GLUE, mean of all numbers ({reproduction.plan.recipe.source})", rows))
     return tables
 
 
-def _glue_averages(found: Reproduction) -> dict[str, Mean]:
+def _glue_averages(reproduction: Reproduction) -> dict[str, Mean]:
     """Return the mean of all numbers in a method's row, by method; NaN until all of them exist."""
     averages = {}
-    for method in dict.fromkeys(cell.method for cell in found.plan.recipe.cells):
-        cells = [cell for cell in found.plan.recipe.cells if cell.method == method]
-        means = [mean for cell in cells for mean in our_scores(found, cell)]
+    for method in dict.fromkeys(cell.method for cell in reproduction.plan.recipe.cells):
+        cells = [cell for cell in reproduction.plan.recipe.cells if cell.method == method]
+        means = [mean for cell in cells for mean in our_scores(reproduction, cell)]
         error = math.sqrt(math.fsum(mean.error**2 for mean in means)) / len(means)
         value = math.fsum(mean.value for mean in means) / len(means)
         averages[method] = Mean(value, error, min(mean.runs for mean in means))
     return averages
 
 
-def _minute_tables(found: Reproduction) -> list[ComparisonTable]:
+def _minute_tables(reproduction: Reproduction) -> list[ComparisonTable]:
     tables = []
-    for column, cells in _by_column(found):
-        means = {cell.row: _minutes(found, cell) for cell in cells}
+    for column, cells in _by_column(reproduction):
+        means = {cell.row: _minutes(reproduction, cell) for cell in cells}
         erm, printed = means.get("ERM", mean_of([])), numbers.MINUTES[column]["erm"][0].value
         rows = [["", "ours: minutes", "paper: minutes", "ours: times ERM", "paper: times ERM", "runs"]]
         for cell in cells:
             mean = means[cell.row]
             ratio = f"{mean.value / erm.value:.2f}" if erm.runs and mean.runs else NOT_RUN
             paper = _paper(cell.paper), f"{cell.paper[0].value / printed:.2f}"
-            rows.append([cell.row, _ours(mean, 2), paper[0], ratio, paper[1], _runs(found, cell)])
-        tables.append(ComparisonTable(_title(found, column), rows))
+            rows.append([cell.row, _ours(mean, 2), paper[0], ratio, paper[1], _runs(reproduction, cell)])
+        tables.append(ComparisonTable(_title(reproduction, column), rows))
     return tables
 
 
-def _curve_tables(found: Reproduction) -> list[ComparisonTable]:
+def _curve_tables(reproduction: Reproduction) -> list[ComparisonTable]:
     tables = []
-    for column, cells in _by_column(found):
+    for column, cells in _by_column(reproduction):
         at = [f"ours: at {100 * fraction:g}%" for fraction in FRACTIONS]
         rows = [["test accuracy ×100", *at, "ours: at best validation", "paper: at the end", "runs"]]
         for cell in cells:
-            means = [_ours(mean, 2) for mean in (*_curve(found, cell), _at_best_validation(found, cell))]
-            rows.append([cell.row, *means, _paper(cell.paper), _runs(found, cell)])
+            means = [_ours(mean, 2) for mean in (*_curve(reproduction, cell), _at_best_validation(reproduction, cell))]
+            rows.append([cell.row, *means, _paper(cell.paper), _runs(reproduction, cell)])
             if cell.stopped_early:
                 early = _paper(cell.stopped_early)
                 rows.append([f"{cell.row}, stopped early", *[""] * len(FRACTIONS), means[-1], early, ""])
-        tables.append(ComparisonTable(_title(found, column), rows))
+        tables.append(ComparisonTable(_title(reproduction, column), rows))
     return tables
 
 
-def _curve(found: Reproduction, cell: RecipeCell) -> list[Mean]:
+def _curve(reproduction: Reproduction, cell: RecipeCell) -> list[Mean]:
     """Return our test accuracy in percent at each of the fractions of training."""
-    runs = [rows for record in found.records(cell) if (rows := record.metrics()[0])]
+    runs = [rows for record in reproduction.records(cell) if (rows := record.metrics())]
     return [mean_of([100 * _accuracy_at(rows, fraction) for rows in runs]) for fraction in FRACTIONS]
 
 
@@ -128,68 +131,70 @@ def _accuracy_at(rows: Sequence[dict[str, Any]], fraction: float) -> float:
     return next((float(row["test_accuracy"]) for row in reversed(rows) if row["epoch"] <= last + 1e-9), math.nan)
 
 
-def _at_best_validation(found: Reproduction, cell: RecipeCell) -> Mean:
-    return mean_of([100 * r.get("score_at_best_validation", math.nan) for r in found.results(cell)])
+def _at_best_validation(reproduction: Reproduction, cell: RecipeCell) -> Mean:
+    return mean_of([100 * r.get("score_at_best_validation", math.nan) for r in reproduction.results(cell)])
 
 
-def _passes(found: Reproduction, cell: RecipeCell) -> Mean:
-    return mean_of([result["passes"] for result in found.results(cell)])
+def _passes(reproduction: Reproduction, cell: RecipeCell) -> Mean:
+    return mean_of([result["passes"] for result in reproduction.results(cell)])
 
 
-def _minutes(found: Reproduction, cell: RecipeCell) -> Mean:
-    return mean_of([result["seconds"] / 60 for result in found.results(cell)])
+def _minutes(reproduction: Reproduction, cell: RecipeCell) -> Mean:
+    return mean_of([result["seconds"] / 60 for result in reproduction.results(cell)])
 
 
 # ------------------------------------------------------------------------------------------------- measurements
 
 
-def _loss_tables(found: Reproduction) -> list[ComparisonTable]:
+def _loss_tables(reproduction: Reproduction) -> list[ComparisonTable]:
     tables = []
     for split, by_objective in numbers.LOSSES.items():
         rows = [["trained by", *(f"{name}: {who}" for name in by_objective for who in ("ours", "paper")), "runs"]]
-        for cell in found.plan.recipe.cells:
+        for cell in reproduction.plan.recipe.cells:
             method, row = cell.method, [cell.row]
             for objective, printed in by_objective.items():
-                row += [_ours(_measured(found, method, split, objective), 4), _paper(printed[method])]
-            rows.append([*row, _runs(found, cell)])
-        title = f"{split} losses under the objectives of ERM, SAM and TSAM ({found.plan.recipe.source})"
+                row += [_ours(_measured(reproduction, method, split, objective), 4), _paper(printed[method])]
+            rows.append([*row, _runs(reproduction, cell)])
+        title = f"{split} losses under the objectives of ERM, SAM and TSAM ({reproduction.plan.recipe.source})"
         tables.append(ComparisonTable(title, rows))
     return tables
 
 
-def _neighborhood_tables(found: Reproduction) -> list[ComparisonTable]:
-    recipe = found.plan.recipe
-    stds: list[float] = next((n["std"] for seed in found.measured for n in seed.values()), [])
+def _neighborhood_tables(reproduction: Reproduction) -> list[ComparisonTable]:
+    recipe = reproduction.plan.recipe
+    stds: list[float] = next((n["std"] for seed in reproduction.measured for n in seed.values()), [])
     tables = []
     for statistic in ("mean", "variance"):
         rows = [["std of the noise", *(f"{cell.row}: ours" for cell in recipe.cells)]]
         for k, std in enumerate(stds):
-            means = [_measured(found, cell.method, statistic, k) for cell in recipe.cells]
+            means = [_measured(reproduction, cell.method, statistic, k) for cell in recipe.cells]
             rows.append([f"{std:g}", *(_ours(mean, None) for mean in means)])
-        rows.append(["runs", *(_runs(found, cell) for cell in recipe.cells)])
+        rows.append(["runs", *(_runs(reproduction, cell) for cell in recipe.cells)])
         title = f"{statistic} of the training loss around the minimum ({recipe.source}: a figure without numbers)"
         tables.append(ComparisonTable(title, rows))
     return tables
 
 
-def _eigenvalue_tables(found: Reproduction) -> list[ComparisonTable]:
-    cells = found.plan.recipe.cells
+def _eigenvalue_tables(reproduction: Reproduction) -> list[ComparisonTable]:
+    cells = reproduction.plan.recipe.cells
     rows = [["", *(f"{cell.row}: {who}" for cell in cells for who in ("ours", "paper"))]]
     for k in range(5):
         row = [f"λ{k + 1}"]
         for cell in cells:
-            row += [_ours(_measured(found, cell.method, "values", k), 2), _paper(cell.paper[k : k + 1])]
+            row += [_ours(_measured(reproduction, cell.method, "values", k), 2), _paper(cell.paper[k : k + 1])]
         rows.append(row)
-    rows.append(["runs", *(text for cell in cells for text in (_runs(found, cell), ""))])
+    rows.append(["runs", *(text for cell in cells for text in (_runs(reproduction, cell), ""))])
     return [
-        ComparisonTable(f"largest eigenvalues of the Hessian of the training loss ({found.plan.recipe.source})", rows)
+        ComparisonTable(
+            f"largest eigenvalues of the Hessian of the training loss ({reproduction.plan.recipe.source})", rows
+        )
     ]
 
 
-def _measured(found: Reproduction, method: str, first: str, second: str | int) -> Mean:
+def _measured(reproduction: Reproduction, method: str, first: str, second: str | int) -> Mean:
     """Return the mean over seeds of one measured number; a short list has none at a late index."""
     values = []
-    for seed in found.measured:
+    for seed in reproduction.measured:
         group: Any = seed[method][first] if method in seed else []
         if isinstance(second, str):
             values += [group[second]] if group else []
@@ -211,13 +216,13 @@ _KINDS: dict[str, Callable[[Reproduction], list[ComparisonTable]]] = {
 # ------------------------------------------------------------------------------------------------- text
 
 
-def _by_column(found: Reproduction) -> list[tuple[str, list[RecipeCell]]]:
-    recipe = found.plan.recipe
+def _by_column(reproduction: Reproduction) -> list[tuple[str, list[RecipeCell]]]:
+    recipe = reproduction.plan.recipe
     return [(column, [cell for cell in recipe.cells if cell.column == column]) for column in recipe.columns]
 
 
-def _title(found: Reproduction, column: str) -> str:
-    return f"{COLUMNS[column].title} ({found.plan.recipe.source})"
+def _title(reproduction: Reproduction, column: str) -> str:
+    return f"{COLUMNS[column].title} ({reproduction.plan.recipe.source})"
 
 
 def _ours(mean: Mean, digits: int | None, *, error: bool = True) -> str:
@@ -230,16 +235,16 @@ def _paper(printed: Sequence[PaperNumber]) -> str:
     return " / ".join(f"{n.value:.{n.digits}f}" + ("" if n.error is None else f" ({n.error:g})") for n in printed)
 
 
-def _runs(found: Reproduction, cell: RecipeCell) -> str:
-    """Return how many seeds have a number, and how many diverged."""
-    configs = found.plan.configs(cell)
-    if found.plan.recipe.measured:
-        done = sum(cell.method in seed for seed in found.measured)
+def _runs(reproduction: Reproduction, cell: RecipeCell) -> str:
+    """Return how many seeds have a number, and how many failed."""
+    configs = reproduction.plan.configs(cell)
+    if reproduction.plan.recipe.measured:
+        done = sum(cell.method in seed for seed in reproduction.measured)
     else:
-        done = len(found.results(cell))
-    diverged = sum(config in found.diverged for config in configs)
+        done = len(reproduction.results(cell))
+    failed = sum(config in reproduction.failed for config in configs)
     text = f"{done}" if done == len(configs) else f"{done} of {len(configs)}"
-    return text + (f", {diverged} diverged" if diverged else "")
+    return text + (f", {failed} failed" if failed else "")
 
 
 # ------------------------------------------------------------------------------------------------- output
@@ -257,49 +262,49 @@ def print_header(plan: ReproductionPlan) -> None:
     sys.stdout.flush()
 
 
-def print_results(found: Reproduction) -> None:
+def print_results(reproduction: Reproduction) -> None:
     """Print the tables, then every deviation from the paper."""
-    plan = found.plan
-    for table in comparison_tables(found):
+    plan = reproduction.plan
+    for table in comparison_tables(reproduction):
         print_table(table.title, table.rows)
     ours = "1 seed" if plan.seeds == 1 else f"{plan.seeds} seeds, mean ± standard error"
     print(f"\nours: {ours}; paper: printed error in parentheses; {NO_NUMBER}: no number")
     for line in plan.deviations():
         print(line)
-    for column, difference in found.data.items():
+    for column, difference in reproduction.data.items():
         print(f"{column}: {difference}")
-    for column, reason in found.missing.items():
+    for column, reason in reproduction.missing.items():
         print(f"{column} was not run: {reason}")
-    for seed, reason in found.unmeasured.items():
+    for seed, reason in reproduction.unmeasured.items():
         print(f"seed {seed} was not measured: {reason}")
 
 
-def write_numbers(found: Reproduction, path: Path) -> None:
+def write_numbers(reproduction: Reproduction, path: Path) -> None:
     """Write everything that the tables show as JSON: our numbers, the paper's with their source, and the deviations."""
-    plan, recipe = found.plan, found.plan.recipe
+    plan, recipe = reproduction.plan, reproduction.plan.recipe
     cells = []
     for cell in recipe.cells:
         more: dict[str, Any] = {}
         if recipe.kind == "curves":
-            curve = zip(FRACTIONS, _curve(found, cell), strict=True)
+            curve = zip(FRACTIONS, _curve(reproduction, cell), strict=True)
             more["along"] = {f"{fraction:g}": mean._asdict() for fraction, mean in curve}
-            more["at_best_validation"] = _at_best_validation(found, cell)._asdict()
+            more["at_best_validation"] = _at_best_validation(reproduction, cell)._asdict()
             more["stopped_early"] = [asdict(number) for number in cell.stopped_early]
         if recipe.kind == "losses":
             more["paper_losses"] = {
                 split: {objective: by[cell.method][0].value for objective, by in table.items()}
                 for split, table in numbers.LOSSES.items()
             }
-        scores = zip(_metrics(cell), our_scores(found, cell), strict=True)
+        scores = zip(_metrics(cell), our_scores(reproduction, cell), strict=True)
         cells.append(
             {
                 "column": cell.column,
                 "row": cell.row,
                 "config": plan.configs(cell)[0].to_json(),
-                "runs": [str(record.folder) for record in found.records(cell)],
+                "runs": [str(record.folder) for record in reproduction.records(cell)],
                 "ours": {metric: mean._asdict() for metric, mean in scores},
-                "passes": _passes(found, cell)._asdict(),
-                "minutes": _minutes(found, cell)._asdict(),
+                "passes": _passes(reproduction, cell)._asdict(),
+                "minutes": _minutes(reproduction, cell)._asdict(),
                 "paper": [asdict(number) for number in cell.paper],
                 **more,
             }
@@ -311,16 +316,16 @@ def write_numbers(found: Reproduction, path: Path) -> None:
         "scale": plan.scale,
         "seeds": plan.seeds,
         "changes": plan.deviations(),
-        "data": found.data,
-        "not_run": found.missing,
-        "not_measured": found.unmeasured,
+        "data": reproduction.data,
+        "not_run": reproduction.missing,
+        "not_measured": reproduction.unmeasured,
         "cells": cells,
-        "measured": found.measured,
+        "measured": reproduction.measured,
     }
     if recipe.name == "glue":
         content["average"] = {
             method: {"ours": mean._asdict(), "paper": asdict(numbers.GLUE_AVERAGE[method][0])}
-            for method, mean in _glue_averages(found).items()
+            for method, mean in _glue_averages(reproduction).items()
         }
     path.parent.mkdir(parents=True, exist_ok=True)
     files.write_json(path, files.finite_json(content))

@@ -235,18 +235,18 @@ def estimator_errors(path: Path, qualities: Sequence[estimators.Quality] | None 
     fig = _figure(12.5, 7.4)
     axes = fig.subplots(2, len(tilts), sharex=True, sharey="row", squeeze=False)
     for column, t in enumerate(tilts):
-        here = [q for q in qualities if q.t == t]
-        two_errors = sorted(2 * q.bias_error for q in here)[len(here) // 2]
+        at_tilt = [q for q in qualities if q.t == t]
+        two_errors = sorted(2 * q.bias_error for q in at_tilt)[len(at_tilt) // 2]
         axes[0, column].axhspan(1e-4, two_errors, color="#EEEEEE", zorder=0)
         for name, color in COLORS.items():
-            mine = [q for q in here if q.name == name]
-            if not mine:
+            points = [q for q in at_tilt if q.name == name]
+            if not points:
                 continue
             style: dict[str, Any] = {"color": color, "ls": "--" if name in _DASHED else "-", "lw": 1.8, "ms": 4}
-            s = [q.num_samples for q in mine]
-            axes[0, column].plot(s, [abs(q.bias) for q in mine], marker="o", label=name, **style)
-            axes[1, column].plot(s, [q.std for q in mine], marker="o", **style)
-        axes[0, column].set_title(f"t = {t:g} (exact gradient {here[0].exact:.3f})", fontsize=11)
+            s = [q.num_samples for q in points]
+            axes[0, column].plot(s, [abs(q.bias) for q in points], marker="o", label=name, **style)
+            axes[1, column].plot(s, [q.std for q in points], marker="o", **style)
+        axes[0, column].set_title(f"t = {t:g} (exact gradient {at_tilt[0].exact:.3f})", fontsize=11)
         axes[1, column].set_xlabel("number of samples s")
         for ax in axes[:, column]:
             ax.set_xscale("log")

@@ -248,8 +248,8 @@ def best_tilt(problem: Problem, theta: float, noise: Noise, maximum: float, hi: 
         terms = [-variance_term(problem, theta, t, noise, maximum) for t in ts.reshape(-1).tolist()]
         return torch.tensor(terms, dtype=torch.float64).reshape(ts.shape)
 
-    found = minimise(negative, 1e-3, hi, num_points=21, num_rounds=3)  # t to 1e-4 of hi, the value to its square
-    return Minimum(found.theta, -found.value)
+    minimum = minimise(negative, 1e-3, hi, num_points=21, num_rounds=3)  # t to 1e-4 of hi, the value to its square
+    return Minimum(minimum.theta, -minimum.value)
 
 
 def _grid(lo: float, hi: float, num_points: int = 201) -> Tensor:

@@ -398,7 +398,7 @@ def lines(out: Path) -> int:
 
 @pytest.mark.slow
 def test_run_killed_ten_times_equals_unbroken_run(tmp_path):
-    command = ["train", "digits", "--epochs", "60", "--num-samples", "2", "--batch-size", "128", "--out"]
+    command = ["train", "digits", "--epochs", "60", "--num-samples", "2", "--batch-size", "256", "--out"]
     assert ends_well(start(*command, str(tmp_path / "unbroken")))
     rng, broken = random.Random(0), tmp_path / "broken"
     for _ in range(10):

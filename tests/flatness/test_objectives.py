@@ -57,7 +57,7 @@ def test_tsam_loss_of_linear_loss() -> None:
     slope, z = Slope([a], [1.0]), t * radius * a
     exact = a + math.log(math.sinh(z) / z) / t
     for rho in (0.0, 0.1):
-        objective = TsamLoss(t=t, rho=rho, radius=radius, num_samples=1000)
+        objective = TsamLoss(t=t, rho=rho, radius=radius, num_samples=3000)
         found = cross_objectives({"m": slope}, call, ONE, {"TSAM": objective}).entry("m", "TSAM").loss
         assert found == pytest.approx(exact + rho * a, abs=0.02)
 

@@ -19,6 +19,7 @@ every_method = pytest.mark.parametrize("method", names)
 two_ranks_and_three = pytest.mark.parametrize(
     ("ranks", "method"), [*((2, name) for name in names), *((3, name) for name in ("sam", "tsam"))], indirect=["ranks"]
 )
+# Four steps: one more than the period of LookSAM.
 CLOSE = {"rtol": 0, "atol": 1e-10}
 
 
@@ -31,39 +32,39 @@ def same(results):
 
 @two_ranks_and_three
 def test_ddp_equals_one_process(ranks, method):
-    found = [weights for weights, _ in ranks(jobs.data_parallel, method, "sgd", 12, {})]
+    found = [weights for weights, _ in ranks(jobs.data_parallel, method, "sgd", 4, {})]
     assert same(found)
-    torch.testing.assert_close(found[0], jobs.alone(method, "sgd", 12), **CLOSE)
+    torch.testing.assert_close(found[0], jobs.alone(method, "sgd", 4), **CLOSE)
 
 
 @pytest.mark.parametrize("ranks", [2], indirect=True)
 @every_method
 def test_ddp_with_batchnorm_dropout_and_unused_parameters(ranks, method):
-    assert same(ranks(jobs.data_parallel_net, method, 10))
+    assert same(ranks(jobs.data_parallel_net, method, 4))
 
 
 def test_zero_redundancy_optimizer_equals_one_process_and_resumes(ranks):
-    unbroken = [weights for weights, _ in ranks(jobs.data_parallel, "tsam", "zero", 10, {})]
-    resumed = ranks(jobs.zero_redundancy_resumed, 10)
+    unbroken = [weights for weights, _ in ranks(jobs.data_parallel, "tsam", "zero", 4, {})]
+    resumed = ranks(jobs.zero_redundancy_resumed, 4)
     for found in (unbroken, resumed):  # a new DDP sums gradients in another order at its first step
         assert same(found)
-        torch.testing.assert_close(found[0], jobs.alone("tsam", "adamw", 10), **CLOSE)
+        torch.testing.assert_close(found[0], jobs.alone("tsam", "adamw", 4), **CLOSE)
 
 
 def test_weights_from_local_losses_drift_apart(ranks):
     """With parallel=None under DDP every rank weights its samples by its own losses."""
     tilt = {"t": 50.0}
-    drifted = ranks(jobs.data_parallel, "tsam", "sgd", 20, {"parallel": None, **tilt})
+    drifted = ranks(jobs.data_parallel, "tsam", "sgd", 6, {"parallel": None, **tilt})
     assert (drifted[0][0] - drifted[1][0]).abs().max() > 1e-4
-    kept = ranks(jobs.data_parallel, "tsam", "sgd", 20, tilt)
+    kept = ranks(jobs.data_parallel, "tsam", "sgd", 6, tilt)
     assert same([weights for weights, _ in kept])
     assert same([losses for _, losses in kept])
 
 
 def test_ddp_without_model_equals_one_process(ranks):
-    found = ranks(jobs.data_parallel_without_model, "tsam", 10)
+    found = ranks(jobs.data_parallel_without_model, "tsam", 4)
     assert same(found)
-    torch.testing.assert_close(found[0], jobs.alone("tsam", "sgd", 10), **CLOSE)
+    torch.testing.assert_close(found[0], jobs.alone("tsam", "sgd", 4), **CLOSE)
 
 
 @pytest.mark.parametrize("clip", [False, True], ids=["unclipped", "clipped"])
@@ -79,9 +80,9 @@ def test_first_step_refuses_gradients_that_are_not_averaged(ranks, kind, clip):
 
 
 def test_local_ascent_is_m_sam(ranks):
-    found = ranks(jobs.local_ascent, 10)
+    found = ranks(jobs.local_ascent, 4)
     assert same(found)
-    torch.testing.assert_close(found[0], jobs.local_ascent_by_hand(10, ranks.size), **CLOSE)
+    torch.testing.assert_close(found[0], jobs.local_ascent_by_hand(4, ranks.size), **CLOSE)
 
 
 def test_unsupported_ddp_is_refused(ranks):
@@ -99,15 +100,15 @@ def test_unsupported_ddp_is_refused(ranks):
 
 @two_ranks_and_three
 def test_fsdp_equals_one_process(ranks, method):
-    found = ranks(jobs.sharded, method, "sgd", 12, {})
+    found = ranks(jobs.sharded, method, "sgd", 4, {})
     assert same(found)
-    torch.testing.assert_close(found[0], jobs.alone(method, "sgd", 12), **CLOSE)
+    torch.testing.assert_close(found[0], jobs.alone(method, "sgd", 4), **CLOSE)
 
 
 @pytest.mark.parametrize(("ranks", "method"), [(2, "sam"), (2, "tsam"), (2, "rsam"), (3, "tsam")], indirect=["ranks"])
 def test_fsdp_with_adamw_equals_one_process(ranks, method):
-    found = ranks(jobs.sharded, method, "adamw", 12, {})
-    torch.testing.assert_close(found[0], jobs.alone(method, "adamw", 12), **CLOSE)
+    found = ranks(jobs.sharded, method, "adamw", 4, {})
+    torch.testing.assert_close(found[0], jobs.alone(method, "adamw", 4), **CLOSE)
 
 
 def test_fsdp_drops_gathered_weights_on_error(ranks):
@@ -125,9 +126,9 @@ def test_fsdp_drops_gathered_averaged_weights(ranks):
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp", "hybrid"])
 def test_meshes_of_two_dimensions(four_ranks, kind):
-    found = four_ranks(jobs.train_on_mesh, kind, 10)
+    found = four_ranks(jobs.train_on_mesh, kind, 4)
     assert same(found)
-    torch.testing.assert_close(found[0], jobs.alone("tsam", "sgd", 10), **CLOSE)
+    torch.testing.assert_close(found[0], jobs.alone("tsam", "sgd", 4), **CLOSE)
 
 
 # ---------------------------------------------------------------- checkpoints and failures
@@ -141,18 +142,18 @@ def test_checkpoint_is_resumed_by_another_number_of_ranks(ranks, start_ranks, tm
     The state dict of the base or that of the method may be saved; vectors of a sampler are only in the latter.
     """
     folder = str(tmp_path / "checkpoint")
-    ranks(jobs.save_sharded, method, folder, 5)
-    expected = jobs.alone(method, "adamw", 10)
+    ranks(jobs.save_sharded, method, folder, 2)
+    expected = jobs.alone(method, "adamw", 4)
     others = start_ranks(5 - ranks.size)
     through_the_base = [(ranks, True)] if method == "tsam" else []
     for world, by_base in (*through_the_base, (ranks, False), (others, False)):
-        for weights, steps in world(jobs.resume_sharded, method, folder, 5, 5, by_base):
+        for weights, steps in world(jobs.resume_sharded, method, folder, 2, 2, by_base):
             torch.testing.assert_close(weights, expected, **CLOSE)
-            assert steps == 10
+            assert steps == 4
     model = jobs.mlp()
     optimizer = jobs.BY_NAME[method](jobs.adamw(model.parameters()), model=model)
     jobs.load(model, optimizer, folder)
-    jobs.train(model, optimizer, range(5, 10))
+    jobs.train(model, optimizer, range(2, 4))
     torch.testing.assert_close(jobs.flat(model), expected, **CLOSE)
 
 

@@ -7,6 +7,7 @@ import graphlib
 import importlib
 import importlib.util
 import inspect
+import os
 import pkgutil
 import re
 import shutil
@@ -19,6 +20,7 @@ import pytest
 import torch.distributed as dist
 
 import tiltsam
+from lab_processes import start_on_ranks
 
 ROOT = Path(tiltsam.__file__).parent
 REPOSITORY = ROOT.parent.parent
@@ -228,15 +230,19 @@ def test_python_in_pages_runs(path, tmp_path, monkeypatch):
             dist.destroy_process_group()
 
 
+def run_without_gpu(code):
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    exec(code, {"__name__": "__main__"})
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not dist.is_available(), reason="torch was built without torch.distributed")
-def test_ddp_script_of_the_page_runs_on_two_ranks(tmp_path, monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    script = tmp_path / "train.py"
-    script.write_text(python_blocks(REPOSITORY / "docs" / "distributed.md")[0])
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    run = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
-    losses = [float(value) for value in re.findall(r"loss (\d+\.\d+)", run.stdout)]
+def test_ddp_script_of_the_page_runs_on_two_ranks(tmp_path):
+    script, log = python_blocks(REPOSITORY / "docs" / "distributed.md")[0], tmp_path / "log"
+    for process in start_on_ranks(2, run_without_gpu, script, output=log):
+        process.join(300)
+        assert process.exitcode == 0, log.read_text()
+    losses = [float(value) for value in re.findall(r"loss (\d+\.\d+)", log.read_text())]
     assert len(losses) == 5
     assert losses[-1] < losses[0] / 2
 

@@ -72,7 +72,7 @@ def test_thick_restart_finds_outlier_of_flat_spectrum(k: int) -> None:
 @pytest.mark.parametrize("size", [10, 30, 100, 300])
 def test_thick_restart_residuals_bound_the_error(size: int, which: Any) -> None:
     """Some eigenvalue lies within the residual of each value, in float32 too, on whatever processor."""
-    for seed in range(10):
+    for seed in range(3):
         values = torch.rand(size, generator=torch.Generator().manual_seed(seed))
         tol = 1e-3 if size <= 30 else 1e-6  # the smaller ones are solved whole
         k = min(size, 30)

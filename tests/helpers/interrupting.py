@@ -15,9 +15,11 @@ class Interrupter:
         self.files, self.at, self.seen = files, at, {}
 
     def __call__(self, frame, event, arg):
-        if not frame.f_code.co_filename.startswith(self.files):
+        code = frame.f_code
+        if code is not self.at[0] if self.at else not code.co_filename.startswith(self.files):
             return None
         frame.f_trace_opcodes = True
+        frame.f_trace_lines = False
         return self.trace
 
     def trace(self, frame, event, arg):

@@ -165,7 +165,7 @@ MEASUREMENTS: dict[str, Callable[[nn.Module, Loss, Any], Any]] = {
     "cross_objectives": lambda m, f, b: torch.tensor(
         [e.loss for e in sharpness.cross_objectives({"": m}, f, b).entries], device="cpu"
     ),
-    "top_eigenvalues": lambda m, f, b: curvature.top_eigenvalues(m, f, b, k=2).values,
+    "top_eigenvalues": lambda m, f, b: curvature.top_eigenvalues(m, f, b, k=2, tol=0.1).values,
     "trace": lambda m, f, b: curvature.trace(m, f, b, num_samples=3).samples,
     "spectral_density": lambda m, f, b: curvature.spectral_density(m, f, b, num_probes=2, num_steps=4).nodes,
     "slice_1d": _slice,
@@ -177,7 +177,16 @@ MEASUREMENTS: dict[str, Callable[[nn.Module, Loss, Any], Any]] = {
             m,
             f,
             b,
-            flatness.FlatnessPlan(std=(0.1,), num_samples=2, num_points=3, num_trace_samples=2),
+            flatness.FlatnessPlan(
+                std=(0.1,),
+                num_samples=2,
+                num_ascent_steps=2,
+                bits=(4,),
+                num_eigenvalues=1,
+                num_trace_samples=2,
+                num_density_steps=4,
+                num_points=3,
+            ),
         ).neighborhood.losses
     ),
 }

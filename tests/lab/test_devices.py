@@ -82,11 +82,11 @@ def test_two_ranks_train_what_one_process_trains(tmp_path, split, build):
 @pytest.mark.slow
 def test_killed_rank_is_restarted_from_the_checkpoint(tmp_path):
     """By torchrun, as a user starts it."""
-    arguments = ["train", "digits", *METHOD, "--epochs", "4"]
+    flags = ["--epochs", "4", "--batch-size", "256"]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
     torchrun += ["--max-restarts", "3", "--monitor-interval", "0.2"]
     killed = subprocess.Popen(
-        [*torchrun, "-m", "tiltsam", *arguments, "--out", str(tmp_path / "killed")],
+        [*torchrun, "-m", "tiltsam", "train", "digits", *METHOD, *flags, "--out", str(tmp_path / "killed")],
         env={**os.environ, "OMP_NUM_THREADS": "1", "TILTSAM_CHECKPOINT_SECONDS": "0"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -95,7 +95,7 @@ def test_killed_rank_is_restarted_from_the_checkpoint(tmp_path):
     wait_for(lambda: killed.poll() is not None or files_named("manifest.json", tmp_path / "killed"))
     assert killed.poll() is None  # it has its first checkpoint, and is at work
     os.kill(children(killed.pid)[1], signal.SIGKILL)
-    codes, output = run_on_two_ranks(tmp_path / "unbroken", "--epochs", "4")
+    codes, output = run_on_two_ranks(tmp_path / "unbroken", *flags)
     assert codes == [0, 0], output
     output, _ = killed.communicate(timeout=600)
     assert killed.returncode == 0, output

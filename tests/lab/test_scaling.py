@@ -8,7 +8,6 @@ import torch
 
 import bench_step
 from helpers import jobs
-from helpers.ranks import Ranks
 from tiltsam.lab.scaling import Layout, Machine, compare_layouts, step_cost
 
 PARAMETERS = 2 * 32 * 64  # of the job's model
@@ -16,24 +15,20 @@ PARAMETERS = 2 * 32 * 64  # of the job's model
 
 @pytest.mark.slow
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without torch.distributed")
-def test_sent_bytes_are_those_of_real_steps():
+def test_sent_bytes_are_those_of_real_steps(four_ranks):
     """Vectors exactly; next to them a step sends less than a kilobyte of numbers."""
-    ranks = Ranks(4)
     layouts = [Layout(data=4), Layout(shards=4), Layout(samples=4), Layout(data=2, samples=2)]
     layouts += [Layout(shards=2, samples=2), Layout(data=2, shards=2)]
-    try:
-        for layout in layouts:
-            for options in ({"num_samples": 3}, {"num_samples": 3, "share_ascent": True}):
-                cost = step_cost(PARAMETERS, 2, layout=layout, **options)
-                shape = (layout.data, layout.samples, layout.shards)
-                passes, sent = ranks(jobs.sent_bytes, shape, options)[0]
-                assert passes == cost.passes, (layout, options)
-                assert sent["numbers"] < 1024
-                assert sent["gathered"] == cost.gathered_bytes, (layout, options)
-                others = cost.reduced_bytes + cost.replica_bytes + cost.exchanged_bytes
-                assert sent["scattered"] + sent["reduced"] == others, (layout, options)
-    finally:
-        ranks.close()
+    for number, layout in enumerate(layouts):
+        options = {"num_samples": 3, "share_ascent": number % 2 == 1}  # each with data, shards and samples
+        cost = step_cost(PARAMETERS, 2, layout=layout, **options)
+        shape = (layout.data, layout.samples, layout.shards)
+        passes, sent = four_ranks(jobs.sent_bytes, shape, options)[0]
+        assert passes == cost.passes, (layout, options)
+        assert sent["numbers"] < 1024
+        assert sent["gathered"] == cost.gathered_bytes, (layout, options)
+        others = cost.reduced_bytes + cost.replica_bytes + cost.exchanged_bytes
+        assert sent["scattered"] + sent["reduced"] == others, (layout, options)
 
 
 @pytest.mark.parametrize(

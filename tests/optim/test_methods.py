@@ -13,7 +13,7 @@ from helpers.cases import METHODS, Method, Problem, assert_same, backward, sgd
 from tiltsam import samplers
 from tiltsam.space.parameter_space import ParameterSpace
 
-STEPS = 50
+STEPS = 20
 VARIANTS = ["gsam", "looksam", "friendlysam", "wsam", "usam", "msam"]
 
 
@@ -155,7 +155,7 @@ def test_without_perturbation_equals_base_bitwise(method, base, dtype):
     wrapped, bare = method(base(ours.model.parameters())), base(plain.model.parameters())
     for problem, step in ((ours, lambda: wrapped.step(ours.closure)), (plain, lambda: bare.step())):
         torch.manual_seed(3)  # both runs draw the same dropout masks
-        for _ in range(12):
+        for _ in range(6):
             if problem is plain:
                 bare.zero_grad()
                 plain.closure()

@@ -58,7 +58,7 @@ def test_num_forwards_is_number_of_forward_calls(method):
 def test_training_lowers_the_loss(method):
     problem = Problem(nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3)))
     before = problem.loss().item()
-    train(problem, method(sgd(problem.model.parameters())), 60)
+    train(problem, method(sgd(problem.model.parameters())), 30)
     assert problem.loss().item() < 0.7 * before
 
 

@@ -10,7 +10,7 @@ import textwrap
 from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError, BooleanOptionalAction, _ActionsContainer
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 from types import NoneType
 from typing import Any
 
@@ -47,6 +47,7 @@ _PARTS = {
 }
 
 
+@cache
 def field_docs(cls: type) -> dict[str, str]:
     """Return the docstring below each field of a dataclass."""
     body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]

@@ -13,7 +13,7 @@ from helpers.cases import METHODS, Method, Problem, assert_same, backward, sgd
 from tiltsam import samplers
 from tiltsam.space.parameter_space import ParameterSpace
 
-STEPS = 20
+STEPS = 50
 VARIANTS = ["gsam", "looksam", "friendlysam", "wsam", "usam", "msam"]
 
 

@@ -177,22 +177,22 @@ def test_negative_tilt_silences_wrong_labels():
 @pytest.mark.slow
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without torch.distributed")
 @pytest.mark.parametrize(
-    ("ranks", "sharded", "options"),
+    ("ranks", "steps", "sharded", "options"),
     [
-        (2, False, {}),
-        (3, False, {}),
-        (2, True, {}),
-        (3, True, {}),
-        (2, False, {"min_ess": 0.6}),
-        (2, False, {"num_groups": 3, "between": 2.0}),
+        (2, 50, False, {}),
+        (3, 10, False, {}),
+        (2, 10, True, {}),
+        (3, 10, True, {}),
+        (2, 10, False, {"min_ess": 0.6}),
+        (2, 10, False, {"num_groups": 3, "between": 2.0}),
     ],
     indirect=["ranks"],
     ids=["2 ddp", "3 ddp", "2 fsdp2", "3 fsdp2", "2 ddp min_ess", "2 ddp groups"],
 )
-def test_ranks_equal_one_process_with_the_whole_batch(ranks, sharded, options):
-    found = ranks(jobs.example_tilt, 10, sharded, options)
+def test_ranks_equal_one_process_with_the_whole_batch(ranks, steps, sharded, options):
+    found = ranks(jobs.example_tilt, steps, sharded, options)
     assert all(torch.equal(found[0], other) for other in found[1:])
-    torch.testing.assert_close(found[0], jobs.example_tilt_alone(10, options), rtol=0, atol=1e-10)
+    torch.testing.assert_close(found[0], jobs.example_tilt_alone(steps, options), rtol=0, atol=1e-10)
 
 
 # ---------------------------------------------------------------- capture

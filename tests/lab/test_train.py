@@ -366,7 +366,8 @@ def test_concurrent_has_no_effect_on_cpu(tmp_path):
         small(method="sam", concurrent=True)
 
 
-def test_compiled_model_trains_alike(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("tilt", "graphs"), [(0.0, 1), (-0.5, 2)])
+def test_compiled_model_and_tilt_train_alike(tmp_path, monkeypatch, tilt, graphs):
     compiled = []
 
     def compile_(model):
@@ -375,11 +376,11 @@ def test_compiled_model_trains_alike(tmp_path, monkeypatch):
 
     monkeypatch.setattr(torch, "compile", compile_)
     plain, other = Record(tmp_path / "plain"), Record(tmp_path / "other")
-    config = small(method="sam", epochs=1)
+    config = small(method="sam", epochs=1, example_tilt=tilt)
     train(config, plain)
     assert not compiled
     train(replace(config, compile=True), other)
-    assert len(compiled) == 1
+    assert len(compiled) == graphs
     assert same(weights(plain), weights(other))
 
 

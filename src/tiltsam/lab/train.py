@@ -186,6 +186,8 @@ class Trainer:
         self.average = tiltsam.WeightAverage(self.model) if config.average else None
         self.tilt = self._example_tilt(sync=self.distributed.divides_batches)
         self._task_loss = self._loss_function()
+        compiles_loss = config.compile and self.tilt is not None  # a tilt is a hundred small kernels
+        self._batch_loss = torch.compile(self._task_loss) if compiles_loss else self._task_loss
         group = self.optimizer.param_groups[0]
         self._initial: dict[str, float] = {name: group[name] for name in ("rho", "t") if name in group}
         self.progress = Progress()
@@ -435,7 +437,7 @@ class Trainer:
         return self._forward(self.model, self.batches.inputs(part))
 
     def _loss(self, *batch: Tensor) -> Tensor:
-        return self._task_loss(self._forward(self._passing, batch[:-1]), batch[-1], tilt=self.tilt)
+        return self._batch_loss(self._forward(self._passing, batch[:-1]), batch[-1], tilt=self.tilt)
 
     def _part_loss(self, sample: int, *batch: Tensor) -> Tensor:
         """Return the loss on the part of the batch that belongs to a sample."""

@@ -32,6 +32,7 @@ def test_demo_compares_seven_methods(tmp_path, capsys):
     table = capsys.readouterr().out.rpartition("mean ± standard error")[2]
     rows = [line.split()[1].partition(":")[0] for line in table.splitlines() if "±" in line]
     assert rows == [*COMPARED, "tsam"]
+    assert f"runs: {tmp_path / 'digits'}\n" in table
     assert (tmp_path / "digits" / "report" / "report.html").is_file()
 
 

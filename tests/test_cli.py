@@ -3,6 +3,8 @@
 import os
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -30,6 +32,7 @@ def test_demo_compares_seven_methods(tmp_path, capsys):
     table = capsys.readouterr().out.rpartition("mean ± standard error")[2]
     rows = [line.split()[1].partition(":")[0] for line in table.splitlines() if "±" in line]
     assert rows == [*COMPARED, "tsam"]
+    assert f"runs: {tmp_path / 'digits'}\n" in table
     assert (tmp_path / "digits" / "report" / "report.html").is_file()
 
 
@@ -141,6 +144,25 @@ def test_interrupt_during_parsing_is_no_traceback(capsys, monkeypatch):
     monkeypatch.setattr("tiltsam.cli._add_lab", Mock(side_effect=KeyboardInterrupt))
     assert main(["methods"]) == 130
     assert capsys.readouterr().err == "tiltsam: interrupted\n"
+
+
+def test_interrupt_during_import_is_no_traceback(tmp_path):
+    root = Path(__file__).parents[1]
+    module, name = tomllib.loads((root / "pyproject.toml").read_text())["project"]["scripts"]["tiltsam"].split(":")
+    (tmp_path / "torch.py").write_text("""
+import signal
+try:
+    signal.raise_signal(signal.SIGINT)
+except KeyboardInterrupt:
+    raise ImportError from None  # as extension modules do
+""")
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys; from {module} import {name}; sys.exit({name}())", "methods"],
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{root / 'src'}"},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stderr) == (130, "tiltsam: interrupted\n")
 
 
 def test_commands_skip_garbage_collection_at_exit():

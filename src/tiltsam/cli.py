@@ -517,9 +517,10 @@ def _compare(args: argparse.Namespace) -> None:
     print_table(f"{config.task}: {_seeds(args.seeds)}, mean ± standard error", format_rows(rows))
     if config.reestimate_batchnorm:
         print("BatchNorm statistics, if any, were re-estimated before each evaluation.")
-    print(f"runs: {args.out}")
     folders = [Record.of(args.out, run).folder for runs in cells.values() for run in runs]
-    print(write_report(folders, folders[0].parents[1] / "report", compare_settings=True).message())
+    task_folder = folders[0].parents[1]
+    print(f"runs: {task_folder}")
+    print(write_report(folders, task_folder / "report", compare_settings=True).message())
     if not any(row.runs for row in rows):
         raise UserError("all runs failed")
 

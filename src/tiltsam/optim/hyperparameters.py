@@ -38,7 +38,7 @@ class Hyperparameters:
         self._schedules: dict[str, Schedule] = {name: value for name, value in initial.items() if callable(value)}
         self._initial = {name: _as_python(value(0) if callable(value) else value) for name, value in initial.items()}
         self._keys = {name: f"tilt_{name}" if name in base.defaults else name for name in initial}
-        for group in base.param_groups:  # otherwise the others would follow what group 0 brought
+        for group in base.param_groups:  # before fill, which would copy what group 0 brought to the others
             for name, key in self._keys.items():
                 if name not in self.per_group and name != "steps_taken":
                     group.setdefault(key, self._initial[name])
@@ -81,12 +81,14 @@ class Hyperparameters:
             for name, key in self._keys.items():
                 if key in group:
                     continue
-                source = group if name in self.per_group else groups[0]
-                if before is not None:
-                    value = before[i][key]
+                if name not in self.per_group and key in groups[0]:
+                    group[key] = groups[0][key]
+                elif before is not None:
+                    group[key] = before[i][key]
+                elif name == "own_rho":
+                    group[key] = self._keys["rho"] in group
                 else:
-                    value = self._keys["rho"] in group if name == "own_rho" else self._initial[name]
-                group[key] = source.get(key, value)
+                    group[key] = self._initial[name]
         key = self._keys["steps_taken"]
         taken = max((group[key] for group in groups), default=0)
         for group in groups:

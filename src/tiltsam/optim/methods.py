@@ -54,7 +54,7 @@ __all__ = ["ASAM", "ERM", "METHODS", "PGN", "RSAM", "SAM", "TSAM", "LineSearchSA
 SamplerName: TypeAlias = Literal["ascent", "uniform", "gaussian", "hmc"]
 
 _SAMPLERS: dict[str, type[Sampler]] = {"ascent": Ascent, "uniform": Uniform, "gaussian": Gaussian, "hmc": HMC}
-_ALL = Parallel()
+_ALL = Parallel()  # all processes, as detected
 
 
 class TSAM(SharpnessAware):
@@ -80,8 +80,8 @@ class TSAM(SharpnessAware):
         radius: Radius R of the random start; by default 0.003·√d, where d is the number of trainable coordinates.
         num_samples: Number of samples, s >= 1. With one sample TSAM is SAM from a random start, at SAM's cost, and t
             has no effect; step for step this did as well as three samples (docs/evidence.md).
-        delta: The part of the tilt that the sampler accounts for, in [0, t]; by default t/2 as in the paper, or 0 for
-            naive sampling. Sample weights use ``t − delta``. Draws of naive sampling follow μ itself.
+        delta: The part of the tilt that the sampler accounts for, in [0, t]; sample weights use ``t − delta``. By
+            default t/2 as in the paper, or 0 for naive sampling, whose draws follow μ itself.
         sampler: How samples are drawn: ``"ascent"`` is Algorithm 2, ``"uniform"`` and ``"gaussian"`` are naive
             sampling, ``"hmc"`` is Hamiltonian Monte Carlo. An instance of a sampler is accepted, too.
         share_ascent: Use one ascent gradient, at θ, for all samples: s+1 passes instead of 2s.

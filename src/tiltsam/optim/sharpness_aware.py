@@ -146,7 +146,7 @@ class SharpnessAware(Optimizer):
         self.check_settings()
 
     def __getstate__(self) -> dict[str, Any]:
-        # Without a scheduler's patch of step, hooks (like torch), and what the next step makes again.
+        # Leave out a scheduler's patch of step, hooks (as torch does), and what the next step builds again.
         state = {k: v for k, v in self.__dict__.items() if k != "step" and not k.startswith("_optimizer_")}
         return {**state, "_space": None, "_addresses": [], "_written": (), "_info": None, "_stepping": False}
 
@@ -216,8 +216,9 @@ class SharpnessAware(Optimizer):
 
         Returns:
             The aggregate loss: the tilted loss of the samples for TSAM, the loss at the perturbed point for SAM.
-            Detached, on the device of the parameters; NaN if no sample was finite. Without a closure, which is allowed
-            only while rates and gradients are zero (``torch.distributed.checkpoint`` creates a base's state so), NaN.
+            Detached, on the device of the parameters; NaN if no sample was finite, or without a closure, which is
+            allowed only while rates and gradients are zero (``torch.distributed.checkpoint`` calls ``step()`` then, to
+            create the base's state).
 
         Raises:
             RuntimeError: If called inside the closure of a step, or if the weights could not be restored after an
@@ -357,15 +358,15 @@ class SharpnessAware(Optimizer):
         space.commit()  # if the base was skipped
 
     def _step_scaled(self, scaler: torch.amp.GradScaler, space: ParameterSpace, info: StepInfo) -> None:
-        """Step the base through the scaler: not at all if no sample has weight; report any overflow to the scaler."""
+        """Step the base through the scaler, which skips it if no sample has weight, and report overflows to it."""
         space.gradient_mean.scale_(scale_of(scaler, info.loss))
         scaler.unscale_(self.base)
         overflows = scaler._found_inf_per_device(self.base).values()
         for found in overflows:
-            found.add_((info.weights == 0).all().to(found))
+            found.add_((info.weights == 0).all().to(found))  # scaler.step reads it
         scaler.step(self.base)
         for found in overflows:
-            found.add_((info.num_nonfinite > 0).to(found))
+            found.add_((info.num_nonfinite > 0).to(found))  # scaler.update reads it
 
     @Optimizer.profile_hook_step
     def replay(self, step: Step, run: Callable[[], StepInfo]) -> Tensor:

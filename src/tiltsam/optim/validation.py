@@ -47,7 +47,7 @@ NEEDS_SCALER = """scaler.step(optimizer, ...) cannot step {name}, which runs sev
     scaler.update()"""
 
 
-_ONE_CALL = (
+_SEVERAL_CALLS = (
     "tiltsam: a step calls the closure several times. Compute everything that depends on the weights inside it, not "
     "only loss.backward()."
 )
@@ -58,6 +58,7 @@ _REFUSED = {
     torch.optim.SparseAdam: "takes sparse gradients only: use Adam, and sparse=False in the embedding",
 }
 _NOT_OF_A_BASE = {"adaptive", "base_optimizer", "perturb_eps", "use_gc"}  # arguments of other packages' SAM
+_LARGE = 1000.0  # GradScaler starts at a scale of 65536
 
 
 def check_call(cls: type[Optimizer], engine: type[Optimizer], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -120,7 +121,7 @@ def check_base(base: Any, name: str, engine: type[Optimizer]) -> None:
 def add_hint(error: BaseException) -> None:
     """Add a note to torch's errors about a graph that was built outside the closure."""
     if isinstance(error, RuntimeError) and any(text in str(error) for text in _GRAPH_OUTSIDE):
-        error.add_note(_ONE_CALL)
+        error.add_note(_SEVERAL_CALLS)
 
 
 def check_arguments(base: Optimizer, model: Any, seed: Any, parallel: Any) -> None:
@@ -219,13 +220,10 @@ def warn_missing_scaler(loss: Tensor, gradient_norms: Tensor) -> None:
 
     A closure cannot be inspected, so this is a heuristic.
     """
-    if not torch.maximum(loss.abs(), gradient_norms.max()).item() > _LARGE:  # also NaN: overflow is another matter
+    if not torch.maximum(loss.abs(), gradient_norms.max()).item() > _LARGE:  # NaN may have other causes
         return
     if any(scaler.is_enabled() and scaler._scale is not None for scaler in _instances(torch.amp.GradScaler)):
         warn(f"a loss or gradient exceeds {_LARGE:g} and a GradScaler is in use: pass scaler= if the closure scales")
-
-
-_LARGE = 1000.0  # GradScaler starts at a scale of 65536
 
 
 def _instances(cls: type[_T]) -> list[_T]:

@@ -46,7 +46,7 @@ from tiltsam.space.validation import check_count, check_fraction, check_nonnegat
 
 __all__ = ["GSAM", "USAM", "WSAM", "FriendlySAM", "LookSAM", "MomentumSAM", "norm_groups"]
 
-_ALL = Parallel()
+_ALL = Parallel()  # all processes, as detected
 _NORM_LAYERS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 
@@ -103,15 +103,15 @@ class GSAM(SharpnessAware):
 
 
 class LookSAM(SharpnessAware):
-    """SAM at every k-th step, whose direction is reused between (Liu et al., CVPR 2022). 1 + 1/k passes.
+    """SAM at every k-th step; the steps in between reuse its direction (Liu et al., CVPR 2022). 1 + 1/k passes.
 
     Every k-th step descends SAM's gradient and keeps its part ``g_v`` that is orthogonal to ``g = ∇L(θ)``. The steps
-    between descend ``g + α ‖g‖/‖g_v‖ g_v``, at one pass.
+    in between descend ``g + α ‖g‖/‖g_v‖ g_v``, at one pass.
 
     Args:
         base: The optimizer that does the update, an instance.
         rho: Length of the ascent, >= 0. A number or a callable of the step; a group's own ``rho`` wins.
-        alpha: α >= 0, weight of the kept part: 0 takes plain steps between.
+        alpha: α >= 0, weight of the kept part: 0 takes plain steps in between.
         k: Number of steps from one ascent to the next, >= 1: 1 is SAM.
         model: See :class:`SharpnessAware`, like all following arguments.
         seed: Not used: there is no noise.

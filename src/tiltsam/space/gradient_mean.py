@@ -38,8 +38,8 @@ class GradientMean:
     def begin_step(self) -> None:
         """Forget what was added: no parameter has a gradient yet.
 
-        The gradient of a last step with one sample is released, unless ``.grad`` is another by now: a step that held on
-        to it, to restore it after an error, would need the memory of one more vector.
+        If the last step had one sample and ``.grad`` is still its gradient, release it: kept until the step succeeds,
+        to be restored after an error, it would need the memory of one more vector.
         """
         for p, g in zip(self._params, self._single or (), strict=False):
             if g is not None and p.grad is not None and local_part(p.grad).data_ptr() == g.data_ptr():
@@ -70,7 +70,7 @@ class GradientMean:
             part = share.to(block.device)
             here = [(m, g, i) for i in block.indices if (m := memory[i]) is not None and (g := gradient[i]) is not None]
             means, gradients = [m for m, _, _ in here], [g for _, g, _ in here]
-            if here and first:
+            if here and first:  # its share is 1, or 0 if it has no weight
                 torch._foreach_copy_(means, gradients)
                 zero_unless_(means, part > 0)
             elif here:

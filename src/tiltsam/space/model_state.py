@@ -200,7 +200,7 @@ def writable_buffers(model: nn.Module | None) -> list[Tensor]:
 
 
 def uninterrupted(action: Callable[[], None]) -> None:
-    """Run an action that may be repeated until it completes; raise a KeyboardInterrupt only afterwards."""
+    """Repeat an action until no interrupt ends it, then raise the interrupt. The action must be safe to repeat."""
     interrupt: BaseException | None = None
     while True:
         try:

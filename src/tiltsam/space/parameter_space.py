@@ -147,7 +147,10 @@ class ParameterSpace(TensorLists):
         self._gradients_before = None
 
     def commit(self, *_: object) -> None:
-        """Take the step: check that ranks agree on the gradient, and keep buffers and sampler state."""
+        """Take the step: check that ranks agree on the gradient, and keep buffers and sampler state.
+
+        Also used as a step hook of the base, whose arguments are ignored.
+        """
         if self._unfinished:
             if not self.ranks.alone:
                 self.ranks.check_same_gradients(self.params)

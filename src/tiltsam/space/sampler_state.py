@@ -87,7 +87,7 @@ class SamplerState:
         state = dict(saved["state"])
         numbered = _numbered_params(saved, base)
         params = self._params
-        self.allocate([p for _, p in numbered if p.requires_grad])  # loaders ask which entries there are
+        self.allocate([p for _, p in numbered if p.requires_grad])  # loaders read which entries exist
         self._params = params
         for i, p in numbered:
             entries = {_PREFIX + name: value for name, value in self._vectors.get(p, {}).items()}

@@ -211,7 +211,7 @@ class TensorLists:
 
     def _total(self, numbers: Mapping[int, Tensor]) -> Tensor:
         """Sum one number per tensor; numbers of split tensors are summed over their ranks, too."""
-        sums = [self.zero, self.zero]
+        sums = [self.zero, self.zero]  # over tensors that are whole, and over those that are split
         for i, number in numbers.items():
             sums[self.sharding.split(i)] = sums[self.sharding.split(i)] + number.to(self.device)
         return sums[0] + self.sharding.sum(sums[1])
@@ -219,8 +219,8 @@ class TensorLists:
     def filter_norms(self, x: Sequence[Tensor]) -> list[Tensor]:
         """Return the norm of each filter, shaped to be multiplied with it."""
         found = [_filter_norms(a, dim, self.dtype) for a, dim in zip(x, self._num_dims, strict=True)]
-        if self.sharding.mesh is not None:  # of these every rank holds a part of each filter
-            apart = [i for i in range(len(x)) if not self.sharding.rows_are_whole(i)]
+        if self.sharding.mesh is not None:
+            apart = [i for i in range(len(x)) if not self.sharding.rows_are_whole(i)]  # ranks hold parts of filters
             flat = self.sharding.sum(torch.cat([self.zero[None], *(found[i].reshape(-1).square() for i in apart)]))
             for i, total in zip(apart, flat[1:].sqrt().split([found[i].numel() for i in apart]), strict=True):
                 found[i] = total.view(found[i].shape)
@@ -298,6 +298,7 @@ class TensorLists:
 
 
 def _partition(tensors: Sequence[Tensor], groups: Sequence[int]) -> list[Block]:
+    """Return blocks of tensors with the same device, dtype and group."""
     found: dict[tuple[torch.device, torch.dtype, int], list[int]] = {}
     for i, (x, group) in enumerate(zip(tensors, groups, strict=True)):
         found.setdefault((x.device, x.dtype, group), []).append(i)
@@ -305,6 +306,7 @@ def _partition(tensors: Sequence[Tensor], groups: Sequence[int]) -> list[Block]:
 
 
 def _filter_norms(w: Tensor, num_dims: int, dtype: torch.dtype) -> Tensor:
+    """Return the norms of slices along the first dimension, or of the whole tensor if the parameter has one."""
     inner = tuple(range(1, w.dim())) if num_dims > 1 else None
     found: Tensor = torch.linalg.vector_norm(w, dim=inner, keepdim=inner is not None, dtype=dtype)
     return found

@@ -27,9 +27,12 @@ def test_find_task_lists_known_tasks(name):
         load(name)
 
 
-def test_find_task_suggests_a_similar_name():
-    with pytest.raises(DataError, match=r"'cifr100'.* cifar100\?"):
-        load("cifr100")
+@pytest.mark.parametrize(
+    ("name", "meant"), [("cifr100", "cifar100"), ("x.npz", "npz:x.npz"), ("a/x.csv", "text:a/x.csv")]
+)
+def test_find_task_suggests_what_was_meant(name, meant):
+    with pytest.raises(DataError, match=rf"{name!r}: did you mean {meant}\?"):
+        load(name)
 
 
 @pytest.mark.parametrize("name", [name for name in TASKS if not name.startswith("digits") and ":" not in name])

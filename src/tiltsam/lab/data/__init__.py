@@ -159,7 +159,9 @@ def find_task(name: str) -> Task:
     kind, colon, path = name.partition(":")
     task = TASKS.get(f"{kind}:PATH") if colon and path else TASKS.get(name)
     if task is None or name.endswith(":PATH"):
-        close = difflib.get_close_matches(name, TASKS, 1)
+        kinds = {".npz": "npz", ".csv": "text", ".tsv": "text"}
+        own = [f"{kind}:{name}" for suffix, kind in kinds.items() if name.endswith(suffix) and not colon]
+        close = own or difflib.get_close_matches(name, TASKS, 1)
         hint = f"did you mean {close[0]}? " if close else ""
         raise DataError(f"unknown task {name!r}: {hint}tasks are {', '.join(TASKS)}")
     return task

@@ -233,6 +233,11 @@ DIFFERENCES: dict[str, list[tuple[str, Runs, Runs]]] = {
             Runs("erm folder=cifar100/erm-5947c6cdd7", (TILTS_CIFAR,)),
         ),
         (
+            "CIFAR-100, right labels: ERM, averaged, τ = −0.2",
+            Runs("erm folder=cifar100/erm-935e07eba6", (TILTS_CIFAR,)),
+            Runs("erm folder=cifar100/erm-5947c6cdd7", (TILTS_CIFAR,)),
+        ),
+        (
             "digits, 40% wrong: SAM, τ = −1",
             digits_tilts("sam", 0.4, -1.0, 0.3, lr=0.03, rho=0.2),
             digits_tilts("sam", 0.4, lr=0.01, rho=0.5),

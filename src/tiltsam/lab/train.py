@@ -420,11 +420,14 @@ class Trainer:
     def _compiled_step(self, batch: Sequence[Tensor]) -> Tensor:
         from torch._dynamo.exc import TorchDynamoException  # importing it takes half a second
 
-        try:
-            return self.step(*batch)
-        except TorchDynamoException as error:  # the first step compiles
-            first = str(error).strip().splitlines()[0]
-            raise TrainError(f"torch.compile failed ({first}): run without --compile") from error
+        with warnings.catch_warnings():
+            for remark in ("The .grad attribute of a Tensor that is not a leaf", "Online softmax is disabled"):
+                warnings.filterwarnings("ignore", remark)  # of the compiler about itself
+            try:
+                return self.step(*batch)
+            except TorchDynamoException as error:  # the first step compiles
+                first = str(error).strip().splitlines()[0]
+                raise TrainError(f"torch.compile failed ({first}): run without --compile") from error
 
     # ---------------------------------------------------------------- outputs and losses
 

@@ -149,7 +149,7 @@ class TrainConfig:
     precision: Literal["fp32", "bf16"] = "fp32"
     """bf16 runs the model under autocast."""
     compile: bool = False
-    """Compile the model, and a tilt over examples, with torch.compile: a minute or so at the start, then shorter passes."""
+    """Compile the model, and a tilt over examples, with torch.compile: a minute at the start, then shorter passes."""
     concurrent: bool = False
     """Run the samples concurrently on the GPU; needs memory for s copies of weights, gradients, activations."""
     evaluate_every: int = 1

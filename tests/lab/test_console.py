@@ -71,6 +71,13 @@ def test_measurement_bars(terminal: bool, capsys: pytest.CaptureFixture[str], mo
     assert "25%" in err if terminal else err == "measuring a model\n"
 
 
+def test_measurement_bars_print_one_line_per_model_without_a_terminal(capsys):
+    with MeasurementBars() as bars:
+        for what in ("sam-1: neighbourhood", "sam-1: trace", "erm-2: neighbourhood", "erm-2: trace"):
+            bars(what)
+    assert capsys.readouterr().err == "measuring sam-1\nmeasuring erm-2\n"
+
+
 def test_stop_before_stops_the_run_display(monkeypatch, capsys):
     for stream in (sys.stdout, sys.stderr):
         monkeypatch.setattr(stream, "isatty", lambda: True)

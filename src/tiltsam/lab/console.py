@@ -144,16 +144,17 @@ class MeasurementBars:
     """Shows the progress of measurements, one after the other, on standard error. A context manager.
 
     Called with the name of a measurement, it returns the callback that the measurement takes as ``progress``. Bars are
-    drawn by rich and removed at the end; without a terminal or rich, each measurement prints one line.
+    drawn by rich and removed at the end; without a terminal or rich, one line is printed per model.
 
     Example:
         >>> with MeasurementBars() as bars:
-        ...     progress = bars("the neighbourhood of a model")  # neighborhood(model, …, progress=progress)
+        ...     progress = bars("a model: neighbourhood")  # neighborhood(model, …, progress=progress)
         ...     progress(1, 2)
     """
 
     def __init__(self) -> None:
         self._bar: Any = None
+        self._model = ""
         if sys.stderr.isatty():
             try:
                 from rich.console import Console
@@ -172,7 +173,10 @@ class MeasurementBars:
     def __call__(self, what: str) -> ProgressCallback:
         """Return the callback for one measurement."""
         if self._bar is None:
-            print(f"measuring {what}", file=sys.stderr, flush=True)
+            model = what.partition(": ")[0]
+            if model != self._model:
+                print(f"measuring {model}", file=sys.stderr, flush=True)
+                self._model = model
             return lambda done, total: None
         self._bar.start()  # not in __enter__: another bar may still be on the terminal
         task = self._bar.add_task(what, total=None)

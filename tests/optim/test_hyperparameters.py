@@ -227,10 +227,14 @@ def test_settings_named_like_those_of_the_base():
 
 
 @every_method
-def test_repr_does_not_change_param_groups(method):
+def test_repr_omits_internal_entries_and_keeps_them_in_param_groups(method):
     problem = Problem(nn.Linear(6, 3))
     optimizer = method(sgd([problem.model.weight]))
     optimizer.base.add_param_group({"params": [problem.model.bias], "lr": np.float64(0.5)})
     before = [dict(group) for group in optimizer.param_groups]
-    assert type(optimizer).__name__ in repr(optimizer)
+    text = repr(optimizer)
+    assert text.startswith(type(optimizer).__name__)
+    assert "weight_decay: " in text
+    assert "own_rho" not in text
+    assert "steps_taken" not in text
     assert [dict(group) for group in optimizer.param_groups] == before

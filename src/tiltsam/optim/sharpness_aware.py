@@ -16,6 +16,7 @@ Methods choose a sampler (where to evaluate, :mod:`tiltsam.samplers`) and a weig
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn, Self
 
@@ -614,7 +615,8 @@ class SharpnessAware(Optimizer):
         self.check_settings()
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._hyperparameters},\n  base={self.base!r})"
+        base = re.sub(r"^ +(own_rho|steps_taken): .*\n", "", repr(self.base), flags=re.MULTILINE)
+        return f"{type(self).__name__}({self._hyperparameters},\n  base={base})"
 
 
 class NoStepError(RuntimeError, AttributeError):

@@ -19,6 +19,10 @@ def test_recipes_cover_the_papers_tables_and_figures():
         ("TSAM, N=2 (s=3)", 3, 2),
         ("TSAM, N=3 (s=3)", 3, 3),
     ]
+    for column in find_recipe("samples").columns:
+        cells = find_recipe(f"samples/{column}").cells
+        rows = [(cell.row, cell.config.all_options().get("num_samples"), len(cell.paper)) for cell in cells]
+        assert rows == [("SAM", None, 1), ("TSAM, s=1", 1, 0), ("TSAM, s=3", 3, 1), ("TSAM, s=5", 5, 1)]
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -2,7 +2,7 @@ import pytest
 
 from tiltsam.lab.data import find_task
 from tiltsam.lab.errors import ConfigError
-from tiltsam.lab.paper.recipes import RECIPES, find_recipe, select_methods
+from tiltsam.lab.paper.recipes import RECIPES, find_recipe, parse_changes, select_methods
 
 
 def test_recipes_cover_the_papers_tables_and_figures():
@@ -60,3 +60,13 @@ def test_select_methods_drops_recipes_without_them():
     assert [(r.name, sorted(r.methods)) for r in selected] == [("images", ["erm", "sam"]), ("samples", ["sam"])]
     with pytest.raises(ConfigError, match="nonsense"):
         select_methods(recipes, ["sam", "nonsense"])
+
+
+def test_parse_changes_reads_values_by_type():
+    texts = ["batch-size=128", "validation=0", "compile=true", "clip=none", "tsam:concurrent=true", "esam1:rho=0.2"]
+    changes = {"batch_size": 128, "validation": 0.0, "compile": True, "clip": None}
+    changes |= {"tsam:concurrent": True, "esam1:rho": 0.2}
+    assert parse_changes(texts, [find_recipe("images")]) == changes
+    assert parse_changes(["pgn:alpha=0.3"], [find_recipe("glue"), find_recipe("images")]) == {"pgn:alpha": 0.3}
+    with pytest.raises(ConfigError, match="pgn:alpha"):
+        parse_changes(["pgn:alpha=0.3"], [find_recipe("glue")])

@@ -307,6 +307,21 @@ def _add_reproduce(commands: argparse._SubParsersAction[argparse.ArgumentParser]
     )
     parser.add_argument("--methods", nargs="+", metavar="METHOD", help="run these methods only (default: all)")
     parser.add_argument(
+        "--set",
+        nargs="+",
+        action="extend",
+        default=[],
+        dest="changes",
+        metavar="NAME=VALUE",
+        help="change a setting, as in batch_size=128, of all methods that have it; METHOD:NAME=VALUE, as in "
+        "tsam:rho=0.2, changes it for one method",
+    )
+    parser.add_argument(
+        "--finished",
+        action="store_true",
+        help="train nothing: show the finished runs only, the other cells as not run",
+    )
+    parser.add_argument(
         "--precision",
         choices=get_args(field_types()["precision"]),
         default="fp32",
@@ -591,8 +606,8 @@ def _optuna_hint(command: str) -> Iterator[None]:
 def _reproduce(args: argparse.Namespace) -> None:
     from tiltsam.lab.console import MeasurementBars, RunDisplay
     from tiltsam.lab.paper.cost import print_costs
-    from tiltsam.lab.paper.recipes import RECIPES, find_recipe, select_methods
-    from tiltsam.lab.paper.reproduce import ReproductionPlan, reproduce
+    from tiltsam.lab.paper.recipes import RECIPES, find_recipe, parse_changes, select_methods
+    from tiltsam.lab.paper.reproduce import Reproduction, ReproductionPlan, reproduce
     from tiltsam.lab.paper.tables import print_header, print_results, write_numbers
     from tiltsam.lab.report import write_report
 
@@ -606,10 +621,12 @@ def _reproduce(args: argparse.Namespace) -> None:
     else:
         names = ", ".join((*RECIPES, "two-tilts"))
         raise UserError(f"pass the name of a table or figure: {names} (see: tiltsam reproduce --list)")
-    plans = [
-        ReproductionPlan(r, 3 if args.seeds is None else args.seeds, args.scale, args.device, args.precision)
-        for r in recipes
-    ]
+    seeds = 3 if args.seeds is None else args.seeds
+    changes = parse_changes(args.changes, recipes)
+    plans = []
+    for recipe in recipes:
+        own = {name: value for name, value in changes.items() if any(cell.has(name) for cell in recipe.cells)}
+        plans.append(ReproductionPlan(recipe, seeds, args.scale, args.device, args.precision, own))
     if args.list:
         print_costs(plans)
         if not args.name:
@@ -618,18 +635,24 @@ def _reproduce(args: argparse.Namespace) -> None:
     if args.workers != 1:
         raise UserError(f"--workers must be 1 for {args.name}, got {args.workers}: start the command several times")
     (plan,) = plans
+    reproduction = Reproduction(plan, args.out)
+    if args.finished and plan.recipe.measured:
+        raise UserError(f"--finished cannot show {args.name}, which measures the trained models")
+    if args.finished and not any(map(reproduction.records, plan.recipe.cells)):
+        raise UserError(f"{args.out} has no finished run of {args.name} with these settings")
     print_header(plan)
-    with RunDisplay(plan.names()) as display, MeasurementBars() as bars:
-        reproduction = reproduce(
-            plan,
-            args.out,
-            root=args.data_root,
-            download=args.download,
-            loading=display.loading,
-            report=display.report,
-            notify=display.print,
-            measuring=display.stop_before(bars),
-        )
+    if not args.finished:
+        with RunDisplay(plan.names()) as display, MeasurementBars() as bars:
+            reproduction = reproduce(
+                plan,
+                args.out,
+                root=args.data_root,
+                download=args.download,
+                loading=display.loading,
+                report=display.report,
+                notify=display.print,
+                measuring=display.stop_before(bars),
+            )
     print_results(reproduction)
     folder = args.out / "reproduced" / plan.recipe.name.replace("/", "-")
     write_numbers(reproduction, folder / "numbers.json")
@@ -644,6 +667,8 @@ def _two_tilts(args: argparse.Namespace) -> None:
     from tiltsam.lab.console import SweepDisplay, format_markdown, print_table
     from tiltsam.lab.report import write_report
 
+    if args.changes or args.finished:
+        raise UserError(f"{args.name} does not take {'--set' if args.changes else '--finished'}")
     seeds = 5 if args.seeds is None else args.seeds
     studies = select_studies(args.name, args.methods)
     if args.list:

@@ -41,6 +41,15 @@ def test_reproduce_list_shows_passes(capsys):
     assert rows["sharpness"][2]
 
 
+def test_reproduce_list_with_changed_settings(capsys):
+    run = ["reproduce", "--list", "--seeds", "1", "--methods", "erm", "sam", "pgn"]
+    assert main([*run, "--set", "batch_size=128", "validation=0", "--set", "pgn:every=2"]) == 0
+    rows = list_rows(capsys.readouterr().out)
+    steps = 390 * 200  # 50,000 // 128 per epoch
+    assert rows["images/cifar100-resnet18"] == ["3", f"{steps * (1 + 2) + 5 * steps * 3 // 2:,}", ""]
+    assert rows["samples/cifar100-resnet18"] == ["1", f"{steps * 2:,}", ""]  # without PGN
+
+
 def test_reproduce_list_of_methods(capsys):
     assert main(["reproduce", "--list", "--methods", "erm", "sam"]) == 0
     rows = list_rows(capsys.readouterr().out)

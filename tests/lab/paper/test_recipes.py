@@ -2,7 +2,7 @@ import pytest
 
 from tiltsam.lab.data import find_task
 from tiltsam.lab.errors import ConfigError
-from tiltsam.lab.paper.recipes import RECIPES, find_recipe, select_methods
+from tiltsam.lab.paper.recipes import RECIPES, find_recipe, parse_changes, select_methods
 
 
 def test_recipes_cover_the_papers_tables_and_figures():
@@ -19,6 +19,10 @@ def test_recipes_cover_the_papers_tables_and_figures():
         ("TSAM, N=2 (s=3)", 3, 2),
         ("TSAM, N=3 (s=3)", 3, 3),
     ]
+    for column in find_recipe("samples").columns:
+        cells = find_recipe(f"samples/{column}").cells
+        rows = [(cell.row, cell.config.all_options().get("num_samples"), len(cell.paper)) for cell in cells]
+        assert rows == [("SAM", None, 1), ("TSAM, s=1", 1, 0), ("TSAM, s=3", 3, 1), ("TSAM, s=5", 5, 1)]
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -56,3 +60,13 @@ def test_select_methods_drops_recipes_without_them():
     assert [(r.name, sorted(r.methods)) for r in selected] == [("images", ["erm", "sam"]), ("samples", ["sam"])]
     with pytest.raises(ConfigError, match="nonsense"):
         select_methods(recipes, ["sam", "nonsense"])
+
+
+def test_parse_changes_reads_values_by_type():
+    texts = ["batch-size=128", "validation=0", "compile=true", "clip=none", "tsam:concurrent=true", "esam1:rho=0.2"]
+    changes = {"batch_size": 128, "validation": 0.0, "compile": True, "clip": None}
+    changes |= {"tsam:concurrent": True, "esam1:rho": 0.2}
+    assert parse_changes(texts, [find_recipe("images")]) == changes
+    assert parse_changes(["pgn:alpha=0.3"], [find_recipe("glue"), find_recipe("images")]) == {"pgn:alpha": 0.3}
+    with pytest.raises(ConfigError, match="pgn:alpha"):
+        parse_changes(["pgn:alpha=0.3"], [find_recipe("glue")])

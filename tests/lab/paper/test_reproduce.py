@@ -14,9 +14,9 @@ from tiltsam.lab import files
 from tiltsam.lab.data import GLUE
 from tiltsam.lab.data import load as load_data
 from tiltsam.lab.data.loader import normalise
-from tiltsam.lab.errors import DataError, TrainError
+from tiltsam.lab.errors import ConfigError, DataError, TrainError
 from tiltsam.lab.models import load_model
-from tiltsam.lab.paper import cost
+from tiltsam.lab.paper import cost, settings
 from tiltsam.lab.paper import reproduce as reproduce_module
 from tiltsam.lab.paper.recipes import RECIPES, find_recipe
 from tiltsam.lab.paper.reproduce import ReproductionPlan, reproduce
@@ -93,6 +93,38 @@ def test_plan_lists_deviations():
     half = ReproductionPlan(find_recipe("sharpness"), precision="bf16")
     assert ["bf16" in line for line in half.deviations()] == [True]
     assert half.configs(half.recipe.cells[0])[0].precision == "bf16"
+
+
+def test_plan_changes_settings():
+    recipe = find_recipe("images/cifar100-resnet18")
+    changes = {"batch_size": 128, "rho": 0.1, "tsam:rho": 0.2, "num_samples": 3, "validation": 0.1}
+    plan = ReproductionPlan(recipe, seeds=1, changes=changes)
+    configs = {cell.method: plan.configs(cell)[0] for cell in recipe.cells}
+    assert {config.batch_size for config in configs.values()} == {128}
+    rho = {method: config.all_options().get("rho") for method, config in configs.items()}
+    assert rho == {"erm": None, "tsam": 0.2} | dict.fromkeys(("sam", "esam1", "esam2", "pgn", "rsam"), 0.1)
+    assert configs["tsam"] == recipe.cells[-1].config.with_settings({"batch_size": 128, "rho": 0.2, "num_samples": 3})
+    assert plan.deviations() == ["batch_size 64 → 128", "rho 0.05 → 0.1", "tsam: rho 0.1 → 0.2", "num_samples 5 → 3"]
+    several = ReproductionPlan(find_recipe("samples"), changes={"sam:rho": 0.2, "compile": True})
+    assert several.deviations() == ["sam: rho 0.05, 0.1 → 0.2", "compile False → True"]
+    own = ReproductionPlan(recipe, changes={"esam1:lr": 0.1})  # a run of SAM, but not the row SAM
+    assert [c.method for c in recipe.cells if own.configs(c)[0].lr == 0.1] == ["esam1"]
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "value"),
+    [
+        *(("images", {setting: 1}, setting) for setting in ("task", "method", "seed", "device", "precision")),
+        *(("images", {f"sam:{setting}": 1}, "--scale") for setting in ("epochs", "passes", "seconds")),
+        ("tilt", {"t": 5.0}, "differ in t"),
+        ("samples", {"tsam:num_samples": 3}, "differ in num_samples"),
+        ("samples", {"alpha": 0.3}, "'alpha'"),
+        ("samples", {"batch_size": 0}, "got 0"),
+    ],
+)
+def test_plan_refuses_changes(name, changes, value):
+    with pytest.raises(ConfigError, match=value):
+        ReproductionPlan(find_recipe(name), changes=changes)
 
 
 # -------------------------------------------------------------------------------- training
@@ -183,6 +215,17 @@ def test_data_of_the_published_size_is_not_reported(narrow, places, monkeypatch)
     monkeypatch.setattr(reproduce_module, "training_examples", lambda config: 6)
     plan = ReproductionPlan(find_recipe("images/dtd-wrn").select(methods=["erm", "esam1"]), 1, 0.01, "cpu")
     assert reproduce(plan, **places).data == {}
+
+
+def test_data_of_the_published_size_with_changed_batches_and_validation(narrow, places, monkeypatch):
+    monkeypatch.setitem(settings.PUBLISHED_EXAMPLES, "cifar100", 6)
+    recipe = find_recipe("images/cifar100-resnet18").select(methods=["erm"])
+    found = reproduce(ReproductionPlan(recipe, 1, 0.01, "cpu", changes={"batch_size": 3, "validation": 0.0}), **places)
+    (result,) = found.results(recipe.cells[0])
+    assert result["steps"] == 2 * 2
+    assert found.data == {}
+    monkeypatch.setitem(settings.PUBLISHED_EXAMPLES, "cifar100", 9)
+    assert found.data["cifar100-resnet18"].endswith("2 instead of 3")
 
 
 def test_failed_run_is_named_by_its_row(here, narrow, tmp_path, capsys, monkeypatch):
@@ -288,6 +331,32 @@ def test_reproduce_command_prints_deviations_and_writes_files(here, narrow, tmp_
     assert [cell["row"] for cell in numbers["cells"]] == ["ERM", "TSAM"]
 
 
+def test_reproduce_command_shows_finished_runs(here, narrow, tmp_path, capsys):
+    run = ["reproduce", "samples/cifar100-resnet18", "--scale", "0.005", "--seeds", "1", "--out", str(tmp_path)]
+    run += ["--set", "batch_size=3"]
+    assert main([*run, "--finished"]) == 2
+    assert "no finished run" in capsys.readouterr().err
+    assert not any(tmp_path.iterdir())
+    assert main([*run, "--methods", "sam", "--data-root", str(here / "data"), "--device", "cpu"]) == 0
+    capsys.readouterr()
+    before = sorted(tmp_path.glob("cifar100/*/*"))
+    assert main([*run, "tsam:rho=0.2", "--finished", "--data-root", "nowhere"]) == 0
+    assert sorted(tmp_path.glob("cifar100/*/*")) == before
+    out = capsys.readouterr().out
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in out.splitlines() if line.startswith("|")]
+    shown = {cells[0]: cells[1:] for cells in lines}
+    assert shown["SAM"][1] == "76.52"
+    assert shown["SAM"][-1] == "1"
+    assert shown["TSAM, s=1"] == ["not run", "–", "not run", "not run", "0 of 1"]
+    assert shown["TSAM, s=3"] == ["not run", "77.40", "not run", "not run", "0 of 1"]
+    assert "steps per epoch" in out  # of small data
+    folder = tmp_path / "reproduced" / "samples-cifar100-resnet18"
+    assert (folder / "report.html").exists()
+    numbers = json.loads((folder / "numbers.json").read_text())
+    assert numbers["changes"][-2:] == ["batch_size 64 → 3", "tsam: rho 0.1 → 0.2"]
+    assert [cell["config"]["batch_size"] for cell in numbers["cells"]] == [3] * 4
+
+
 @pytest.mark.parametrize(
     ("arguments", "value"),
     [
@@ -313,3 +382,24 @@ def test_reproduce_command_mistakes(arguments, value, tmp_path, capsys, monkeypa
     assert main(["reproduce", *arguments]) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert value in line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "value"),
+    [
+        (["samples", "--set", "rho"], "'rho'"),
+        (["samples", "--set", "rho=big"], "'big'"),
+        (["samples", "--set", "rho=-1", "--device", "cpu"], "got -1"),
+        (["samples", "--set", "pgn:rho=1"], "'pgn:rho'; methods: sam, tsam"),
+        (["samples", "--set", "nonsense=1"], "'nonsense'"),
+        (["samples", "--set", "batch-size=1", "--set", "batch_size=2"], "batch_size must be given once"),
+        (["samples", "--set", "seed=1"], "--seeds"),
+        (["--list", "--set", "nonsense=1"], "'nonsense'"),
+        (["losses", "--finished"], "--finished cannot show losses"),
+        (["two-tilts", "--set", "lr=1"], "--set"),
+        (["two-tilts", "--finished"], "--finished"),
+    ],
+)
+def test_reproduce_command_refuses_changes_before_a_folder_is_made(arguments, value, tmp_path, capsys, monkeypatch):
+    test_reproduce_command_mistakes(arguments, value, tmp_path, capsys, monkeypatch)
+    assert not any(tmp_path.iterdir())

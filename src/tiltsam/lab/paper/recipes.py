@@ -9,15 +9,16 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
-from tiltsam.lab.config import TrainConfig
+from tiltsam.lab.config import TrainConfig, field_types, has_setting, method_options
 from tiltsam.lab.errors import ConfigError
+from tiltsam.lab.flags import parse_setting
 from tiltsam.lab.paper import numbers
 from tiltsam.lab.paper.numbers import PaperNumber
 from tiltsam.lab.paper.settings import COLUMNS, column_config
 
-__all__ = ["RECIPES", "Recipe", "RecipeCell", "find_recipe", "select_methods"]
+__all__ = ["RECIPES", "Recipe", "RecipeCell", "cells_with", "find_recipe", "parse_changes", "select_methods"]
 
 METHODS = ("erm", "sam", "esam1", "esam2", "pgn", "rsam", "tsam")
 THREE = ("cifar100-resnet18", "dtd-vit", "noisy-resnet18")  # the paper's "three datasets", with their models
@@ -43,6 +44,18 @@ class RecipeCell:
     def method(self) -> str:
         """The paper's name of the method, in lower case. ``esam1`` is SAM for the budget of TSAM."""
         return self.row.partition(",")[0].lower()
+
+    def has(self, name: str) -> bool:
+        """Return whether the cell has a setting: ``NAME``, or ``METHOD:NAME`` if it is of that method."""
+        method, _, setting = name.rpartition(":")
+        return method in ("", self.method) and has_setting(self.config.method, setting)
+
+    def value(self, name: str) -> Any:
+        """Return the value of a setting that the cell has."""
+        setting = name.rpartition(":")[2]
+        if setting in field_types():
+            return getattr(self.config, setting)
+        return self.config.options.get(setting, method_options(self.config.method)[setting].default)
 
 
 @dataclass(frozen=True)
@@ -126,6 +139,46 @@ def select_methods(recipes: Sequence[Recipe], methods: Sequence[str] | None) -> 
     return [recipe.select(methods=names) for recipe, names in selected if names]
 
 
+def cells_with(recipes: Sequence[Recipe], name: str) -> list[RecipeCell]:
+    """Return the cells that have a setting: ``NAME``, or ``METHOD:NAME`` for those of one method.
+
+    Raises:
+        ConfigError: If there are none.
+    """
+    cells = [cell for recipe in recipes for cell in recipe.cells if cell.has(name)]
+    if not cells:
+        names = ", ".join(recipe.name for recipe in recipes)
+        methods = ", ".join(sorted({method for recipe in recipes for method in recipe.methods}))
+        raise ConfigError(f"--set: no cell of {names} has {name!r}; methods: {methods}")
+    return cells
+
+
+def parse_changes(texts: Sequence[str], recipes: Sequence[Recipe]) -> dict[str, Any]:
+    """Parse ``NAME=VALUE`` and ``METHOD:NAME=VALUE``, with the paper's name of the method.
+
+    Raises:
+        ConfigError: If the syntax is wrong, a name is given twice, or no cell of the recipes has it.
+
+    Example:
+        >>> parse_changes(["batch-size=128", "tsam:rho=0.2"], [find_recipe("samples")])
+        {'batch_size': 128, 'tsam:rho': 0.2}
+    """
+    changes: dict[str, Any] = {}
+    for text in texts:
+        name, equals, value = (part.strip() for part in text.partition("="))
+        name = name.replace("-", "_")
+        if not equals:
+            raise ConfigError(f"--set must be NAME=VALUE or METHOD:NAME=VALUE, got {text!r}")
+        if name in changes:
+            raise ConfigError(f"--set: {name} must be given once")
+        method = cells_with(recipes, name)[0].config.method
+        try:
+            changes[name] = parse_setting(name.rpartition(":")[2], value, method)
+        except ConfigError as error:
+            raise ConfigError(f"--set {name}: {error}") from None
+    return changes
+
+
 def _cells(
     column: str, methods: Sequence[str], printed: dict[str, tuple[PaperNumber, ...]] | None = None
 ) -> list[RecipeCell]:
@@ -157,13 +210,16 @@ def glue() -> Recipe:
 
 
 def samples() -> Recipe:
-    """The number of samples s: SAM, and TSAM with 3 and 5."""
+    """The number of samples s: SAM, and TSAM with 1, 3 and 5.
+
+    The paper has no s = 1: that row is ours.
+    """
     cells = []
     for column, printed in numbers.SAMPLES.items():
         cells += _cells(column, ("sam",), printed)
-        for s in (3, 5):
+        for s in (1, 3, 5):
             config = column_config(column, "tsam", num_samples=s)
-            cells.append(RecipeCell(column, f"TSAM, s={s}", config, printed[f"s={s}"]))
+            cells.append(RecipeCell(column, f"TSAM, s={s}", config, printed.get(f"s={s}", ())))
     return Recipe("samples", "table:s", "scores", tuple(cells))
 
 

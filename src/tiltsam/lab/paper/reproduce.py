@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -21,7 +21,7 @@ from tiltsam.lab.devices import resolve_device
 from tiltsam.lab.errors import ConfigError, DataError, RecordError, TrainError
 from tiltsam.lab.files import file_digest, write_json
 from tiltsam.lab.flatness import PAPER_STDS, Flatness, FlatnessPlan, cross_runs, measure_runs, save_flatness
-from tiltsam.lab.paper.recipes import Recipe, RecipeCell
+from tiltsam.lab.paper.recipes import Recipe, RecipeCell, cells_with
 from tiltsam.lab.paper.settings import column_config, training_examples
 from tiltsam.lab.records import Record
 from tiltsam.lab.train import Progress
@@ -30,6 +30,18 @@ __all__ = ["Reproduction", "ReproductionPlan", "reproduce"]
 
 NUM_EXAMPLES = 5000  # training examples that neighbourhoods and eigenvalues are measured on
 NUM_DRAWS = 500  # perturbations per standard deviation, as in the authors' code
+
+# Settings that changes cannot set, and what to use instead.
+_USE_INSTEAD = {
+    "task": "NAME/COLUMN",
+    "method": "--methods",
+    "seed": "--seeds",
+    "device": "--device",
+    "precision": "--precision",
+    "epochs": "--scale",
+    "passes": "--scale",
+    "seconds": "--scale",
+}
 
 
 @dataclass(frozen=True)
@@ -43,12 +55,29 @@ class ReproductionPlan:
     """Fraction of the epochs, and of the examples and draws of a measurement; ``losses`` always uses all examples."""
     device: str = "auto"
     precision: Literal["fp32", "bf16"] = "fp32"
+    changes: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """New values of settings: by ``NAME`` for all cells that have it; by ``METHOD:NAME`` for those of one method, which
+    takes precedence."""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.scale) and 0 < self.scale <= 1):
             raise ConfigError(f"--scale must be in (0, 1], got {self.scale:g}")
         if self.seeds < 1:
             raise ConfigError(f"--seeds must be at least 1, got {self.seeds}")
+        for name in self.changes:
+            self._check_change(name)
+        for cell in self.recipe.cells if self.changes else ():
+            self.configs(cell)
+
+    def _check_change(self, name: str) -> None:
+        setting = name.rpartition(":")[2]
+        if setting in _USE_INSTEAD:
+            raise ConfigError(f"--set cannot change {setting}: use {_USE_INSTEAD[setting]}")
+        values: dict[tuple[str, str], Any] = {}
+        for cell in cells_with([self.recipe], name):
+            value = cell.value(name)
+            if values.setdefault((cell.column, cell.method), value) != value:
+                raise ConfigError(f"--set {name}: the rows of {cell.method} in {self.recipe.name} differ in {setting}")
 
     @property
     def num_examples(self) -> int:
@@ -65,7 +94,9 @@ class ReproductionPlan:
         epochs = cell.config.epochs * self.scale
         if math.isclose(epochs, round(epochs), rel_tol=1e-12):  # 200 · 0.07 is 14.000000000000002
             epochs = float(round(epochs))
-        config = replace(cell.config, epochs=epochs, device=self.device, precision=self.precision)
+        changes = sorted(self.changes.items(), key=lambda item: ":" in item[0])  # those of one method replace others
+        config = cell.config.with_settings({k.rpartition(":")[2]: v for k, v in changes if cell.has(k)})
+        config = replace(config, epochs=epochs, device=self.device, precision=self.precision)
         return [replace(config, seed=seed) for seed in range(self.seeds)]
 
     def names(self) -> dict[str, str]:
@@ -86,7 +117,15 @@ class ReproductionPlan:
             lines.append(f"not scaled: training examples, batch size, learning rate, samples, model{measured}")
         if self.precision != "fp32":
             lines.append(f"precision {self.precision} instead of fp32")
+        for name, value in self.changes.items():
+            cells = [c for c in self.recipe.cells if c.has(name) and f"{c.method}:{name}" not in self.changes]
+            if old := dict.fromkeys(_format(v) for cell in cells if (v := cell.value(name)) != value):
+                lines.append(f"{name.replace(':', ': ')} {', '.join(old)} → {_format(value)}")
         return lines
+
+
+def _format(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 @dataclass
@@ -97,8 +136,6 @@ class Reproduction:
     out: Path
     missing: dict[str, str] = field(default_factory=dict)
     """By column: why it was not run."""
-    data: dict[str, str] = field(default_factory=dict)
-    """By column: how its data differ from the published data set."""
     failed: dict[TrainConfig, str] = field(default_factory=dict)
     """By config: why training failed."""
     measured: list[dict[str, dict[str, Any]]] = field(default_factory=list)
@@ -111,6 +148,11 @@ class Reproduction:
         """Return the finished runs of a cell."""
         records = [Record.of(self.out, config) for config in self.plan.configs(cell)]
         return [record for record in records if record.result() is not None]
+
+    @property
+    def data(self) -> dict[str, str]:
+        """By column: how its data differ from the published data set."""
+        return {column: text for column in self.plan.recipe.columns if (text := _data_difference(self, column))}
 
     def results(self, cell: RecipeCell) -> list[dict[str, Any]]:
         """Return the final numbers of the finished runs of a cell."""
@@ -171,10 +213,6 @@ def reproduce(
                 raise
             for column in columns:  # now: the other columns may take days
                 notify(f"{column} is not run: {error}")
-        else:
-            for column in columns:
-                if difference := _data_difference(reproduction, column):
-                    reproduction.data[column] = difference
     if len(reproduction.missing) == len(recipe.columns):
         raise DataError(f"no column of {recipe.name} was run: the data of all of them is missing")
     if recipe.measured:
@@ -195,9 +233,10 @@ def _columns_by_data(recipe: Recipe) -> list[list[str]]:
 def _data_difference(reproduction: Reproduction, column: str) -> str:
     """Return how the data of a column differ from the published data set; empty if the steps per epoch agree."""
     for cell in reproduction.plan.recipe.cells:
+        config = reproduction.plan.configs(cell)[0]
         for result in reproduction.results(cell) if cell.column == column else ():
-            steps, published = round(result["steps"] / result["epoch"]), training_examples(cell.config)
-            expected = published // min(cell.config.batch_size, published)
+            steps, published = round(result["steps"] / result["epoch"]), training_examples(config)
+            expected = published // min(config.batch_size, published)
             if steps != expected:
                 return f"not the paper's data: steps per epoch {steps} instead of {expected}"
     return ""

@@ -26,7 +26,13 @@ LINES = (  # label, runs, color, style, y of the label
     ("TSAM, one sample", "tsam folder=cifar100-noisy/tsam-505f0fdf7a", "#1f9e89", "-", 64.0),
     ("SAM, example tilt", "sam folder=cifar100-noisy/sam-780a376491", "#3b6fb6", "--", 67.0),
     ("SGD, averaged", "erm folder=cifar100-noisy/erm-edf8d6d57b", "#d9822b", "-", 69.0),
-    ("SGD, averaged, example tilt", "erm example_tilt=-0.4 task=cifar100-noisy noise=null", "#b3262e", "-", 70.9),
+    (
+        "SGD, averaged, example tilt",
+        "erm example_tilt=-0.4 example_tilt_warmup=0.0 task=cifar100-noisy noise=null",
+        "#b3262e",
+        "-",
+        70.9,
+    ),
 )
 
 

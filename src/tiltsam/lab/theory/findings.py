@@ -214,7 +214,7 @@ def _theorems() -> Iterator[Finding]:
         "Theorem 3.6: prefers flatter",
         "if theta1 is t-sharper than theta2 at t, then L^t(theta1) - L^t(theta2) grows at t",
         f"a convex counterexample: variances {pair.var1:.3f} > {pair.var2:.3f}, but the difference decreases, "
-        f"{pair.slope:+.4f} (by the integral identity {pair.integral:+.4f}); sharper for all s <= t is required",
+        f"{pair.slope:+.4f} (by the integral identity {pair.integral:+.4f}); sharper at all tilts u <= t suffices",
         False,
     )
     best = statements.best_tilt(WAVE, 0.0, Ball(1.0), 1.0)

@@ -21,7 +21,7 @@ from tiltsam.lab.stats import mean_of
 HERE = Path(__file__).parent
 RECORDS = ("2026-11-15_noisy", "2026-11-17_two_tilts", "2026-11-18_two_tilts_cifar")
 LINES = (  # label, runs, color, style, y of the label
-    ("SGD", "erm folder=cifar100-noisy/erm-fa595bb385", "#8a8f98", "-", 56.5),
+    ("SGD (ERM)", "erm folder=cifar100-noisy/erm-fa595bb385", "#8a8f98", "-", 56.5),
     ("SAM", "sam folder=cifar100-noisy/sam-73af265261", "#3b6fb6", "-", 62.2),
     ("TSAM, one sample", "tsam folder=cifar100-noisy/tsam-505f0fdf7a", "#1f9e89", "-", 64.0),
     ("SAM, example tilt", "sam folder=cifar100-noisy/sam-780a376491", "#3b6fb6", "--", 67.0),

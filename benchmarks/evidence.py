@@ -382,6 +382,31 @@ def draw(rows: Sequence[tuple[str, Runs, Runs]], path: Path) -> None:
     plt.close(figure)
 
 
+def draw_flatness(path: Path) -> None:
+    """Draw the variance of the training loss under noise on the weights, and test accuracy against it at 0.01."""
+    import matplotlib.pyplot as plt
+
+    figure, (curves, scatter) = plt.subplots(1, 2, figsize=(10.5, 3.6), layout="constrained")
+    for color, (last, averaged) in enumerate(((ERM, ERM_AVERAGED), (SAM, SAM_AVERAGED), (TSAM1, TSAM_AVERAGED))):
+        for runs, style, name in ((last, "-o", ""), (averaged, "--s", ", averaged")):
+            measured = [run for run in select_runs(_finished(NOISY), runs.query).values() if "flatness" in run]
+            label = f"{('ERM', 'SAM', 'TSAM, s=1')[color]}{name} ({len(measured)})"
+            around = [run["flatness"]["neighborhood"] for run in measured]
+            stds = [std for std in around[0]["std"] if std <= 0.02]  # beyond, the loss exceeds that of guessing
+            variances = [sum(a["variance"][i] for a in around) / len(around) for i in range(len(stds))]
+            curves.plot(stds, variances, style, color=f"C{color}", markersize=4, label=label)
+            at, accuracy = variances[stds.index(0.01)], mean_of(list(runs.values("accuracy").values())).value
+            scatter.plot(at, accuracy, style[-1], color=f"C{color}")
+    curves.set(yscale="log", xlabel="standard deviation of the noise", ylabel="variance of the training loss")
+    curves.legend(fontsize=8, title="both panels; measured runs in brackets", title_fontsize=8)
+    scatter.set(xlabel="variance of the training loss at 0.01", ylabel="test accuracy, %", xlim=(0.0008, 0.0048))
+    for axes in (curves, scatter):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.25)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Print, and draw if asked to."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -395,6 +420,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(f"{label}: {', '.join(texts)} ({difference('accuracy', first, second).runs})")
         if args.figures is not None:
             draw(rows, args.figures / f"evidence_{name}.png")
+    if args.figures is not None:
+        draw_flatness(args.figures / "evidence_flatness.png")
     print(
         "\nsilenced examples: % of the wrong labels that are silenced, % of the silenced that are wrong, seed by seed"
     )

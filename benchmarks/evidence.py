@@ -373,7 +373,10 @@ def draw(rows: Sequence[tuple[str, Runs, Runs]], path: Path) -> None:
     labels = [f"{label} ({difference('accuracy', a, b).runs})" for label, a, b in rows]
     axes.set_yticks(range(len(rows)), labels, fontsize=8)
     axes.set(ylim=(len(rows) - 0.5, -1.4))
-    axes.set_xlabel("difference in test score, points, with its 95% interval; number of seeds in brackets", fontsize=8)
+    axes.set_xlabel(
+        "difference in test score, points (right of 0: the first is better), with its 95% interval; seeds in brackets",
+        fontsize=8,
+    )
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
     axes.tick_params(axis="x", labelsize=8)

@@ -532,10 +532,11 @@ def _compare(args: argparse.Namespace) -> None:
     print_table(f"{config.task}: {_seeds(args.seeds)}, mean ± standard error", format_rows(rows))
     if config.reestimate_batchnorm:
         print("BatchNorm statistics, if any, were re-estimated before each evaluation.")
-    folders = [Record.of(args.out, run).folder for runs in cells.values() for run in runs]
-    task_folder = folders[0].parents[1]
+    entries = {Record.of(args.out, run).folder: name for name, runs in cells.items() for run in runs}
+    task_folder = next(iter(entries)).parents[1]
     print(f"runs: {task_folder}")
-    print(write_report(folders, task_folder / "report", compare_settings=True).message())
+    report = write_report(list(entries), task_folder / "report", compare_settings=True, entries=entries)
+    print(report.message())
     if not any(row.runs for row in rows):
         raise UserError("all runs failed")
 

@@ -311,10 +311,10 @@ def test_find_runs_gives_unique_names(tmp_path):
     configs = [TrainConfig(method="sam", options={"rho": rho}, seed=seed) for rho in (0.05, 0.2) for seed in (0, 1)]
     for config in (*configs, TrainConfig(method="erm")):
         Record.of(tmp_path / "a", config).begin(config, torch.device("cpu"))
-    names = ["erm seed 0", *(f"sam rho={rho} seed {seed}" for rho in (0.05, 0.2) for seed in (0, 1))]
+    names = ["erm seed 0", *(f"sam:rho={rho} seed {seed}" for rho in (0.05, 0.2) for seed in (0, 1))]
     found = find_runs([tmp_path])
     assert list(found) == names
-    assert list(dict.fromkeys(map(setting_name, found))) == ["erm", "sam rho=0.05", "sam rho=0.2"]
+    assert list(dict.fromkeys(map(setting_name, found))) == ["erm", "sam:rho=0.05", "sam:rho=0.2"]
     assert all(found[name].config() == config for name, config in zip(names[1:], configs, strict=True))
     Record.of(tmp_path / "b", configs[0]).begin(configs[0], torch.device("cpu"))  # the same once more
     again = find_runs([tmp_path])

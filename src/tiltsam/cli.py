@@ -479,7 +479,8 @@ def _train(args: argparse.Namespace) -> None:
                 print(f"tiltsam train: {remark}", file=sys.stderr, flush=True)
             display = held.enter_context(RunDisplay())
             report = partial(display.report, config)
-            callbacks = {"loading": display.loading, "report": report, "tick": report}
+            setup = partial(display.setup, config)
+            callbacks = {"loading": display.loading, "setup": setup, "report": report, "tick": report}
         result = train(
             config,
             record,
@@ -525,6 +526,7 @@ def _compare(args: argparse.Namespace) -> None:
             args.out,
             data=data_loader(args.data_root, download=args.download, progress=display.loading),
             log=args.log,
+            setup=display.setup,
             report=display.report,
             tick=display.report,
             failed=lambda run, error: display.print(f"{display.name(run)}: {error}"),

@@ -140,6 +140,13 @@ class Record:
         environment = describe_environment(device) | ({"data": data} if data else {})
         write_json(self.folder / "environment.json", environment)
 
+    def setup(self) -> dict[str, Any]:
+        """Return what is trained on what, as ``setup.json`` has it; empty if the file is missing or damaged."""
+        try:
+            return _read_json(self.folder / "setup.json")
+        except RecordError:
+            return {}
+
     def environment(self) -> dict[str, Any]:
         """Return the environment that the run was last started in; empty if there is none.
 

@@ -235,6 +235,16 @@ def test_sharpness_prints_means_over_seeds(copied, capsys):
     assert loss.count("±") == 1
 
 
+def test_sharpness_figures_are_in_the_folder_of_the_runs(copied, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert main(["sharpness", str(copied), "--examples", "40", "--samples", "2"]) == 0
+    out = capsys.readouterr().out
+    assert f"wrote {copied / 'flatness' / 'neighborhood.png'}" in out
+    assert not (tmp_path / "flatness").exists()
+    assert "worst case: largest rise of the loss within a radius of 0.05; adaptive: within 0.5" in out
+    assert "to add it to the report, run the same tiltsam compare again" in out.splitlines()[-1]
+
+
 def test_sharpness_saves_each_run_before_the_next(copied, monkeypatch, capsys):
     loaded = []
 

@@ -541,7 +541,7 @@ def test_locked_run_is_refused(tmp_path, capsys):
         (["compare", "digits", "--methods", "adam:rho=5"], "unknown method 'adam'"),
         (["compare", "digits", "--methods", "sam:rho"], "got 'sam:rho"),
         (["compare", "digits", "--methods", "sam:rho=1,rho=2"], "got 'sam:rho"),
-        (["compare", "digits", "--methods", "sam:rho=big"], "'sam:rho=big': rho: 'big' is not a float"),
+        (["compare", "digits", "--methods", "sam:rho=big"], "'sam:rho=big': rho must be a number, got 'big'"),
         (["compare", "digits", "--methods", "sam:lr=nan"], "lr must be > 0, got nan"),
         (["compare", "digits", "--methods", "sam:rho=-1"], "rho must be a finite number >= 0, got -1.0"),
         (["compare", "digits", "--methods", "sam:rhoo=1"], "'sam:rhoo=1': sam has no rhoo; its options: rho"),

@@ -775,8 +775,8 @@ def _sharpness(args: argparse.Namespace) -> None:
     )
     for path in write_figures(flats, args.out) if figures else ():
         print(f"wrote {path}")
-    again = "run the same tiltsam compare again, which reuses finished runs"
-    print(f"saved as flatness.json in each run's folder; to add it to the report, {again}, or tiltsam report")
+    again = f"run the same tiltsam compare again, which reuses finished runs, or tiltsam report {args.runs[0]}"
+    print(f"saved as flatness.json in each run's folder; to add it to the report, {again}")
 
 
 def _tasks(args: argparse.Namespace) -> None:

@@ -547,7 +547,7 @@ def test_locked_run_is_refused(tmp_path, capsys):
         (["compare", "digits", "--methods", "sam:rhoo=1"], "'sam:rhoo=1': sam has no rhoo; its options: rho"),
         (["compare", "digits", "--methods", "erm", "sam", "--t", "5"], "t is not a setting of erm, sam"),
         (["compare", "digits", "--methods", "sam:seed=1"], "seed cannot be set for a single method"),
-        (["compare", "digits", "--methods", "sam:average=yes"], "average: must be one of true, false, got 'yes'"),
+        (["compare", "digits", "--methods", "sam:average=yes"], "average must be one of true, false, got 'yes'"),
         (
             ["compare", "digits", "--methods", "tsam:sampler=x"],
             "got 'x'",

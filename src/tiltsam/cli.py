@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import inspect
 import math
 import os
@@ -84,7 +85,7 @@ def build_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.Argument
     demo = commands.add_parser(
         "demo",
         help="compare seven methods on digits with wrong labels, in minutes",
-        description="Train seven methods on digits with 20%% wrong labels and the same number of passes (TSAM with "
+        description="Train seven methods on digits with 20% wrong labels and the same number of passes (TSAM with "
         "one and with three samples), compare them, and write a report. The same command resumes.",
         epilog="example: tiltsam demo --passes 600",
     )
@@ -119,7 +120,11 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         arguments[1:1] = _read_arguments(Path(file))  # first, so that other arguments win
     args, unknown = parser.parse_known_args(arguments)
     if unknown:  # print the usage of the command, not that of tiltsam
-        commands[args.command].error(f"unrecognized arguments: {' '.join(unknown)}")
+        command = commands[args.command]
+        flags = [flag.partition("=")[0] for flag in unknown if flag.startswith("--")]
+        close = [difflib.get_close_matches(flag, command._option_string_actions, 1) for flag in flags]
+        hint = f"; did you mean {' and '.join(found[0] for found in close)}?" if close and all(close) else ""
+        command.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     return args
 
 
@@ -213,7 +218,7 @@ def _add_lab(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         "sharpness",
         help="measure the flatness of trained models",
         description="Measure the flatness of trained runs: neighbourhood, worst case, Hessian.",
-        epilog="example: tiltsam sharpness runs/digits --out flatness",
+        epilog="example: tiltsam sharpness runs/digits",
     )
     sharpness.add_argument(
         "runs", nargs="+", type=Path, metavar="RUN", help="folders of runs, or folders that contain runs"
@@ -229,9 +234,7 @@ def _add_lab(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     sharpness.add_argument(
         "--data-root", type=Path, metavar="DIR", help="folder of the data sets (default: $TILTSAM_DATA, or data)"
     )
-    sharpness.add_argument(
-        "--out", type=Path, default=Path("flatness"), help="folder of the figures (default: %(default)s)"
-    )
+    sharpness.add_argument("--out", type=Path, help="folder of the figures (default: flatness, in the first RUN)")
     sharpness.add_argument("--no-figures", action="store_true", help="print the table only")
     sharpness.set_defaults(run=_sharpness)
 
@@ -283,16 +286,17 @@ def _add_reproduce(commands: argparse._SubParsersAction[argparse.ArgumentParser]
 
     parser = commands.add_parser(
         "reproduce",
-        help="run a table or figure of the paper and compare with its numbers",
+        help="run an experiment of the paper and compare with its numbers; or two-tilts, one of our own",
         description="Run a table or figure of the paper's experiments and print our numbers next to the paper's, as "
-        "mean ± standard error over seeds. Finished runs are reused: to resume, run the same command again.",
+        "mean ± standard error over seeds; or two-tilts, an experiment of our own with tilts over examples on digits, "
+        "which takes minutes on a CPU. Finished runs are reused: to resume, run the same command again.",
         epilog="examples: tiltsam reproduce --list; tiltsam reproduce samples/cifar100-resnet18 --scale 0.1 --seeds 2",
     )
     parser.add_argument(
         "name",
         nargs="?",
-        metavar="TABLE-OR-FIGURE",
-        help="a name printed by --list, or NAME/COLUMN for one of its columns",
+        metavar="NAME",
+        help="a name printed by --list, or NAME/PART, as in images/dtd-wrn or two-tilts/noise-0.2",
     )
     parser.add_argument("--list", action="store_true", help="list all names with their cost in passes")
     parser.add_argument(
@@ -479,7 +483,8 @@ def _train(args: argparse.Namespace) -> None:
                 print(f"tiltsam train: {remark}", file=sys.stderr, flush=True)
             display = held.enter_context(RunDisplay())
             report = partial(display.report, config)
-            callbacks = {"loading": display.loading, "report": report, "tick": report}
+            setup = partial(display.setup, config)
+            callbacks = {"loading": display.loading, "setup": setup, "report": report, "tick": report}
         result = train(
             config,
             record,
@@ -525,6 +530,7 @@ def _compare(args: argparse.Namespace) -> None:
             args.out,
             data=data_loader(args.data_root, download=args.download, progress=display.loading),
             log=args.log,
+            setup=display.setup,
             report=display.report,
             tick=display.report,
             failed=lambda run, error: display.print(f"{display.name(run)}: {error}"),
@@ -532,10 +538,11 @@ def _compare(args: argparse.Namespace) -> None:
     print_table(f"{config.task}: {_seeds(args.seeds)}, mean ± standard error", format_rows(rows))
     if config.reestimate_batchnorm:
         print("BatchNorm statistics, if any, were re-estimated before each evaluation.")
-    folders = [Record.of(args.out, run).folder for runs in cells.values() for run in runs]
-    task_folder = folders[0].parents[1]
+    entries = {Record.of(args.out, run).folder: name for name, runs in cells.items() for run in runs}
+    task_folder = next(iter(entries)).parents[1]
     print(f"runs: {task_folder}")
-    print(write_report(folders, task_folder / "report", compare_settings=True).message())
+    report = write_report(list(entries), task_folder / "report", compare_settings=True, entries=entries)
+    print(report.message())
     if not any(row.runs for row in rows):
         raise UserError("all runs failed")
 
@@ -610,8 +617,9 @@ def _reproduce(args: argparse.Namespace) -> None:
     from tiltsam.lab.paper.reproduce import Reproduction, ReproductionPlan, reproduce
     from tiltsam.lab.paper.tables import print_header, print_results, write_numbers
     from tiltsam.lab.report import write_report
+    from tiltsam.lab.two_tilts import NAME, SEEDS, STUDIES, restrict_methods
 
-    if args.name and args.name.partition("/")[0] == "two-tilts":
+    if args.name and args.name.partition("/")[0] == NAME:
         _two_tilts(args)
         return
     if args.name:
@@ -619,8 +627,7 @@ def _reproduce(args: argparse.Namespace) -> None:
     elif args.list:
         recipes = select_methods([make() for make in RECIPES.values()], args.methods)
     else:
-        names = ", ".join((*RECIPES, "two-tilts"))
-        raise UserError(f"pass the name of a table or figure: {names} (see: tiltsam reproduce --list)")
+        raise UserError(f"pass a name: {', '.join((*RECIPES, NAME))} (see: tiltsam reproduce --list)")
     seeds = 3 if args.seeds is None else args.seeds
     changes = parse_changes(args.changes, recipes)
     plans = []
@@ -628,9 +635,8 @@ def _reproduce(args: argparse.Namespace) -> None:
         own = {name: value for name, value in changes.items() if any(cell.has(name) for cell in recipe.cells)}
         plans.append(ReproductionPlan(recipe, seeds, args.scale, args.device, args.precision, own))
     if args.list:
-        print_costs(plans)
-        if not args.name:
-            print("two-tilts, an experiment of our own on digits, takes minutes on a CPU: docs/example-tilt.md")
+        ours = [] if args.name or changes else list(STUDIES.values())
+        print_costs(plans, restrict_methods(ours, args.methods), SEEDS if args.seeds is None else args.seeds)
         return
     if args.workers != 1:
         raise UserError(f"--workers must be 1 for {args.name}, got {args.workers}: start the command several times")
@@ -662,20 +668,20 @@ def _reproduce(args: argparse.Namespace) -> None:
 
 
 def _two_tilts(args: argparse.Namespace) -> None:
-    with _optuna_hint("reproduce two-tilts"):
-        from tiltsam.lab.two_tilts import PASSES, num_runs, result_rows, run_study, select_studies
     from tiltsam.lab.console import SweepDisplay, format_markdown, print_table
     from tiltsam.lab.report import write_report
+    from tiltsam.lab.two_tilts import SEEDS, cost_rows, num_runs, result_rows, run_study, select_studies
 
     if args.changes or args.finished:
         raise UserError(f"{args.name} does not take {'--set' if args.changes else '--finished'}")
-    seeds = 5 if args.seeds is None else args.seeds
+    seeds = SEEDS if args.seeds is None else args.seeds
     studies = select_studies(args.name, args.methods)
     if args.list:
-        runs = {f"two-tilts/{study.name}": num_runs(study, seeds) for study in studies}
-        rows = [[name, f"{number}", f"{number * PASSES * args.scale:,.0f}"] for name, number in runs.items()]
+        rows = cost_rows(studies, seeds, args.scale)
         print_table(f"seeds {seeds}, scale {args.scale:g}", [["name", "runs", "training passes"], *rows])
         return
+    with _optuna_hint("reproduce two-tilts"):
+        import tiltsam.lab.sweep  # noqa: F401
     print(f"{sum(num_runs(study, seeds) for study in studies)} runs; the same command resumes", flush=True)
     folder = args.out / "reproduced" / args.name.replace("/", "-")
     text, sweeps = "", []
@@ -729,6 +735,8 @@ def _sharpness(args: argparse.Namespace) -> None:
     if not (math.isfinite(args.t) and args.t >= 0):
         raise UserError(f"--t must be a finite number of at least 0, got {args.t:g}")
 
+    args.out = args.runs[0] / "flatness" if args.out is None else args.out
+
     def skipped(message: str) -> None:
         print(f"skipped: {message}", flush=True)
 
@@ -761,9 +769,14 @@ def _sharpness(args: argparse.Namespace) -> None:
     several = len({flat.name for flat in settings}) < len(settings)
     errors = "mean ± standard error over seeds" if several else "± standard error of the measurement"
     print_table(f"flatness, {errors}", flatness_cells(settings))
-    print("saved as flatness.json in each run's folder, for tiltsam report")
+    print(
+        f"worst case: largest rise of the loss within a radius of {plan.rho:g}; adaptive: within {plan.adaptive_rho:g} "
+        f"relative to each weight; t-mean, t-variance: weighted by exp(t·loss), t = {plan.t:g}, under noise"
+    )
     for path in write_figures(flats, args.out) if figures else ():
         print(f"wrote {path}")
+    again = f"run the same tiltsam compare again, which reuses finished runs, or tiltsam report {args.runs[0]}"
+    print(f"saved as flatness.json in each run's folder; to add it to the report, {again}")
 
 
 def _tasks(args: argparse.Namespace) -> None:

@@ -156,3 +156,14 @@ def test_compare_takes_a_users_method(tmp_path, monkeypatch, capsys):
     errors = capsys.readouterr().err
     assert "vasso has no eta; its options: rho, rate" in errors
     assert "unknown method 'stranger': one of erm, sam, " in errors
+
+
+def test_compare_report_names_entries_as_typed(tmp_path):
+    typed = ["erm", "erm:average=true,example_tilt=-0.4"]
+    command = ["compare", "digits", "--epochs", "0.2", "--seeds", "1", "--out", str(tmp_path), "--methods", *typed]
+    assert main(command) == 0
+    report = tmp_path / "digits" / "report"
+    lead = re.search('<p class="lead">(.*?)</p>', (report / "report.html").read_text()).group(1)
+    assert all(name in lead for name in typed)
+    assert "Plain" not in lead
+    assert (report / "tables" / "methods.md").read_text().count("not tuned") == 2

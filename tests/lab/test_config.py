@@ -237,3 +237,9 @@ def test_task_path_is_normalised():
         assert TrainConfig(f"images:{path}") == config
     for task in ("digits", "images:", "images:../cats", "images:a/../cats", "images:/photos/cats", "images:~/cats"):
         assert TrainConfig(task).task == task
+
+
+@pytest.mark.parametrize(("typed", "meant"), [("samm", "sam"), ("SAM", "sam"), ("TSAM", "tsam"), ("asm", "asam")])
+def test_unknown_method_suggests_the_nearest(typed, meant):
+    with pytest.raises(ConfigError, match=rf"unknown method '{typed}': did you mean {meant}\? one of erm, "):
+        TrainConfig(method=typed)

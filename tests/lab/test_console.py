@@ -47,6 +47,30 @@ def test_run_display_shows_loss_score_speed_and_time_left(terminal, capsys):
     assert "loss" not in out
 
 
+def test_run_display_prints_the_setup_once(terminal, capsys):
+    setup = {"num_train": 1078, "num_validation": 120, "num_test": 599, "num_classes": 10, "noise": 0.2}
+    setup |= {"model": "mlp", "num_parameters": 70_403}
+    with RunDisplay() as screen:
+        for seed in (0, 1):
+            screen.setup(TrainConfig(seed=seed), setup)
+        screen.setup(TrainConfig("npz:a.npz"), {"num_train": "?", "num_classes": 1, "num_test": 9, "model": "mlp"})
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines() if "examples" in line]
+    assert lines == [
+        "digits: 1,078 train, 120 validation, 599 test examples; 10 classes; 20% of the labels wrong; mlp, 70,403 "
+        "parameters",
+        "npz:a.npz: 9 test examples; a regression; mlp",
+    ]
+
+
+def test_commands_first_print_what_is_trained(tmp_path, capsys):
+    train_it = ["train", "digits", "--method", "erm", "--epochs", "0.2", "--noise", "0", "--out", str(tmp_path)]
+    compare_it = ["compare", *train_it[1:2], "--methods", "erm", "--seeds", "1", *train_it[4:]]
+    for command in (train_it, compare_it, train_it):  # the run of the others is finished
+        assert main(command) == 0
+        first = capsys.readouterr().out.splitlines()[0]
+        assert first.startswith("digits: 1,078 train, 120 validation, 599 test examples; 10 classes; mlp, ")
+
+
 def test_print_table_breaks_no_word_on_a_narrow_terminal(monkeypatch, capsys):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "60")

@@ -6,6 +6,7 @@ import pytest
 
 import tiltsam
 from helpers.vasso import VaSSO
+from tiltsam.cli import build_parser, main
 from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.errors import ConfigError
 from tiltsam.lab.flags import add_arguments, from_arguments, given, parse_method, shared_settings
@@ -48,7 +49,7 @@ def test_parse_method_reads_values_by_annotation(monkeypatch):
     assert parse_method(text) == {"method": "tsam", **values}
     with pytest.raises(ConfigError, match="slow has no t; its options: rho, rate"):
         parse_method("slow:t=1")
-    with pytest.raises(ConfigError, match=r"'2\.5' is not an int"):
+    with pytest.raises(ConfigError, match=r"num_samples must be an integer, got '2\.5'"):
         parse_method("tsam:num_samples=2.5")
 
 
@@ -121,3 +122,35 @@ def test_flags_refuse_other_types(capsys):
         with pytest.raises(SystemExit):
             parsed(*flags)
         assert flags[1] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (["train", "digits", "--ephocs", "3"], "unrecognized arguments: --ephocs 3; did you mean --epochs?"),
+        (["compare", "digits", "--ephocs=3", "--seed", "1"], "--ephocs=3 --seed 1; did you mean --epochs and --seeds?"),
+        (["train", "digits", "--zzz"], "unrecognized arguments: --zzz"),
+        (["train", "digits", "--passes", "abc"], "argument --passes: must be a number, got 'abc'"),
+        (["train", "digits", "--batch-size", "2.5"], "argument --batch-size: must be an integer, got '2.5'"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_mistakes_in_flags_are_explained(arguments, error, capsys):
+    with pytest.raises(SystemExit):
+        main(arguments)
+    assert capsys.readouterr().err.rstrip().endswith(error)
+
+
+def test_help_has_no_double_percent_signs(capsys):
+    for command in build_parser()[1]:
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+    assert "%%" not in capsys.readouterr().out
+
+
+def test_help_of_reproduce_names_two_tilts_as_ours(capsys):
+    with pytest.raises(SystemExit):
+        main(["reproduce", "two-tilts", "--help"])
+    out = " ".join(capsys.readouterr().out.split())
+    assert "TABLE-OR-FIGURE" not in out
+    assert "two-tilts, an experiment of our own" in out

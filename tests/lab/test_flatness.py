@@ -235,6 +235,16 @@ def test_sharpness_prints_means_over_seeds(copied, capsys):
     assert loss.count("±") == 1
 
 
+def test_sharpness_figures_are_in_the_folder_of_the_runs(copied, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert main(["sharpness", str(copied), "--examples", "40", "--samples", "2"]) == 0
+    out = capsys.readouterr().out
+    assert f"wrote {copied / 'flatness' / 'neighborhood.png'}" in out
+    assert not (tmp_path / "flatness").exists()
+    assert "worst case: largest rise of the loss within a radius of 0.05; adaptive: within 0.5" in out
+    assert "to add it to the report, run the same tiltsam compare again" in out.splitlines()[-1]
+
+
 def test_sharpness_saves_each_run_before_the_next(copied, monkeypatch, capsys):
     loaded = []
 
@@ -311,10 +321,10 @@ def test_find_runs_gives_unique_names(tmp_path):
     configs = [TrainConfig(method="sam", options={"rho": rho}, seed=seed) for rho in (0.05, 0.2) for seed in (0, 1)]
     for config in (*configs, TrainConfig(method="erm")):
         Record.of(tmp_path / "a", config).begin(config, torch.device("cpu"))
-    names = ["erm seed 0", *(f"sam rho={rho} seed {seed}" for rho in (0.05, 0.2) for seed in (0, 1))]
+    names = ["erm seed 0", *(f"sam:rho={rho} seed {seed}" for rho in (0.05, 0.2) for seed in (0, 1))]
     found = find_runs([tmp_path])
     assert list(found) == names
-    assert list(dict.fromkeys(map(setting_name, found))) == ["erm", "sam rho=0.05", "sam rho=0.2"]
+    assert list(dict.fromkeys(map(setting_name, found))) == ["erm", "sam:rho=0.05", "sam:rho=0.2"]
     assert all(found[name].config() == config for name, config in zip(names[1:], configs, strict=True))
     Record.of(tmp_path / "b", configs[0]).begin(configs[0], torch.device("cpu"))  # the same once more
     again = find_runs([tmp_path])

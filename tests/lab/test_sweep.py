@@ -134,8 +134,8 @@ MISTAKES = [
     (["--grid", "lr=0.1", "--heartbeat", "0"], "got 0"),
     (["--grid", "lr=0.1", "--validation", "0"], "got 0"),
     (["--grid", "lr=0.1", "--final-epochs", "0"], "got 0"),
-    (["--grid", "epochs=1,2", "--final-epochs", "3"], "--final-epochs"),
-    (["--grid", "lr=0.1", "--methods", "erm:epochs=2", "--final-epochs", "3"], "--final-epochs"),
+    (["--grid", "epochs=1,2", "--final-epochs", "3"], "final_epochs"),
+    (["--grid", "lr=0.1", "--methods", "erm:epochs=2", "--final-epochs", "3"], "final_epochs"),
     (["--grid", "lr=0.1", "--storage", "here"], "--storage"),
     (["--grid", "lr=0.1", "--storage", "cobol://h/d"], "cobol"),
     (["--grid", "lr=0.1", "--storage", "sqlite://"], "sqlite:///FILE"),
@@ -204,7 +204,7 @@ def test_choose_by_balanced_accuracy(tmp_path):
     assert [t.value for t in row.trials] == [1 - run.result()["validation_balanced_accuracy"] for run in runs]
     np.savez(tmp_path / "a.npz", x=np.random.default_rng(0).normal(size=(40, 2)), y=np.arange(40) / 7)
     regression = replace(config, task=f"npz:{tmp_path / 'a.npz'}")
-    with pytest.raises(ConfigError, match="--choose-by balanced needs a classification"):
+    with pytest.raises(ConfigError, match="choose_by='balanced' needs a classification"):
         sweep(regression, ["erm"], RATES, tmp_path, choose_by="balanced", seeds=0)
 
 
@@ -237,7 +237,15 @@ def test_entries_get_equal_trials(tmp_path, fake):
     assert first == second  # entries with the same grid try the same points
     result = sweep(SMALL, ["erm", "sam"], grid, tmp_path, seeds=1)
     assert [len(row.trials) for row in result.entries] == [3, 9]
-    assert result.notes[0] == "erm: its grid allows 3 of 9 trials"
+    assert result.notes[0] == "erm: its grid allows 3 of 9 trials; add values: --grid erm:lr=…"
+
+
+def test_uneven_coverage_of_grids_is_noted():
+    _, (note,) = make_entries(SMALL, ["erm", "sam", "tsam"], PAPER, 7, "grid")
+    sam, tsam = (f"{name}: tries 7 of the {size} points of its grid" for name, size in (("sam", 42), ("tsam", 420)))
+    assert note.startswith(f"{sam}; {tsam}; erm: all 7 (fairer: ")
+    assert make_entries(SMALL, ["sam"], PAPER, 7, "grid")[1] == []
+    assert make_entries(SMALL, ["erm", "sam"], PAPER, 7, "random")[1] == []
 
 
 def test_trial_value_is_the_mean_over_seeds(tmp_path, fake):
@@ -245,6 +253,32 @@ def test_trial_value_is_the_mean_over_seeds(tmp_path, fake):
     result = sweep(SMALL, ["erm"], RATES, tmp_path, trial_seeds=3, seeds=0)
     assert sorted(t.value for t in result.entries[0].trials) == pytest.approx([1.01, 1.03, 1.1])
     assert Counter(run.seed for run in fake.runs) == {0: 3, 1: 3, 2: 3}
+
+
+def test_score_is_that_of_the_metric(tmp_path, fake, monkeypatch):
+    """Whatever the order of the numbers of an epoch."""
+    made = fake.__call__
+
+    def reordered(*args, **options):
+        return {"validation_ece": 0.9, **made(*args, **options)}
+
+    monkeypatch.setattr("tiltsam.lab.sweep.train", reordered)
+    fake.accuracy = lambda config: config.lr
+    (row,) = sweep(SMALL, ["erm"], RATES, tmp_path, choose_by="score", seeds=0).entries
+    assert sorted(trial.value for trial in row.trials) == pytest.approx([0.9, 0.97, 0.99])
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"seeds": -1}, {"trial_seeds": 0}, {"workers": 0}, {"heartbeat": 0}, {"final_passes": 0.0}],
+    ids=lambda arguments: next(iter(arguments)),
+)
+def test_sweep_errors_name_the_argument(arguments, tmp_path):
+    ((name, value),) = arguments.items()
+    with pytest.raises(ConfigError, match=rf"^{name} must be .*, got {value:g}$"):
+        sweep(SMALL, ["erm"], RATES, tmp_path, **arguments)
+    with pytest.raises(ConfigError, match=r"^validation must be > 0"):
+        sweep(replace(SMALL, validation=0.0), ["erm"], RATES, tmp_path)
 
 
 def test_search_stores_no_test_numbers(tmp_path, fake):
@@ -275,7 +309,10 @@ def test_edges_are_noted(tmp_path, fake):
     grid = {"lr": (0.01, 0.03), "num_samples": (1, 3), "radius": (None, 1.0)}
     result = sweep(SMALL, ["tsam"], grid, tmp_path, seeds=0)
     assert result.entries[0].edges() == {"lr": "smallest"}
-    assert result.notes == ["tsam: lr=0.01 is the smallest value of its grid"]
+    assert result.notes == ["tsam: lr=0.01 is the smallest value of its grid; a smaller one may be better"]
+    fake.loss = lambda config: -config.lr
+    result = sweep(SMALL, ["erm"], {"lr": (0.01, 0.03)}, tmp_path, seeds=0)
+    assert result.notes == ["erm: lr=0.03 is the largest value of its grid; a larger one may be better"]
     result = sweep(SMALL, ["erm"], {"lr": Range(0.01, 1.0)}, tmp_path, sampler="random", trials=2, seeds=0)
     assert (result.entries[0].edges(), result.notes) == ({}, [])
 

@@ -80,6 +80,7 @@ def compare(
     *,
     data: Callable[[TrainConfig], Data] | None = None,
     log: TrackerName | None = None,
+    setup: Callable[[TrainConfig, dict[str, Any]], None] = lambda config, setup: None,
     report: Callable[[TrainConfig, Progress], None] = lambda config, progress: None,
     tick: Callable[[TrainConfig, Progress], None] = lambda config, progress: None,
     failed: Callable[[TrainConfig, TrainError], None] = lambda config, error: None,
@@ -95,6 +96,7 @@ def compare(
         out: Folder of the records.
         data: Returns the data of a config; by default a :func:`tiltsam.lab.data.data_loader`.
         log: Also write the metrics to this tracker.
+        setup: Called before each run with what is trained on what; see :func:`tiltsam.lab.train.train`.
         report: Called after every epoch.
         tick: Called about twice a second within an epoch.
         failed: Called when a run fails; the others continue.
@@ -127,6 +129,7 @@ def compare(
                         record,
                         data=data,
                         log=log,
+                        setup=partial(setup, config),
                         report=partial(report, config),
                         tick=partial(tick, config),
                     )

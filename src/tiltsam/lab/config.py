@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import hashlib
 import inspect
 import json
@@ -38,7 +39,7 @@ __all__ = [
 COMPARED = ("erm", "sam", "asam", "esam2", "pgn", "rsam", "tsam")
 """The methods that are compared by default: the paper's, and ASAM."""
 
-TILT_HAS_NO_EFFECT = "one sample, so t has no effect: pass --num-samples 3"
+TILT_HAS_NO_EFFECT = "one sample, so t has no effect: set num_samples to 3 or more"
 
 _PLAIN = (bool, int, float, str, NoneType)  # what a setting can be
 
@@ -340,8 +341,10 @@ def method_options(method: str) -> Mapping[str, Parameter]:
         ['rho', 'eta']
     """
     if method not in tiltsam.METHODS:
-        hint = "; separate methods by spaces" if "," in method else ""
-        raise ConfigError(f"unknown method {method!r}: one of {', '.join(tiltsam.METHODS)}{hint}")
+        close = difflib.get_close_matches(method.lower(), tiltsam.METHODS, 1) if "," not in method else []
+        hint = f"did you mean {close[0]}? " if close else ""
+        separate = "; separate methods by spaces" if "," in method else ""
+        raise ConfigError(f"unknown method {method!r}: {hint}one of {', '.join(tiltsam.METHODS)}{separate}")
     return _options(tiltsam.METHODS[method])
 
 

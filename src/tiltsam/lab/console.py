@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from tiltsam.flatness.loss_surface import ProgressCallback
 from tiltsam.lab.config import TrainConfig
+from tiltsam.lab.records import is_number
 from tiltsam.lab.train import Progress
 
 if TYPE_CHECKING:
@@ -92,10 +93,18 @@ class RunDisplay(LiveDisplay):
     def __init__(self, names: Mapping[str, str] | None = None) -> None:
         super().__init__()
         self._names = names or {}
+        self._setups = set[str]()
 
     def name(self, config: TrainConfig) -> str:
         """Return the displayed name of a run."""
         return f"{self._names.get(config.key(), config.method)} seed {config.seed}"
+
+    def setup(self, config: TrainConfig, setup: Mapping[str, Any]) -> None:
+        """Print what is trained on what, unless it is the same as for an earlier run."""
+        line = f"{config.task}: {_describe_setup(setup)}"
+        if setup and line not in self._setups:
+            self._setups.add(line)
+            self.print(line)
 
     def report(self, config: TrainConfig, progress: Progress) -> None:
         """Show the progress of a run."""
@@ -111,6 +120,20 @@ class RunDisplay(LiveDisplay):
             self._line(f"{config.task} {name}  {100 * min(progress.done, 1):3.0f}%  {note}", last=progress.done >= 1)
         else:
             self._draw(name, min(progress.done, 1.0), 1.0, note)
+
+
+def _describe_setup(setup: Mapping[str, Any]) -> str:
+    """Return the content of ``setup.json`` as a line; what a damaged file lacks is left out."""
+    numbers = {name: value for name, value in setup.items() if is_number(value)}
+    splits = [f"{numbers[f'num_{s}']:,} {s}" for s in ("train", "validation", "test") if numbers.get(f"num_{s}")]
+    classes, noise, parameters = (numbers.get(name) for name in ("num_classes", "noise", "num_parameters"))
+    parts = [
+        f"{', '.join(splits)} examples" if splits else "",
+        "" if classes is None else "a regression" if classes == 1 else f"{classes} classes",
+        f"{noise:.0%} of the labels wrong" if noise else "",
+        f"{setup.get('model', '')}" + (f", {parameters:,} parameters" if parameters else ""),
+    ]
+    return "; ".join(part for part in parts if part)
 
 
 class SweepDisplay(LiveDisplay):

@@ -187,7 +187,7 @@ def parse_method(text: str) -> dict[str, Any]:
         try:
             settings[name] = parse_setting(name, value, method)
         except ConfigError as error:
-            raise ConfigError(f"{text!r}: {name}: {error}") from None
+            raise ConfigError(f"{text!r}: {name} {error}") from None
     return settings
 
 
@@ -244,5 +244,4 @@ def _parse(hint: Any, text: str) -> Any:
             return kind(text)
     if choices:
         raise ArgumentTypeError(f"must be one of {', '.join(choices)}, got {text!r}")
-    name = kinds_left[-1].__name__
-    raise ArgumentTypeError(f"{text!r} is not {'an' if name == 'int' else 'a'} {name}")
+    raise ArgumentTypeError(f"must be {'a number' if float in kinds_left else 'an integer'}, got {text!r}")

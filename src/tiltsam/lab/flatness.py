@@ -209,7 +209,7 @@ _RUN_ERRORS = (RecordError, ConfigError, ValueError, RuntimeError, OSError)
 
 
 def find_runs(paths: Sequence[Path], *, skipped: Callable[[str], Any] | None = None) -> dict[str, Record]:
-    """Return the runs in and below the folders, by unique names such as ``sam rho=0.2 seed 0``.
+    """Return the runs in and below the folders, by unique names such as ``sam:rho=0.2 seed 0``.
 
     Args:
         paths: The folders.
@@ -238,8 +238,8 @@ def setting_name(name: str) -> str:
     """Return a name that :func:`find_runs` gave without the seed: it is the same for all runs of a setting.
 
     Example:
-        >>> setting_name("sam rho=0.2 seed 0")
-        'sam rho=0.2'
+        >>> setting_name("sam:rho=0.2 seed 0")
+        'sam:rho=0.2'
     """
     return name.partition(" seed ")[0]
 

@@ -158,11 +158,29 @@ def make_entries(
         first = seen.setdefault(f"{entry.config.key()} {entry.space}", entry.name)
         if first != entry.name:
             raise ConfigError(f"{first} and {entry.name} are the same runs: leave one out")
-    notes = [f"{e.name}: its grid allows {e.trials} of {most} trials" for e in entries if e.trials < most]
+    notes = [
+        f"{e.name}: its grid allows {e.trials} of {most} trials"
+        + ("" if "lr" in fixed[e.name] else f"; add values: --grid {e.config.method}:lr=…")
+        for e in entries
+        if e.trials < most
+    ]
+    if sampler == "grid":
+        notes += _uneven_coverage(entries, sizes)
     for entry in entries:
         if ignored := [name for name in fixed[entry.name] if name in {n.rpartition(":")[2] for n in grid}]:
             notes.append(f"{entry.name}: sets {', '.join(ignored)} itself, the grid is not used")
     return entries, notes
+
+
+def _uneven_coverage(entries: Sequence[Entry], sizes: Mapping[str, float]) -> list[str]:
+    """Return a note if less than a quarter of the grid of an entry is tried while that of another is covered fully."""
+    few = [e for e in entries if 4 * e.trials < sizes[e.name]]
+    full = [e for e in entries if e.trials == sizes[e.name]]
+    if not few or not full:
+        return []
+    tried = [f"{e.name}: tries {e.trials} of the {sizes[e.name]:g} points of its grid" for e in few]
+    tried += [f"{e.name}: all {e.trials}" for e in full]
+    return [f"{'; '.join(tried)} (fairer: smaller grids, or more --trials)"]
 
 
 def _fixed_settings(text: str) -> dict[str, Any]:

@@ -27,7 +27,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from filelock import FileLock, Timeout
@@ -50,6 +50,7 @@ from tiltsam.lab.files import (
 
 __all__ = [
     "Record",
+    "SweepTestRun",
     "check_result",
     "code_digest",
     "describe_environment",
@@ -138,6 +139,13 @@ class Record:
         write_json(self.folder / "config.json", config.to_json())
         environment = describe_environment(device) | ({"data": data} if data else {})
         write_json(self.folder / "environment.json", environment)
+
+    def setup(self) -> dict[str, Any]:
+        """Return what is trained on what, as ``setup.json`` has it; empty if the file is missing or damaged."""
+        try:
+            return _read_json(self.folder / "setup.json")
+        except RecordError:
+            return {}
 
     def environment(self) -> dict[str, Any]:
         """Return the environment that the run was last started in; empty if there is none.
@@ -432,14 +440,22 @@ def find_run_folders(roots: Iterable[Path]) -> list[Path]:
     return list(runs.values())
 
 
-def tested_runs(folder: Path) -> dict[Path, tuple[str, str]]:
+class SweepTestRun(NamedTuple):
+    """A run that tested the choice of a sweep."""
+
+    entry: str
+    seed: int
+    state: str
+
+
+def tested_runs(folder: Path) -> dict[Path, SweepTestRun]:
     """Return the runs that tested the choices of a sweep; some may be on other machines.
 
     Args:
         folder: The folder of the sweep.
 
     Returns:
-        By run folder, a label of the method and seed, and the state of the run.
+        By run folder, the entry as typed, the seed and the state of the run.
 
     Raises:
         RecordError: If ``sweep.json`` is damaged.
@@ -448,7 +464,7 @@ def tested_runs(folder: Path) -> dict[Path, tuple[str, str]]:
     try:
         methods = parse_json(path.read_text())["methods"].items()
         tests = [(name, run) for name, method in methods for run in method["test"]["runs"]]
-        return {_out(folder) / run["run"]: (f"{name}, seed {run['seed']}", run["state"]) for name, run in tests}
+        return {_out(folder) / run["run"]: SweepTestRun(name, run["seed"], run["state"]) for name, run in tests}
     except (ValueError, KeyError, TypeError, AttributeError):
         raise RecordError(f"{path} is not what tiltsam sweep writes") from None
 

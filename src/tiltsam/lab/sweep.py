@@ -80,8 +80,12 @@ class SweepPlan:
         names = {"loss": "validation loss", "score": "validation error", "balanced": "balanced validation error"}
         return names[self.choose_by]
 
-    def value(self, row: Mapping[str, Any]) -> float:
+    def value(self, row: Mapping[str, Any], metric: str) -> float:
         """Return what trials are compared by, the lower the better: validation loss, or 1 minus score or accuracy.
+
+        Args:
+            row: The numbers of an epoch, or a result.
+            metric: The task's metric, which is its score.
 
         Raises:
             ConfigError: If the row has no validation numbers.
@@ -92,9 +96,9 @@ class SweepPlan:
             return float(row["validation_loss"])
         if self.choose_by == "balanced":
             if "validation_balanced_accuracy" not in row:
-                raise ConfigError(f"--choose-by balanced needs a classification, got {self.entries[0].config.task}")
+                raise ConfigError(f"choose_by='balanced' needs a classification, got {self.entries[0].config.task}")
             return 1 - float(row["validation_balanced_accuracy"])
-        return 1 - float(next(value for name, value in row.items() if name.startswith("validation_")))
+        return 1 - float(row[f"validation_{metric}"])
 
     @property
     def folder(self) -> Path:
@@ -195,7 +199,7 @@ class SweepWorker:
         final_values = []
         for seed in range(self.plan.trial_seeds):
             numbers = self._train(replace(config, seed=seed), trial, pruned=seed == 0)
-            final_values.append(self.plan.value(numbers))
+            final_values.append(self.plan.value(numbers, numbers["metric"]))
             numbers = {name: numbers[name] for name in numbers if name.startswith("validation_")}
             trial.set_user_attr(f"seed {seed}", numbers)
         return mean_of(final_values).value
@@ -220,7 +224,7 @@ class SweepWorker:
         def report(progress: Progress) -> None:
             step = int(min(progress.done, 1.0) * REPORTS) * 100 // REPORTS  # in per cent of the budget
             if pruned and step > steps[-1] and progress.row.get("epoch") == round(progress.epoch, 6):
-                trial.report(self.plan.value(progress.row), step)
+                trial.report(self.plan.value(progress.row, self._data(config).metrics[0]), step)  # the data are cached
                 steps.append(step)
             self._check()
             self.report_status()
@@ -567,13 +571,12 @@ def sweep(
         0.1
         >>> folder.cleanup()
     """
-    for name, number, least in (("seeds", seeds, 0), ("trial-seeds", trial_seeds, 1), ("workers", workers, 1)):
-        if number < least:
-            raise ConfigError(f"--{name} must be at least {least}, got {number}")
-    if heartbeat < 1:
-        raise ConfigError(f"--heartbeat must be at least 1, got {heartbeat}")
+    at_least_1 = {"trial_seeds": trial_seeds, "workers": workers, "heartbeat": heartbeat}
+    for name, number in {"seeds": seeds, **at_least_1}.items():
+        if number < (least := int(name in at_least_1)):
+            raise ConfigError(f"{name} must be at least {least}, got {number}")
     if not base.validation > 0:
-        raise ConfigError(f"--validation must be > 0, because a sweep chooses on it, got {base.validation}")
+        raise ConfigError(f"validation must be > 0, because a sweep chooses on it, got {base.validation}")
     find_task(base.task)  # before a folder is created for it
     if log is not None:
         find_tracker(log)
@@ -627,10 +630,10 @@ def _final_budget(
     given = {name: value for name, value in budget.items() if value is not None}
     for name, value in given.items():
         if not value > 0:
-            raise ConfigError(f"--final-{name} must be > 0, got {value:g}")
+            raise ConfigError(f"final_{name} must be > 0, got {value:g}")
         for entry in entries:
             if name in entry.space or f"{name}=" in entry.name:
-                raise ConfigError(f"{entry.name}: {name} is set or tuned, and --final-{name} would change it")
+                raise ConfigError(f"{entry.name}: {name} is set or tuned, and final_{name} would change it")
     return {**budget, "epochs": epochs or math.inf} if given else {}
 
 
@@ -640,7 +643,8 @@ def _write_result(plan: SweepPlan, worker: SweepWorker, notes: Sequence[str]) ->
         for name, edge in row.edges().items():
             assert row.best is not None
             chosen = format_settings({name: row.best.params[name]})
-            result.notes.append(f"{row.name}: {chosen} is the {edge} value of its grid")
+            beyond = "a smaller one" if edge == "smallest" else "a larger one"
+            result.notes.append(f"{row.name}: {chosen} is the {edge} value of its grid; {beyond} may be better")
     plan.folder.mkdir(parents=True, exist_ok=True)
     tested = sum(len(row.tests) for row in result.entries)
     expected = sum(row.config is not None for row in result.entries) * plan.seeds

@@ -72,6 +72,7 @@ def train(
     loading: LoadingCallback | None = None,
     data: Callable[[TrainConfig], Data] | None = None,
     log: TrackerName | None = None,
+    setup: Callable[[dict[str, Any]], None] = lambda setup: None,
     report: Callable[[Progress], None] = lambda progress: None,
     tick: Callable[[Progress], None] = lambda progress: None,
     checkpoint_seconds: float | None = None,
@@ -88,6 +89,7 @@ def train(
         loading: Called with the progress of downloads and of decoding images.
         data: Returns the data of a config; by default :func:`tiltsam.lab.data.load` with the three arguments above.
         log: Also write the metrics to this tracker; see :mod:`tiltsam.lab.tracking`.
+        setup: Called before training with what is trained on what: the content of ``setup.json``.
         report: Called after every epoch.
         tick: Called about twice a second within an epoch; does not wait for the device.
         checkpoint_seconds: Seconds between checkpoints, which are written at the end of epochs; by default the
@@ -110,6 +112,7 @@ def train(
             record.check_data(fingerprint(config.task))
             if distributed.is_main:
                 record.tidy()  # the process that finished it may have been killed before it did so
+                setup(record.setup())
             if tracker is not None:
                 tracker.complete()
             return finished
@@ -123,6 +126,8 @@ def train(
 
         loaded = data(config) if data else load(config, root, download=download, progress=loading)
         run = Trainer(config, record, loaded, distributed)
+        if distributed.is_main:
+            setup(run.setup())
         # Several ranks would have to agree on the step to stop after: they end at once.
         with defer_signals() if distributed.world_size == 1 else nullcontext(StopFlag()) as stop:
             try:
@@ -281,7 +286,7 @@ class Trainer:
             self._resume()
             if self.distributed.is_main:
                 self.record.begin(self.config, self.device, self.data.fingerprint)
-                write_json(self.record.folder / "setup.json", self._setup())
+                write_json(self.record.folder / "setup.json", self.setup())
             saved = time.perf_counter()
             while self.progress.done < until:
                 means = self._epoch(tick, stop)
@@ -311,7 +316,7 @@ class Trainer:
             )
             return numbers
 
-    def _setup(self) -> dict[str, Any]:
+    def setup(self) -> dict[str, Any]:
         """Return what is trained on what, for the report: the config does not contain the values of its defaults."""
         config, data = self.config, self.data
         task = find_task(config.task)

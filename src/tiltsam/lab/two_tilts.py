@@ -11,22 +11,27 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.errors import ConfigError
 from tiltsam.lab.flags import parse_method
 from tiltsam.lab.grids import ChoiceName
 from tiltsam.lab.stats import Mean, format_interval, format_mean, mean_of, paired_difference
-from tiltsam.lab.sweep import EntryResult, SweepResult, SweepStatus, sweep
+
+if TYPE_CHECKING:  # they need Optuna
+    from tiltsam.lab.sweep import EntryResult, SweepResult, SweepStatus
 
 __all__ = [
     "NAME",
     "PASSES",
+    "SEEDS",
     "STUDIES",
     "TiltRow",
     "TiltStudy",
+    "cost_rows",
     "num_runs",
+    "restrict_methods",
     "result_rows",
     "run_study",
     "select_studies",
@@ -36,6 +41,7 @@ NAME = "two-tilts"
 TILT = "example_tilt=-1"
 PASSES = 520.0  # 43 epochs of SAM in batches of 128, 87 of ERM: enough to learn wrong labels
 TRIALS = 4
+SEEDS = 5  # by default
 GRID: dict[str, tuple[float, ...]] = {"lr": (0.02, 0.08), "rho": (0.2, 0.5), "erm:lr": (0.001, 0.005, 0.02, 0.1)}
 _BASE = TrainConfig(
     "digits", model="mlp", epochs=math.inf, passes=PASSES, batch_size=128, validation=0.3, evaluate_every=1000
@@ -141,6 +147,13 @@ def select_studies(name: str, methods: Sequence[str] | None = None) -> list[Tilt
     known = {parse_method(row.entry)["method"] for one in studies for row in one.rows}
     if unknown := [method for method in methods if method not in known]:
         raise ConfigError(f"{name} has no method {unknown[0]!r}; choose from {', '.join(sorted(known))}")
+    return restrict_methods(studies, methods)
+
+
+def restrict_methods(studies: Sequence[TiltStudy], methods: Sequence[str] | None) -> list[TiltStudy]:
+    """Return the studies with the rows of some methods, or of all; those that lack all of them are left out."""
+    if methods is None:
+        return list(studies)
     kept = [
         replace(one, rows=tuple(r for r in one.rows if parse_method(r.entry)["method"] in methods)) for one in studies
     ]
@@ -152,11 +165,17 @@ def num_runs(study: TiltStudy, seeds: int) -> int:
     return len(study.rows) * (TRIALS + seeds)
 
 
+def cost_rows(studies: Sequence[TiltStudy], seeds: int, scale: float) -> list[list[str]]:
+    """Return the name, runs and training passes of each study."""
+    runs = {f"{NAME}/{study.name}": num_runs(study, seeds) for study in studies}
+    return [[name, f"{number}", f"{number * PASSES * scale:,.0f}"] for name, number in runs.items()]
+
+
 def run_study(
     study: TiltStudy,
     out: Path,
     *,
-    seeds: int = 5,
+    seeds: int = SEEDS,
     scale: float = 1.0,
     device: str = "cpu",
     precision: Literal["fp32", "bf16"] = "fp32",
@@ -180,8 +199,10 @@ def run_study(
     Raises:
         ConfigError: If ``scale`` is out of bounds.
     """
+    from tiltsam.lab.sweep import sweep
+
     if not 0 < scale <= 1:
-        raise ConfigError(f"--scale must be in (0, 1], got {scale:g}")
+        raise ConfigError(f"scale must be in (0, 1], got {scale:g}")
     methods = {parse_method(row.entry)["method"] for row in study.rows}
     unused = {"rho"} if methods == {"erm"} else {"erm:lr"} - {f"{method}:lr" for method in methods}
     return sweep(

@@ -171,6 +171,12 @@ def test_text_refuses_missing_tables(tmp_path):
         load(f"text:{tmp_path}")
 
 
+def test_text_checks_the_suffix_first(tmp_path):
+    np.savez(tmp_path / "a.npz", x=np.zeros((3, 2)))
+    with pytest.raises(DataError, match=r"a\.npz must be \.csv or \.tsv"):
+        load(f"text:{tmp_path / 'a.npz'}")
+
+
 # --------------------------------------------------------------------------------------------------------------- npz:
 
 
@@ -216,6 +222,7 @@ def test_npz_warns_of_an_ignored_validation_set(tmp_path):
     ("arrays", "message"),
     [
         ({"x": np.zeros((3, 2))}, "y is missing"),
+        ({"X": np.zeros((3, 2)), "Y": np.zeros(3, int)}, "x is missing; the file has X, Y;"),
         ({"x_train": np.zeros((3, 2)), "y_train": np.zeros(3, int)}, "x_test is missing"),
         ({"x": np.zeros((3, 2)), "y": np.zeros(4, int)}, r"\(3, 2\) and \(4,\)"),
         ({"x": np.zeros(3), "y": np.zeros(3, int)}, r"\(3,\) and \(3,\)"),
@@ -260,12 +267,20 @@ def test_npz_refuses_labels_with_large_gaps(tmp_path, labels):
     assert load(f"npz:{path}").num_classes == len(labels)
 
 
-@pytest.mark.parametrize("absent", [(7,), (0,), (1, 2, 3, 4, 5)])
+@pytest.mark.parametrize("absent", [(7,), (1, 2, 3, 4, 5)])
 def test_npz_labels_may_lack_some_classes(tmp_path, absent):
     y = np.array([label for label in range(10) if label not in absent]).repeat(20)
     x = np.zeros((len(y), 2))
     np.savez(tmp_path / "a.npz", x_train=x, y_train=y, x_test=x[:4], y_test=[1, 2, 7, 9])
     assert load(f"npz:{tmp_path / 'a.npz'}").num_classes == 10
+
+
+@pytest.mark.parametrize("labels", [(1, 2, 3), (1, 2, 3, 4, 5, 6, 7, 8, 9)])
+def test_npz_warns_of_labels_without_class_0(tmp_path, labels):
+    y = np.array(labels).repeat(20)
+    np.savez(tmp_path / "a.npz", x=np.zeros((len(y), 2)), y=y)
+    with pytest.warns(UserWarning, match=rf"y has no class 0: {len(labels) + 1} classes .* subtract 1"):
+        assert load(f"npz:{tmp_path / 'a.npz'}").num_classes == len(labels) + 1
 
 
 def malformed_arrays():

@@ -5,6 +5,7 @@ from tiltsam.lab.paper import cost
 from tiltsam.lab.paper.recipes import RECIPES, find_recipe
 from tiltsam.lab.paper.reproduce import ReproductionPlan
 from tiltsam.lab.paper.settings import COLUMNS, column_config
+from tiltsam.lab.two_tilts import SEEDS, STUDIES, num_runs
 
 
 @pytest.mark.parametrize("column", COLUMNS)
@@ -56,3 +57,15 @@ def test_reproduce_list_of_methods(capsys):
     assert rows["images"][0] == str(8 * 2 * 3)
     assert rows["samples"][0] == str(3 * 3)  # without ERM
     assert "hmc-steps" not in rows
+
+
+def test_reproduce_list_has_a_row_of_two_tilts(capsys):
+    assert main(["reproduce", "--list"]) == 0
+    out = capsys.readouterr().out
+    rows = list_rows(out)
+    numbers = [num_runs(study, SEEDS) for study in STUDIES.values()]
+    assert rows["two-tilts"] == [f"{sum(numbers)}", f"{520 * sum(numbers):,}", ""]
+    assert [rows[f"two-tilts/{name}"][0] for name in STUDIES] == [f"{number}" for number in numbers]
+    assert "seeds 3 (two-tilts: 5), scale 1" in out
+    assert main(["reproduce", "--list", "--methods", "pgn"]) == 0
+    assert "two-tilts" not in capsys.readouterr().out

@@ -211,7 +211,7 @@ def test_long_names_wrap(browser, tmp_path):
         });
     })"""
     lines = dict(browser.run(words))
-    assert lines["rho=0.1"] == lines["model=auto"] == 1
+    assert lines["rho=0.1"] == lines["t=1"] == 1
     widths = browser.run(
         "[...document.querySelectorAll('table[data-table=\"results\"] td.text')].map(c => c.clientWidth)"
     )
@@ -228,6 +228,22 @@ def test_short_log_axis_has_ticks(browser, tmp_path):
     ticks = [float(text) for text in browser.run(f"[...{names}].map(name => name.textContent)")]
     assert len(ticks) >= 3
     assert all(4.5 < tick < 5.4 for tick in ticks)
+
+
+def test_page_axis_includes_early_peaks(browser, tmp_path):
+    lines = rows(40, 0.5)
+    lines[0] |= {"test_accuracy": 0.1, "train_loss": 9.0}
+    lines[1] |= {"test_accuracy": 0.9, "train_loss": 0.001}
+    write_run(tmp_path, method="erm", lines=lines, epochs=40)
+    browser.open(write_report([tmp_path], tmp_path / "report", figures=False).page)
+    browser.run("dispatchEvent(new Event('beforeprint'))")
+    for name in ("convergence", "train-loss"):
+        path = f"document.querySelector('[data-name={name}] path.curve').getAttribute('d')"
+        first, second, *_ = (float(point.split(",")[1]) for point in re.split("[ML]", browser.run(path))[1:])
+        clip = f"document.querySelector('[data-name={name}] clipPath rect')"
+        top, height = (float(browser.run(f"{clip}.getAttribute('{side}')")) for side in ("y", "height"))
+        assert top <= second <= top + height
+        assert not top <= first <= top + height
 
 
 def test_curve_has_gaps(browser, tmp_path):

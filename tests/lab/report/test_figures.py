@@ -90,3 +90,22 @@ def test_names_are_not_parsed_as_mathematics(tmp_path):
     (task,) = summarize(*read_runs([tmp_path]))
     for path in draw_figure(task_plots(task)[0], tmp_path / "x"):
         assert path.stat().st_size > 1000
+
+
+def test_y_axis_includes_early_peaks(tmp_path, monkeypatch):
+    """With wrong labels, the accuracy may be best in the first tenth of training."""
+    lines = rows(40, 0.5)
+    lines[0] |= {"test_accuracy": 0.1, "train_loss": 9.0}
+    lines[1] |= {"test_accuracy": 0.9, "train_loss": 0.001}
+    write_run(tmp_path, method="erm", lines=lines, epochs=40)
+    (task,) = summarize(*read_runs([tmp_path]))
+    convergence, loss = task_plots(task)[:2]
+    drawn = []
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda self, *a, **k: drawn.append(self))
+    for plot in (convergence, loss):
+        draw_figure(plot, tmp_path / "x")
+    (low, high), (low_loss, high_loss) = drawn[0].axes[0].get_ylim(), drawn[-1].axes[0].get_ylim()
+    assert high > 90
+    assert low > 10  # the first epoch is still left out
+    assert low_loss < 0.001
+    assert high_loss < 9

@@ -223,7 +223,7 @@ def test_headline_verdicts(tmp_path):
         write_run(tmp_path / "tuned", method="sam", rho=rho, lines=rows(3, 0.8 + rho))
     (task,) = summarize(*read_runs([tmp_path / "tuned"]))
     assert headline(task).startswith(
-        "Of 2 settings, the best on validation, sam (rho=0.2), reaches a test accuracy of 88.89"
+        "Of 2 settings, the best on validation, sam:rho=0.2, reaches a test accuracy of 88.89"
     )
 
 
@@ -232,8 +232,8 @@ def test_headline_names_differing_settings(tmp_path):
         write_run(tmp_path, method="erm", epochs=60, average=True, seed=seed, lines=rows(3, 0.9 + 0.001 * seed))
         write_run(tmp_path, method="sam", rho=0.3, seed=seed, lines=rows(3, 0.8 + 0.001 * seed))
     text = headline(summarize(*read_runs([tmp_path]))[0])
-    assert text.startswith("erm (average=True) has the highest test accuracy: 80.04 ± 0.04%.")
-    assert re.search(r"sam \(rho=0.3 epochs=6\) is [\d.]+ lower, more than", text)
+    assert text.startswith("erm:average=true has the highest test accuracy: 80.04 ± 0.04%.")
+    assert re.search(r"sam:rho=0.3,epochs=6 is [\d.]+ lower, more than", text)
 
 
 def test_headline_compares_settings(tmp_path):
@@ -244,10 +244,31 @@ def test_headline_compares_settings(tmp_path):
             write_run(tmp_path, method=method, **options, seed=seed, lines=rows(3, score + 0.001 * seed))
     (task,) = summarize(*read_runs([tmp_path]))
     assert headline(task, compare_settings=True) == (
-        "sam (rho=0.3) has the highest test accuracy: 81.82 ± 0.04%. sam (example_tilt=-0.5) is 1.78 lower, more than "
+        "sam:rho=0.3 has the highest test accuracy: 81.82 ± 0.04%. sam:example_tilt=-0.5 is 1.78 lower, more than "
         "the standard error of the difference. Plain training (erm) reaches 62.27 ± 0.04."
     )
     assert "example_ess" not in write_report([tmp_path], tmp_path / "out", figures=False).page.read_text()
+
+
+def test_headline_plain_training_is_without_average_and_tilt(tmp_path):
+    tilted = {"average": True, "example_tilt": -0.4}
+    for method, options, score in (("erm", {}, 0.6), ("erm", tilted, 0.9), ("sam", {}, 0.8), ("tsam", {}, 0.7)):
+        for seed in (0, 1):
+            write_run(tmp_path, method=method, **options, seed=seed, lines=rows(3, score + 0.001 * seed))
+    (task,) = summarize(*read_runs([tmp_path]))
+    for compare_settings in (True, False):  # the chosen setting of erm is the other one
+        text = headline(task, compare_settings=compare_settings)
+        assert text.startswith("erm:example_tilt=-0.4,average=true has the highest test accuracy: 80.04 ± 0.04%.")
+        assert "Plain training (erm) reaches 53.38 ± 0.04." in text
+    for average, score in ((False, 0.6), (True, 0.9)):
+        write_run(tmp_path / "alone", method="erm", average=average, lines=rows(3, score))
+    text = headline(summarize(*read_runs([tmp_path / "alone"]))[0])
+    assert text.endswith("erm:average=true, reaches a test accuracy of 80.00%. Plain training (erm) reaches 53.33.")
+    for seed in (2, 3):
+        write_run(tmp_path / "averaged", method="erm", average=True, seed=seed)
+        for method in ("sam", "tsam"):
+            write_run(tmp_path / "averaged", method=method, seed=seed, average=True, lines=rows(3, 0.9))
+    assert "Plain" not in headline(summarize(*read_runs([tmp_path / "averaged"]))[0])
 
 
 def test_headline_reports_uneven_tuning(tmp_path):
@@ -260,8 +281,8 @@ def test_headline_reports_uneven_tuning(tmp_path):
     text = headline_of(
         ("erm", {}, 0.7), ("sam", {"rho": 0.1}, 0.8), ("sam", {"rho": 0.2}, 0.85), ("asam", {"rho": 1.0}, 0.9)
     )
-    assert text.startswith("asam (rho=1) has the highest test accuracy: 80.04")
-    assert "Compared is each method's best setting on validation." in text
+    assert text.startswith("asam:rho=1 has the highest test accuracy: 80.04")
+    assert "The comparison uses each method's best setting on validation." in text
     assert text.endswith(": erm 1, sam 2, asam 1.")
     for seed in (0, 1):
         write_run(tmp_path, method="erm", lr=0.3, seed=seed)
@@ -275,7 +296,7 @@ def test_headline_without_validation(tmp_path):
     for rho in (0.1, 0.2):
         write_run(tmp_path / "alone", method="sam", rho=rho, lines=unseen(0.8 + rho), validation=0.0)
     (task,) = summarize(*read_runs([tmp_path / "alone"]))
-    assert "the first (there is no validation score), sam (rho=0.1)," in headline(task)
+    assert "the first (there is no validation score), sam:rho=0.1," in headline(task)
     assert task.tuning(task.settings[0]).startswith("not tuned")
     for number in range(12):
         write_run(tmp_path / "alone", method="asam", rho=1.0 + number)
@@ -283,8 +304,8 @@ def test_headline_without_validation(tmp_path):
     tasks = summarize(*read_runs([tmp_path / "alone"]))
     (pick,) = {task.selection for task in tasks if task.name == "digits"}
     assert "no validation score" in pick
-    assert headline(tasks[0]).startswith("sam (rho=0.1 validation=0) has the highest")
-    assert f"Compared is {pick}." in headline(tasks[0])
+    assert headline(tasks[0]).startswith("sam:rho=0.1,validation=0 has the highest")
+    assert f"The comparison uses {pick}." in headline(tasks[0])
     assert task_plots(tasks[0])[0].note.startswith(f"Initially shown: {pick}; 12 more in the legend.")
     assert overview_table(tasks).caption.startswith(f"Test scores of {pick}, mean")
     assert "different numbers of settings" in overview_table(tasks).caption
@@ -306,7 +327,12 @@ def test_task_facts_without_setup(tmp_path):
     write_run(tmp_path, method="erm", noise=0.0)
     write_run(tmp_path, method="sam", noise=0.0, model="cnn")
     (task,) = summarize(*read_runs([tmp_path]))
-    assert task_facts(task) == {"task": "digits", "label noise": "none", "model": "auto or cnn", "budget": "6 epochs"}
+    assert task_facts(task) == {
+        "task": "digits",
+        "label noise": "none added",
+        "model": "auto or cnn",
+        "budget": "6 epochs",
+    }
 
 
 def test_page_noscript(made):

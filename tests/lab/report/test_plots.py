@@ -29,13 +29,13 @@ def test_task_plots_equal_records(tmp_path):
         ("seconds", "seconds", "test_accuracy", 100),
     ):
         series = figures[figure].curves[3]
-        assert series.name == "tsam t=20"
+        assert series.name == "tsam:t=20"
         records = [[json.loads(x) for x in (r.folder / "metrics.jsonl").read_text().splitlines()] for r in tsam.runs]
         assert series.x == pytest.approx([statistics.fmean(r[k][x] for r in records) for k in range(6)])
         assert series.y == pytest.approx([statistics.fmean(scale * r[k][y] for r in records) for k in range(6)])
         errors = [statistics.stdev(scale * r[k][y] for r in records) / math.sqrt(3) for k in range(6)]
         assert series.error == pytest.approx(errors)
-    assert [s.name for s in figures["effective-samples"].curves] == ["tsam t=1", "tsam t=20"]
+    assert [s.name for s in figures["effective-samples"].curves] == ["tsam:t=1", "tsam:t=20"]
     (tilt,) = figures["tilt"].curves
     assert (figures["tilt"].ticks, tilt.x) == (["1", "20"], [0.0, 1.0])
     assert tilt.y == pytest.approx([setting.final("score", 100).value for setting in task.settings[2:]])
@@ -49,8 +49,17 @@ def test_example_ess_is_plotted_if_a_run_has_it(tmp_path):
     write_run(tmp_path, method="erm", example_tilt=-2.0, lines=lines)
     (task,) = summarize(*read_runs([tmp_path]))
     (curve,) = next(plot for plot in task_plots(task) if plot.name == "example-ess").curves
-    assert curve.name == "erm example_tilt=-2"
+    assert curve.name == "erm:example_tilt=-2"
     assert curve.y == pytest.approx([50 / epoch for epoch in range(1, 7)])
+
+
+def test_tilt_curves_leave_out_runs_without_epochs(tmp_path):
+    write_run(tmp_path, method="tsam", t=1.0)
+    write_run(tmp_path, method="tsam", t=5.0, finished=False, lines=[])
+    (task,) = summarize(*read_runs([tmp_path]))
+    (plot,) = [plot for plot in task_plots(task) if plot.name == "tilt-curves"]
+    assert [curve.name for curve in plot.curves] == ["t = 1"]
+    write_report([tmp_path], tmp_path / "report")
 
 
 def test_user_methods_have_different_dashes(tmp_path):
@@ -63,7 +72,7 @@ def test_user_methods_have_different_dashes(tmp_path):
     write_run(tmp_path, method="sam")
     (task,) = summarize(*read_runs([tmp_path]))
     dashes = {series.name: series.dash for series in task_plots(task)[0].curves}
-    names = ["sam", "mine rho=0.1", "mine rho=0.2", "yours rho=0.1", "yours rho=0.2"]
+    names = ["sam", "mine:rho=0.1", "mine:rho=0.2", "yours:rho=0.1", "yours:rho=0.2"]
     assert dashes == dict(zip(names, [0, 0, 1, 2, 3], strict=True))
 
 
@@ -93,4 +102,4 @@ def test_many_settings_show_the_best_of_each_method(tmp_path):
             write_run(tmp_path, method=method, lr=0.01 * (number + 1), lines=rows(3, 0.5 + 0.01 * number))
     (task,) = summarize(*read_runs([tmp_path]))
     shown = [s.name for s in task_plots(task)[0].curves if s.visible]
-    assert shown == ["erm lr=0.08", "sam lr=0.08"]
+    assert shown == ["erm:lr=0.08", "sam:lr=0.08"]

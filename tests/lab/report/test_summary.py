@@ -62,8 +62,8 @@ def test_runs_on_edited_data_are_problems(tmp_path):
 
 def test_summarize_settings_and_means(tmp_path):
     (task,) = summarize(*read_runs([write_runs(tmp_path)]))
-    assert [s.name for s in task.settings] == ["erm", "sam", "tsam t=1", "tsam t=20"]
-    assert [s.name for s in task.chosen] == ["erm", "sam", "tsam t=20"]
+    assert [s.name for s in task.settings] == ["erm", "sam", "tsam:t=1", "tsam:t=20"]
+    assert [s.name for s in task.chosen] == ["erm", "sam", "tsam:t=20"]
     table = results_table(task)
     scores = column(table, "test accuracy (%)")
     for setting, cell in zip(task.settings, scores, strict=True):
@@ -105,4 +105,36 @@ def test_chosen_breaks_ties_by_validation_loss(tmp_path):
         lines = [{k: v for k, v in (row | {"validation_loss": loss}).items() if v is not None} for row in rows(3)]
         write_run(tmp_path, method="sam", rho=rho, lines=lines)
     (task,) = summarize(*read_runs([tmp_path]))
-    assert [setting.name for setting in task.chosen] == ["sam rho=0.2"]
+    assert [setting.name for setting in task.chosen] == ["sam:rho=0.2"]
+
+
+def test_settings_are_named_as_typed(tmp_path):
+    entries = {
+        write_run(tmp_path, method="erm"): "erm",
+        write_run(tmp_path, method="erm", average=True, example_tilt=-0.4): "erm:average=true,example_tilt=-0.4",
+    }
+    (task,) = summarize(*read_runs([tmp_path], entries))
+    assert [s.name for s in task.settings] == [s.headline_name for s in task.settings] == list(entries.values())
+    (task,) = summarize(*read_runs([tmp_path]))  # what was typed is not known
+    assert [s.name for s in task.settings] == ["erm", "erm:example_tilt=-0.4,average=true"]
+
+
+def test_equal_entries_are_not_used_as_names(tmp_path):
+    """Such as the choices of two sweeps with the same method."""
+    entries = {write_run(tmp_path, method="sam", lr=lr): "sam" for lr in (0.05, 0.1)}
+    (task,) = summarize(*read_runs([tmp_path], entries))
+    assert [s.name for s in task.settings] == ["sam:lr=0.05", "sam:lr=0.1"]
+
+
+def test_tests_of_a_sweep_are_named_by_their_entry(tmp_path):
+    runs = {
+        "sam": write_run(tmp_path, method="sam"),
+        "sam:average=true": write_run(tmp_path, method="sam", average=True),
+    }
+    study = tmp_path / "sweeps" / "study"
+    study.mkdir(parents=True)
+    tests = {n: [{"run": str(run.relative_to(tmp_path)), "seed": 0, "state": "done"}] for n, run in runs.items()}
+    content = {"methods": {name: {"test": {"runs": found}} for name, found in tests.items()}}
+    (study / "sweep.json").write_text(json.dumps(content))
+    (task,) = summarize(*read_runs([study]))
+    assert [s.name for s in task.settings] == list(runs)

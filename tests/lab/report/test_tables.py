@@ -175,6 +175,16 @@ def test_methods_table_shows_defaults_and_selection(tmp_path):
     assert selection == ["not tuned", "1 of 2 settings on validation", "best of 2 settings on validation", "not tuned"]
 
 
+def test_methods_table_tells_entries_apart(tmp_path):
+    write_run(tmp_path, method="erm")
+    write_run(tmp_path, method="erm", average=True, example_tilt=-0.4)
+    (task,) = summarize(*read_runs([tmp_path]))
+    table = methods_table(task, compare_settings=True)
+    assert [cell.text for cell in column(table, "settings")] == ["–", "example_tilt=-0.4 average=true"]
+    assert [cell.text for cell in column(table, "selection")] == ["not tuned", "not tuned"]
+    assert [cell.text for cell in column(results_table(task), "settings")] == ["", "example_tilt=-0.4 average=true"]
+
+
 @pytest.mark.parametrize(
     ("variances", "heading", "texts"),
     [

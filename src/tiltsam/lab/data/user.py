@@ -158,6 +158,8 @@ def read_table(path: Path) -> tuple[TextTable, bool]:
     """
     if not path.exists():
         raise DataError(f"{path} is missing: it must be a .csv or .tsv file with columns text[,text2],label")
+    if path.suffix.lower() not in (".csv", ".tsv"):
+        raise DataError(f"{path} must be .csv or .tsv, with columns text[,text2],label")
     lines, is_csv = read_lines(path), path.suffix.lower() == ".csv"
     try:
         rows = [line.split("\t") for line in lines] if not is_csv else _csv_rows(lines)
@@ -234,6 +236,9 @@ def load_arrays(request: Request) -> Data:
         targets = torch.cat([split.targets for split in splits])
         num_classes = 1 + int(targets.max())
         _check_gaps(what, targets)
+        if targets.min() > 0:
+            remark = f"{num_classes} classes are trained; subtract {targets.min()} if yours start at {targets.min()}"
+            warnings.warn(f"{what} has no class 0: {remark}", stacklevel=2)
     return _assemble(request, digest, splits, num_classes)
 
 
@@ -282,7 +287,9 @@ def _array_split(path: Path, arrays: Mapping[str, np.ndarray], x_name: str, y_na
     """Check a pair of arrays and convert them to tensors."""
     for name in (x_name, y_name):
         if name not in arrays:
-            raise DataError(f"{path} must have arrays x, y or x_train, y_train, x_test, y_test; {name} is missing")
+            found = ", ".join(arrays)[:200] or "no arrays"
+            needed = "it must have arrays x, y or x_train, y_train, x_test, y_test"
+            raise DataError(f"{path}: {name} is missing; the file has {found}; {needed}")
     x, y = arrays[x_name], arrays[y_name]
     if y.ndim != 1 or x.ndim < 2 or len(x) != len(y) or not len(y) or not x[0].size:
         shapes = f"got {x.shape} and {y.shape}"

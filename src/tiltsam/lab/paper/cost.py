@@ -6,12 +6,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+from tiltsam.lab import two_tilts
 from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.console import print_table
 from tiltsam.lab.flatness import PAPER_STDS
 from tiltsam.lab.paper.reproduce import ReproductionPlan
 from tiltsam.lab.paper.settings import COLUMNS, training_examples
 from tiltsam.lab.schedules import passes_per_step
+from tiltsam.lab.two_tilts import TiltStudy
 
 __all__ = ["measuring_passes", "num_passes", "num_steps", "print_costs"]
 
@@ -52,11 +54,21 @@ def measuring_passes(plan: ReproductionPlan, config: TrainConfig) -> float:
     return 0.0
 
 
-def print_costs(plans: Sequence[ReproductionPlan]) -> None:
-    """Print what each recipe shows, then the runs and passes of the recipes and their columns."""
+def print_costs(
+    plans: Sequence[ReproductionPlan], studies: Sequence[TiltStudy] = (), study_seeds: int = two_tilts.SEEDS
+) -> None:
+    """Print what each recipe shows, then the runs and passes of the recipes and their columns.
+
+    Args:
+        plans: The recipes.
+        studies: The studies of ``two-tilts`` to list with them.
+        study_seeds: Seeds of these.
+    """
     width = max(len(plan.recipe.name) for plan in plans)
     for plan in plans:
         print(f"{plan.recipe.name:{width}}  {plan.recipe.description[0]} ({plan.recipe.source})")
+    if studies:
+        print(f"{two_tilts.NAME:{width}}  tilts over examples, on digits (our own experiment: docs/example-tilt.md)")
     rows = [["name", "runs", "training passes", "measuring passes, about"]]
     for plan in plans:
         rows.append([plan.recipe.name, *_costs(plan)])
@@ -64,7 +76,13 @@ def print_costs(plans: Sequence[ReproductionPlan]) -> None:
             for column in plan.recipe.columns:
                 part = replace(plan, recipe=plan.recipe.select(columns=[column]))
                 rows.append([f"  {part.recipe.name}", *_costs(part)])
-    print_table(f"seeds {plans[0].seeds}, scale {plans[0].scale:g}", rows)
+    seeds, scale = f"{plans[0].seeds}", plans[0].scale
+    if studies:
+        number = sum(two_tilts.num_runs(study, study_seeds) for study in studies)
+        rows.append([two_tilts.NAME, f"{number}", f"{number * two_tilts.PASSES * scale:,.0f}", ""])
+        rows += [[f"  {name}", *cells, ""] for name, *cells in two_tilts.cost_rows(studies, study_seeds, scale)]
+        seeds += f" ({two_tilts.NAME}: {study_seeds})" if study_seeds != plans[0].seeds else ""
+    print_table(f"seeds {seeds}, scale {scale:g}", rows)
     print(
         "\nA pass is a forward and a backward pass over a batch; evaluation is not counted. Recipes share runs: a "
         "finished run is not trained again."

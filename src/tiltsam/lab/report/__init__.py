@@ -10,7 +10,7 @@ page       the HTML page, with its style and scripts in assets/
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from importlib.util import find_spec
@@ -62,7 +62,14 @@ class Report:
         return "\n".join([*lines, f"report: {self.page}"])
 
 
-def write_report(folders: Sequence[Path], out: Path, *, figures: bool = True, compare_settings: bool = False) -> Report:
+def write_report(
+    folders: Sequence[Path],
+    out: Path,
+    *,
+    figures: bool = True,
+    compare_settings: bool = False,
+    entries: Mapping[Path, str] | None = None,
+) -> Report:
     """Write ``OUT/report.html``, ``OUT/tables/*.md|tex`` and ``OUT/figures/*.png|pdf`` about the runs in the folders.
 
     Existing files with these names are overwritten; other files in ``OUT`` are left alone.
@@ -73,11 +80,12 @@ def write_report(folders: Sequence[Path], out: Path, *, figures: bool = True, co
         figures: Whether to write figure files. The page draws its own plots.
         compare_settings: Whether the first sentence compares all settings, because they are what was to be compared.
             By default it compares the best setting of each method on validation.
+        entries: The entries as typed at the command line, by the folders of their runs; they name the settings.
 
     Raises:
         RecordError: If a folder contains no run.
     """
-    runs, problems = read_runs(folders)
+    runs, problems = read_runs(folders, entries)
     tasks = summarize(runs, problems)
     sections = [_section(task, compare_settings=compare_settings) for task in tasks]
     overview = overview_table(tasks) if len(tasks) > 1 else None
@@ -108,7 +116,7 @@ def _section(task: TaskSummary, *, compare_settings: bool) -> TaskSection:
     return TaskSection(
         task=task,
         headline=headline(task, compare_settings=compare_settings),
-        methods=methods_table(task),
+        methods=methods_table(task, compare_settings=compare_settings),
         results=results_table(task),
         examples=examples_table(task),
         runs=runs_table(task),

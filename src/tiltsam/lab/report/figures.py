@@ -105,14 +105,16 @@ def _draw_curve(ax: Any, curve: Curve, plot: Plot) -> None:
 
 
 def _y_limits(plot: Plot, curves: list[Curve]) -> tuple[float, float] | None:
-    if not plot.skip_first_tenth and plot.y_bounds is None:
+    if plot.highest is None and plot.y_bounds is None:
         return None
     values = list(plot.y_bounds or ())
     for curve in curves:
-        start = len(curve.y) // 10 if plot.skip_first_tenth else 0
-        for y, e in zip(curve.y[start:], curve.error[start:], strict=True):
+        start = 0 if plot.highest is None else len(curve.y) // 10
+        best = max(curve.y) if plot.highest else min(curve.y)
+        for k, (y, e) in enumerate(zip(curve.y, curve.error, strict=True)):
             error = 0.0 if math.isnan(e) else e
-            values += [y - error, y + error]
+            if k >= start or y == best:
+                values += [y - error, y + error]
     low, high = min(values, default=0.0), max(values, default=1.0)
     margin = 0.05 * (high - low) or 0.05 * abs(high) or 1.0
     return low - margin, high + margin

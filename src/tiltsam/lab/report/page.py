@@ -168,9 +168,9 @@ def task_facts(task: TaskSummary) -> dict[str, str]:
     facts["classes"] = _either(sizes("num_classes"))
     if facts["classes"] == "1":
         facts["classes"] = "none: the target is a number"
-    noise = [f"{value:.0%}" if value else "none" for value in values("noise") if is_number(value)]
+    noise = [f"{value:.0%}" if value else "none added" for value in values("noise") if is_number(value)]
     facts["label noise"] = " or ".join(noise) + (
-        " of training and validation labels" if noise and noise != ["none"] else ""
+        " of training and validation labels" if noise and noise != ["none added"] else ""
     )
     facts["model"] = " or ".join(str(model) for model in values("model"))
     facts["parameters"] = _either(sizes("num_parameters"))
@@ -212,28 +212,30 @@ def headline(task: TaskSummary, *, compare_settings: bool = False) -> str:
     if not ranked:
         return "No run has finished yet. The curves show the progress so far."
     (first, mean), *rest = ranked
+    plain, plain_sentence = task.plain, ""
+    if plain is not None and plain not in [s for s, _ in ranked[:2]]:
+        plain_sentence = f" Plain training ({plain.headline_name}) reaches {_format_score(plain.final('score', 100))}."
     score = f"test {task.metric}{{}} {_format_score(mean)}{'%' if task.unit == '%' else ' (×100)'}"
     if not rest:
         which = "best on validation" if task.has_validation(first) else "first (there is no validation score)"
         among = f"Of {len(task.settings)} settings, the {which}, " if len(task.settings) > len(compared) else ""
-        return f"{among}{first.short_name}{',' if among else ''} reaches a {score.format(' of')}."
-    sentences = [f"{first.short_name} has the highest {score.format(':')}."]
+        return f"{among}{first.headline_name}{',' if among else ''} reaches a {score.format(' of')}.{plain_sentence}"
+    sentences = [f"{first.headline_name} has the highest {score.format(':')}."]
     second, next_mean = rest[0]
     lead = f"{mean.value - next_mean.value:.2f}"
     if lead == "0.00":
-        sentences.append(f"{second.short_name} reaches the same.")
+        sentences.append(f"{second.headline_name} reaches the same.")
     elif math.isnan(mean.error) or math.isnan(next_mean.error):
         sentences.append(
-            f"{second.short_name} is {lead} lower; with a single run of one of them, this is weak evidence."
+            f"{second.headline_name} is {lead} lower; with a single run of one of them, this is weak evidence."
         )
     else:
         size = "more" if best_of([mean, next_mean]) == 0 else "less"
-        sentences.append(f"{second.short_name} is {lead} lower, {size} than the standard error of the difference.")
-    plain = [entry for entry in ranked if entry[0].method == "erm"][:1]
-    sentences += [f"Plain training (erm) reaches {_format_score(m)}." for s, m in plain if s not in (first, second)]
+        sentences.append(f"{second.headline_name} is {lead} lower, {size} than the standard error of the difference.")
+    text = " ".join(sentences) + plain_sentence
     if len(task.settings) > len(compared):
-        sentences.append(f"Compared is {task.selection}.")
-    return " ".join(sentences) + ("" if compare_settings else _uneven_tuning(task, [s for s, _ in ranked]))
+        text += f" The comparison uses {task.selection}."
+    return text + ("" if compare_settings else _uneven_tuning(task, [s for s, _ in ranked]))
 
 
 def _format_score(mean: Mean) -> str:

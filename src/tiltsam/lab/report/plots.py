@@ -13,7 +13,7 @@ from typing import Any
 from tiltsam.lab.palette import METHOD_COLORS
 from tiltsam.lab.records import is_number
 from tiltsam.lab.report.runs import measured
-from tiltsam.lab.report.summary import SettingSummary, TaskSummary, format_value, format_values
+from tiltsam.lab.report.summary import SettingSummary, TaskSummary, entry_text, format_value
 from tiltsam.lab.stats import Mean, mean_of
 
 __all__ = ["DASHES", "Curve", "Plot", "flatness_plots", "plot_data", "task_plots"]
@@ -67,8 +67,9 @@ class Plot:
     """Values that the y axis must include."""
     points: bool = False
     """Whether to draw points with error bars instead of a curve with a band."""
-    skip_first_tenth: bool = False
-    """Whether the y axis ignores the first tenth of each curve, where the differences do not show yet."""
+    highest: bool | None = None
+    """Whether higher values are better. If set, the y axis includes only the best value of each curve's first tenth,
+    where the differences do not show yet."""
 
 
 def task_plots(task: TaskSummary) -> list[Plot]:
@@ -92,7 +93,7 @@ def _metrics_plot(
 ) -> Plot:
     """Plot one metric against another, one curve per setting."""
     curves = [_metrics_curve(setting, x, y, 1 if y == "train_loss" else 100) for setting in task.settings]
-    plot = Plot(name, title, x_label, y_label, [c for c in curves if c.x], note, skip_first_tenth=True)
+    plot = Plot(name, title, x_label, y_label, [c for c in curves if c.x], note, highest=y != "train_loss")
     return _limit_visible(plot, task)
 
 
@@ -162,7 +163,7 @@ def _tilt(task: TaskSummary, score: str, test: str) -> list[Plot]:
     families: dict[str, list[SettingSummary]] = {}
     for setting in task.settings:
         if setting.method == "tsam" and isinstance(setting.values.get("t"), float):
-            rest = format_values({k: v for k, v in setting.differing.items() if k != "t"})
+            rest = entry_text("tsam", {k: v for k, v in setting.shown.items() if k != "t"})
             families.setdefault(rest, []).append(setting)
     families = {rest: sorted(f, key=_t) for rest, f in families.items() if len({_t(s) for s in f}) > 1}
     if not families:
@@ -172,7 +173,7 @@ def _tilt(task: TaskSummary, score: str, test: str) -> list[Plot]:
     for number, (rest, family) in enumerate(families.items()):
         means = [s.final("score", 100) for s in family]
         curve = _curve(replace(family[0], number=number), [float(tilts.index(_t(s))) for s in family], means)
-        by_tilt.append(replace(curve, name=f"tsam {rest}".strip(), visible=number < MAX_VISIBLE))
+        by_tilt.append(replace(curve, name=rest, visible=number < MAX_VISIBLE))
     final = Plot(
         "tilt",
         "Final score by tilt",
@@ -196,7 +197,8 @@ def _tilt(task: TaskSummary, score: str, test: str) -> list[Plot]:
         for i, setting in enumerate(family)
     ]
     note = "Settings that differ in t only. A stronger colour means a larger t."
-    by_epoch = Plot("tilt-curves", "Convergence by tilt", "epoch", score, curves, note, skip_first_tenth=True)
+    drawn = [curve for curve in curves if curve.x]
+    by_epoch = Plot("tilt-curves", "Convergence by tilt", "epoch", score, drawn, note, highest=True)
     return [final, by_epoch]
 
 
@@ -329,7 +331,7 @@ def plot_data(plots: Sequence[Plot]) -> dict[str, Any]:
         return style | {name: column(getattr(c, name)) for name in ("x", "y", "error", "count")}
 
     def plot(p: Plot) -> dict[str, Any]:
-        names = ("title", "x_label", "y_label", "log_x", "log_y", "ticks", "y_bounds", "points", "skip_first_tenth")
+        names = ("title", "x_label", "y_label", "log_x", "log_y", "ticks", "y_bounds", "points", "highest")
         return {name: getattr(p, name) for name in names} | {"curves": [curve(c) for c in p.curves]}
 
     body = [plot(p) for p in plots]

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -59,6 +59,8 @@ class RunRecord:
     """The content of ``notes.txt``."""
     swept: bool = False
     """Whether its settings were chosen by ``tiltsam sweep`` on the validation split."""
+    entry: str = ""
+    """The method and its settings as typed at the command line; empty if unknown."""
 
     @property
     def task(self) -> str:
@@ -105,26 +107,39 @@ class RunSet(NamedTuple):
     problems: list[RunProblem]
 
 
-def read_runs(folders: Sequence[Path]) -> RunSet:
+def read_runs(folders: Sequence[Path], entries: Mapping[Path, str] | None = None) -> RunSet:
     """Read all runs below the folders.
+
+    Args:
+        folders: The folders.
+        entries: The entries as typed at the command line, by the folders of their runs; those of a sweep are known.
 
     Raises:
         RecordError: If one of the folders contains no run.
     """
     runs: list[RunRecord] = []
     problems: list[RunProblem] = []
-    swept = {run.resolve() for folder in folders for sweep in _sweeps(folder) for run in tested_runs(sweep)}
+    swept = {
+        run.resolve(): test.entry
+        for folder in folders
+        for sweep in _sweeps(folder)
+        for run, test in tested_runs(sweep).items()
+    }
+    typed = swept | {folder.resolve(): entry for folder, entry in (entries or {}).items()}
     for folder in find_run_folders(folders):
         config = _read_object(folder / "config.json", problems)
         if config is None:
             continue
         own_problems: list[RunProblem] = []
-        runs.append(_read_run(folder, config, own_problems, swept=folder.resolve() in swept))
+        place = folder.resolve()
+        run = _read_run(folder, config, own_problems)
+        runs.append(replace(run, swept=place in swept, entry=typed.get(place, "")))
         problems += [RunProblem(p.where, p.what, runs[-1].task) for p in own_problems]
     for sweep in (folder for folder in folders if (folder / "sweep.json").exists()):
-        for run, (name, state) in tested_runs(sweep).items():
-            if not (run / "config.json").exists():
-                problems.append(RunProblem(name, f"no record here; its state in sweep.json is {state}"))
+        for place, test in tested_runs(sweep).items():
+            if not (place / "config.json").exists():
+                what = f"no record here; its state in sweep.json is {test.state}"
+                problems.append(RunProblem(f"{test.entry}, seed {test.seed}", what))
     return _drop_duplicates(runs, problems)
 
 
@@ -141,7 +156,7 @@ def _sweeps(folder: Path) -> list[Path]:
     return [place for place in (folder, *folder.glob("sweeps/*")) if (place / "sweep.json").exists()]
 
 
-def _read_run(folder: Path, config: dict[str, Any], problems: list[RunProblem], *, swept: bool) -> RunRecord:
+def _read_run(folder: Path, config: dict[str, Any], problems: list[RunProblem]) -> RunRecord:
     rows, metric = _read_metrics(folder / "metrics.jsonl", problems)
     result = _read_result(folder / "result.json", problems)
     return RunRecord(
@@ -155,7 +170,6 @@ def _read_run(folder: Path, config: dict[str, Any], problems: list[RunProblem], 
         flatness=_read_optional(folder / "flatness.json", problems),
         diverged=_read_text(folder / "diverged.txt", problems),
         notes=_read_text(folder / "notes.txt", problems),
-        swept=swept,
     )
 
 

@@ -17,7 +17,9 @@ from tiltsam.lab.records import is_number
 from tiltsam.lab.report.runs import MetricsRow, RunProblem, RunRecord
 from tiltsam.lab.stats import Mean, mean_of
 
-__all__ = ["SettingSummary", "TaskSummary", "format_value", "format_values", "summarize"]
+__all__ = ["SettingSummary", "TaskSummary", "entry_text", "format_value", "format_values", "summarize"]
+
+_NOT_PLAIN = ("average", "example_tilt", "class_tilt", "loss", "label_smoothing")
 
 NOT_A_SETTING = ("task", "method", "options", "seed", "device")
 """Config fields that do not distinguish the settings of a method on a task."""
@@ -32,23 +34,35 @@ class SettingSummary:
     """The fields of the config and the options of the method, by name."""
     runs: list[RunRecord]
     name: str
-    """The method and what distinguishes this setting from the method's others on the task."""
+    """The entry as typed at the command line, or the method and what distinguishes this setting from its others."""
     differing: dict[str, Any]
     """Values that vary within the task, and those that only some methods have and that are not at their default."""
     number: int
     """Index among the settings with the same colour."""
+    typed: bool = False
+    """Whether :attr:`name` was typed at the command line."""
+
+    @property
+    def shown(self) -> dict[str, Any]:
+        """:attr:`differing` without what is switched off."""
+        return _shown(self.method, self.differing)
 
     @property
     def differences(self) -> str:
-        """:attr:`differing` as text, such as ``rho=0.2 t=5``."""
-        return format_values(self.differing)
+        """:attr:`shown` as text, such as ``rho=0.2 t=5``."""
+        return format_values(self.shown)
 
     @property
-    def short_name(self) -> str:
-        """The method and what differs and is not at its default, such as ``sam (rho=0.2)``."""
-        defaults = _defaults(self.method)
-        changed = {name: value for name, value in self.differing.items() if value != defaults.get(name)}
-        return f"{self.method} ({format_values(changed)})" if changed else self.method
+    def headline_name(self) -> str:
+        """The name as typed, or the method and what differs and is not at its default, such as ``sam:rho=0.2``."""
+        changed = {name: value for name, value in self.differing.items() if value != _defaults(self.method).get(name)}
+        return self.name if self.typed else entry_text(self.method, changed)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether this is training without a method, an average, a tilt, or a loss that only some settings have."""
+        changed = {name for name in _NOT_PLAIN if self.values.get(name) != DEFAULTS[name]}
+        return self.method == "erm" and not changed & {"average", "example_tilt", "class_tilt", *self.differing}
 
     @property
     def method_names(self) -> set[str]:
@@ -57,9 +71,11 @@ class SettingSummary:
 
     @property
     def method_values(self) -> str:
-        """The method's options as text, with the fields that only some methods have if not at their default."""
+        """The method's options, and the fields that differ or only some methods have, as text; without lr."""
         fields = [name for name in NEEDED_OPTION if self.values.get(name, DEFAULTS[name]) != DEFAULTS[name]]
-        names = (*_options(self.runs[0]), *fields)
+        options = _options(self.runs[0])
+        differing = [name for name in self.shown if name not in (*options, "lr")]
+        names = dict.fromkeys((*options, *fields, *differing))
         # Switches, names and counts of one, as in share_ascent=False, are shown if they are not at their default.
         hidden = {
             name: v
@@ -144,6 +160,12 @@ class TaskSummary:
         """The number of settings by method."""
         return Counter(setting.method for setting in self.settings)
 
+    @cached_property
+    def plain(self) -> SettingSummary | None:
+        """The setting of plain training that has a score; of several, the best on validation."""
+        plain = [s for s in self.settings if s.is_plain and math.isfinite(s.final("score").value)]
+        return max(plain, key=self._rank, default=None)
+
     @property
     def selection(self) -> str:
         """How :attr:`chosen` was selected, as text."""
@@ -151,12 +173,12 @@ class TaskSummary:
         rest = ", or its first setting if there is no validation score"
         return f"each method's best setting on validation{'' if all(map(self.has_validation, several)) else rest}"
 
-    def tuning(self, setting: SettingSummary) -> str:
-        """Return how the setting was selected among those of its method."""
+    def tuning(self, setting: SettingSummary, *, compare_settings: bool = False) -> str:
+        """Return how the setting was selected among those of its method; if all are compared, none was selected."""
         tried = self.num_settings[setting.method]
         if all(run.swept for run in setting.runs):
             return "tuned by a sweep on validation"
-        if tried == 1:
+        if tried == 1 or compare_settings:
             return "not tuned"
         if not self.has_validation(setting):
             return f"not tuned: 1 of {tried} settings, no validation score"
@@ -196,6 +218,8 @@ def _summarize_task(name: str, runs: list[RunRecord], problems: list[RunProblem]
     varying = _varying(values)
     common = set.intersection(*map(set, values))
     by_method = {m: _varying([v for v, method in zip(values, methods, strict=True) if method == m]) for m in methods}
+    entries = [entry if all(run.entry == entry for run in g) else "" for g in ordered for entry in [g[0].entry]]
+    typed = "" not in entries and len(set(entries)) == len(entries)
     settings = []
     for i, (method, body, group) in enumerate(zip(methods, values, ordered, strict=True)):
         defaults = _defaults(method)
@@ -204,9 +228,12 @@ def _summarize_task(name: str, runs: list[RunRecord], problems: list[RunProblem]
                 method,
                 body,
                 sorted(group, key=lambda r: str(r.seed)),
-                f"{method} {format_values({k: v for k, v in body.items() if k in by_method[method]})}".strip(),
+                entries[i]
+                if typed
+                else entry_text(method, _shown(method, {k: v for k, v in body.items() if k in by_method[method]})),
                 {k: v for k, v in body.items() if k in varying or (k not in common and v != defaults.get(k))},
                 colors[:i].count(colors[i]),
+                typed,
             )
         )
     differing = varying.union(*(setting.differing for setting in settings))
@@ -262,8 +289,24 @@ def _varying(settings: Sequence[dict[str, Any]]) -> set[str]:
     return {name for name, different in texts.items() if len(different) > 1}
 
 
+def _shown(method: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values without those that switch something off: defaults that are no number, or 0 or 1."""
+    defaults = _defaults(method)
+    return {
+        k: v
+        for k, v in values.items()
+        if v != defaults.get(k) or (isinstance(v, float) and v not in (0.0, 1.0))  # bools are no floats
+    }
+
+
 def _sort_key(values: dict[str, Any]) -> list[tuple[str, float, str]]:
     return [(k, v if isinstance(v, float) else -math.inf, str(v)) for k, v in sorted(values.items())]
+
+
+def entry_text(method: str, values: Mapping[str, Any]) -> str:
+    """Return a method and its settings as ``tiltsam compare`` takes them, such as ``sam:rho=0.2,average=true``."""
+    settings = ",".join(f"{name}={format_value(value)}" for name, value in values.items())
+    return f"{method}:{settings}" if settings else method
 
 
 def format_values(values: Mapping[str, Any]) -> str:
@@ -275,6 +318,8 @@ def format_value(value: Any) -> str:
     """Return a value as text."""
     if value is None:
         return "default"
+    if isinstance(value, bool):
+        return str(value).lower()
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 

@@ -71,14 +71,19 @@ class NumberColumn:
     """Whether higher is better; None if neither is."""
 
 
-def methods_table(task: TaskSummary) -> ReportTable:
-    """Return one row per setting: the values of the method's own settings, and how they were selected."""
+def methods_table(task: TaskSummary, *, compare_settings: bool = False) -> ReportTable:
+    """Return one row per setting: the values of the method's own settings, and how they were selected.
+
+    Args:
+        task: The task.
+        compare_settings: Whether all settings are compared, so that none was selected.
+    """
     rows = [
         [
             TableCell(s.method, method=s.method),
             TableCell(s.method_values or "–"),
             TableCell(f"{s.values['lr']:g}" if isinstance(s.values.get("lr"), float) else "–"),
-            TableCell(task.tuning(s)),
+            TableCell(task.tuning(s, compare_settings=compare_settings)),
         ]
         for s in task.settings
     ]

@@ -163,11 +163,12 @@ class PlotView {
     const { plot, box } = this;
     const xs = [], ys = [];
     for (const s of shown) {
-      // The first tenth of training would compress the rest.
-      const from = plot.skip_first_tenth ? Math.floor(s.x.length / 10) : 0;
+      // The first tenth of training would compress the rest; the best value may be in it.
+      const from = plot.highest === null ? 0 : Math.floor(s.x.length / 10);
+      const best = s.y.reduce((a, b) => (plot.highest === a > b ? a : b));
       s.x.forEach((x, k) => {
         xs.push(x);
-        if (k < from) return;
+        if (k < from && s.y[k] !== best) return;
         const e = s.error[k] ?? 0;
         ys.push(s.y[k] + e);
         if (!plot.log_y || s.y[k] - e > 0.2 * s.y[k]) ys.push(s.y[k] - e);

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import tiltsam
-from lab_processes import start_on_ranks
+from helpers.lab_processes import start_on_ranks
 from tiltsam.space.randomness import derive_seed
 
 EXAMPLES = Path(__file__).parent.parent / "examples"

@@ -37,7 +37,7 @@ class Custom(tiltsam.SAM):
 @pytest.mark.parametrize("cls", [tiltsam.SharpnessAware, *tiltsam.METHODS.values(), Custom])
 def test_signature_of_a_class_is_that_of_its_constructor(cls):
     assert list(inspect.signature(cls).parameters) == list(inspect.signature(cls.__init__).parameters)[1:]
-    assert inspect.signature(cls).parameters.keys() - {"base", "options"}
+    assert "base" in inspect.signature(cls).parameters
 
 
 OPTIONS = ("model", "seed", "buffers_once", "same_dropout", "parallel", "skip_nonfinite")

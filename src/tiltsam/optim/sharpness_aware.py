@@ -59,14 +59,6 @@ _MAX_PENDING = 256  # samples whose validity is kept before it is summed up
 _COMMIT_KEY = -1  # of a pre-hook of the base, see _step_base; torch's own keys count from 0
 
 
-class _InitSignature:
-    """Shows the arguments of ``__init__`` as the signature of a class, which would otherwise be that of ``__new__``."""
-
-    def __get__(self, instance: object, cls: type) -> inspect.Signature:
-        signature = inspect.signature(cls.__init__)  # type: ignore[misc]
-        return signature.replace(parameters=list(signature.parameters.values())[1:])
-
-
 class Step(NamedTuple):
     """What a step needs to run."""
 
@@ -108,8 +100,6 @@ class SharpnessAware(Optimizer):
         skip_nonfinite: If no sample of a step is finite, do not step the base. Costs one host synchronisation a step;
             otherwise the base steps with a zero gradient.
     """
-
-    __signature__ = _InitSignature()
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Reject ``SAM(params, SGD, lr=0.1)``, as other packages want it, before Python rejects ``lr``."""
@@ -157,6 +147,8 @@ class SharpnessAware(Optimizer):
         self._stepping = False  # whether a step is in progress
         self._has_stepped = False
         self.check_settings()
+
+    __new__.__signature__ = inspect.signature(__init__)  # type: ignore[attr-defined]  # for help()
 
     def __getstate__(self) -> dict[str, Any]:
         # Leave out a scheduler's patch of step, hooks (as torch does), and what the next step builds again.

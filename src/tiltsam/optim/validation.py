@@ -74,8 +74,8 @@ def check_call(
         return
     given = args[0] if args else kwargs["base"]
     adaptive = cls.__name__ == "SAM" and bool(kwargs.get("adaptive"))
-    ours = {name: value for name, value in kwargs.items() if name in names[1:] and name != "model"} | {"model": None}
-    method = _call("tiltsam.ASAM" if adaptive else cls.__name__, "base", ours)
+    ours = {name: value for name, value in kwargs.items() if name in names[1:]}
+    method = _call("tiltsam.ASAM" if adaptive else cls.__name__, "base", ours | {"model": None})  # model=model
     if not isinstance(given, Optimizer | type):
         theirs = {name: value for name, value in kwargs.items() if name not in {*names, *_NOT_OF_A_BASE}}
         base = args[1] if len(args) > 1 else kwargs.get("base_optimizer")

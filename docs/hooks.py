@@ -24,6 +24,7 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).parents[1]
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:|[/#])([^)\s#]+)")
 MATH = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
+NOT_SHOWN = re.compile(r"^See :class:`\w+`\.$|^:meta private:$", re.MULTILINE)  # documented by the base class; internal
 ROLE = re.compile(r":(\w+):`([^`]+)`")
 CODE = re.compile(r"`[^`]+`")
 TABLE_ROW = re.compile(r"^\|.*\|$", re.MULTILINE)
@@ -131,9 +132,12 @@ class Rest(griffe.Extension):
     def _rewrite(self, thing: griffe.Object) -> None:
         if thing.docstring is not None:
             thing.docstring.value = _markdown(thing.docstring.value, thing)
-        for member in thing.members.values():
+        for name, member in list(thing.members.items()):
             if isinstance(member, griffe.Object):
-                self._rewrite(member)
+                if member.docstring is not None and NOT_SHOWN.search(member.docstring.value):
+                    del thing.members[name]
+                else:
+                    self._rewrite(member)
 
 
 def _markdown(text: str, thing: griffe.Object) -> str:

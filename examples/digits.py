@@ -132,6 +132,7 @@ def main() -> None:
         )
     console.print(table)
     console.print("Test labels are clean; ± is the standard error over seeds. A pass is one forward and backward.")
+    console.print("Methods are compared at equal epochs, not at equal passes.")
 
 
 if __name__ == "__main__":

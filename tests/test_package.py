@@ -13,14 +13,16 @@ import re
 import shutil
 import subprocess
 import sys
+import textwrap
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
 import tiltsam
-from lab_processes import start_on_ranks
+from helpers.lab_processes import start_on_ranks
 
 ROOT = Path(tiltsam.__file__).parent
 REPOSITORY = ROOT.parent.parent
@@ -274,6 +276,32 @@ def test_public_names_are_in_the_reference(name, reference):
     module = importlib.import_module(name)
     missing = [public for public in module.__all__ if not any(getattr(module, public) is thing for thing in reference)]
     assert not missing, f"docs/api lacks {missing} of {name}"
+
+
+def documented_fields(cls) -> set[str]:
+    """Return the fields of a class and its bases with a docstring, or named in that of the class."""
+    found = set()
+    for base in cls.__mro__:
+        if not base.__module__.startswith("tiltsam"):
+            continue
+        doc = base.__doc__ or ""
+        found |= {word for named in re.findall(r"^ +\w+: |``.*?``", doc, re.M) for word in re.findall(r"\w+", named)}
+        body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0].body
+        for node, following in pairwise(body):
+            if isinstance(node, ast.AnnAssign) and isinstance(following, ast.Expr):
+                found.add(node.target.id)
+    return found
+
+
+def test_fields_of_classes_in_the_reference_are_documented(reference):
+    """The reference shows only fields with a docstring."""
+    missing = {}
+    for thing in reference:
+        if inspect.isclass(thing) and not thing.__module__.startswith("tiltsam.lab"):
+            fields = {field for field in vars(thing).get("__annotations__", {}) if not field.startswith("_")}
+            if not fields <= documented_fields(thing):
+                missing[thing.__qualname__] = fields - documented_fields(thing)
+    assert missing == {}
 
 
 def test_readme_shows_install_demo_and_test():

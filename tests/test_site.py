@@ -36,6 +36,15 @@ def test_pages_fetch_nothing(site):
         )
 
 
+def test_reference_leaves_out_internals_and_inherited_methods(site):
+    page = (site / "api" / "methods.html").read_text()
+    shown = set(re.findall(r'id="(tiltsam\.\w+\.\w+)"', page))
+    assert {"tiltsam.SharpnessAware.step", "tiltsam.StepInfo.num_parts", "tiltsam.CapturedStep.reason"} <= shown
+    for name in ("begin", "average_samples", "replay", "capture_key", "current_space", "first_step", "second_step"):
+        assert f"tiltsam.SharpnessAware.{name}" not in shown
+    assert "tiltsam.TSAM.check_settings" not in shown
+
+
 def test_every_flag_is_listed(site):
     page = (site / "command-line.html").read_text()
     for name, parser in build_parser()[1].items():

@@ -3,7 +3,7 @@
 - Methods: :class:`TSAM`, and :class:`ERM`, :class:`SAM`, :class:`ASAM`, :class:`LineSearchSAM`, :class:`PGN`,
   :class:`RSAM`; variants of SAM: :class:`GSAM`, :class:`LookSAM`, :class:`FriendlySAM`, :class:`WSAM`, :class:`USAM`,
   :class:`MomentumSAM`. :data:`METHODS` maps names to them.
-- Speed: :func:`capture` runs a whole step as one CUDA graph.
+- Speed: :func:`capture` runs a whole step as one CUDA graph, a :class:`CapturedStep`.
 - Tilting over the examples of a batch: :class:`ExampleTilt`, in the closure of any optimizer.
 - Averaged weights: :class:`WeightAverage`, for any optimizer.
 - Several processes: :class:`Parallel`; DDP and FSDP2 are detected automatically.
@@ -35,6 +35,7 @@ _check_torch(str(torch.__version__))
 from tiltsam import curvature, landscape, samplers, sharpness, tilting
 from tiltsam.averaging import WeightAverage
 from tiltsam.capture import capture
+from tiltsam.capture.captured_step import CapturedStep
 from tiltsam.distributed import Parallel
 from tiltsam.optim import (
     ASAM,
@@ -69,6 +70,7 @@ __all__ = [
     "TSAM",
     "USAM",
     "WSAM",
+    "CapturedStep",
     "ExampleTilt",
     "FriendlySAM",
     "LineSearchSAM",

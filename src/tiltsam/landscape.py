@@ -39,6 +39,7 @@ class Slice1D:
     positions: Tensor
     losses: Tensor = field(repr=False)
     label: str = ""
+    """Name of the direction or directions, for plots."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ class Slice2D:
     y: Tensor
     losses: Tensor = field(repr=False)
     label: str = ""
+    """Name of the direction or directions, for plots."""
 
 
 def random_direction(

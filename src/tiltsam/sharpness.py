@@ -64,11 +64,15 @@ class Neighborhood:
         std: The standard deviations of the noise.
         t: The tilt of the t-weighted numbers.
         center: The loss at the weights themselves.
-        mean: The mean loss; ``mean_error`` its standard error. Unbiased.
+        mean: The mean loss. Unbiased.
+        mean_error: Standard error of ``mean``.
         variance: The variance of the loss; unbiased (divides by ``num_samples - 1``).
+        variance_error: Standard error of ``variance``.
         tilted_mean: The t-weighted mean; a ratio of estimates, so its bias is of order 1/num_samples.
+        tilted_mean_error: Standard error of ``tilted_mean``.
         tilted_variance: The t-weighted variance (t-sharpness); likewise. At ``t = 0`` it is ``variance``
             times ``(num_samples - 1) / num_samples``.
+        tilted_variance_error: Standard error of ``tilted_variance``.
         effective_samples: The effective number of draws under the tilted weights.
         losses: Every loss, ``[num_std, num_samples]``.
     """
@@ -202,7 +206,7 @@ def neighborhood(
                 _add_noise(surface, scale, seed, sample)
                 losses[row, sample] = surface.mean_loss(f" at draw {sample} of std {scale:g}")
                 if progress is not None:
-                    progress(row * num_samples + sample + 2, total)  # the centre was the first
+                    progress(row * num_samples + sample + 2, total)  # the center was the first
     return Neighborhood.from_losses(torch.tensor(stds, dtype=torch.float64, device="cpu"), losses, center, t)
 
 

@@ -12,8 +12,8 @@ from torch import nn
 
 import tiltsam
 from helpers.cases import METHODS, Net, Problem, sgd
-from tiltsam.capture import CapturedStep, capture, captured_step
-from tiltsam.capture.captured_step import _arrange_state, _Seen
+from tiltsam.capture import capture, captured_step
+from tiltsam.capture.captured_step import CapturedStep, _arrange_state, _Seen
 
 every_method = pytest.mark.parametrize("method", METHODS, ids=repr)
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -466,12 +466,12 @@ def test_capture_on_a_cpu_with_loss_functions_by_part(method):
         assert torch.equal(value, b.weights()[name])
 
 
-def test_structure_depends_on_the_mode_of_every_layer():
+def test_capture_key_depends_on_the_mode_of_every_layer():
     problem = Problem()
     optimizer = tiltsam.SAM(sgd(problem.model.parameters()), model=problem.model)
 
     def structure():
-        return optimizer.structure(optimizer.begin([problem.closure]))
+        return optimizer.capture_key(optimizer.begin([problem.closure]))
 
     before = structure()
     problem.model.norm.eval()
@@ -483,12 +483,12 @@ def test_structure_depends_on_the_mode_of_every_layer():
 @pytest.mark.parametrize(
     ("setting", "same"), [("rho", True), ("t", True), ("seed", True), ("num_samples", False), ("momentum", False)]
 )
-def test_structure_depends_on_settings_that_a_graph_cannot_change(setting, same):
+def test_capture_key_depends_on_settings_that_a_graph_cannot_change(setting, same):
     problem = Problem()
     optimizer = tiltsam.TSAM(sgd(problem.model.parameters()), model=problem.model)
-    before = optimizer.structure(optimizer.begin([problem.closure]))
+    before = optimizer.capture_key(optimizer.begin([problem.closure]))
     optimizer.param_groups[0][setting] += 1
-    assert (optimizer.structure(optimizer.begin([problem.closure])) == before) is same
+    assert (optimizer.capture_key(optimizer.begin([problem.closure])) == before) is same
 
 
 def test_graphs_of_replaced_parameters_are_dropped():
@@ -578,6 +578,12 @@ def test_failed_capture_releases_memory_and_warns_at_the_call(monkeypatch, layer
     assert "capturing failed" in str(caught[-1].message)
     assert {w.filename for w in caught} == {__file__}
     assert not captured._scratch
+
+
+def test_capture_returns_the_documented_class():
+    problem = Problem()
+    step = tiltsam.capture(tiltsam.SAM(sgd(problem.model.parameters())), problem.model, (problem.x,))
+    assert type(step) is tiltsam.CapturedStep
 
 
 def test_capture_refuses_bad_arguments():

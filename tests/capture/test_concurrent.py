@@ -15,7 +15,7 @@ from tiltsam.capture.concurrent import (
 )
 from tiltsam.capture.random_state import CapturedModelState
 from tiltsam.optim.step_info import StepInfo
-from tiltsam.samplers import HMC, Ascent, CenterThenAscent, Uniform, after_ascent
+from tiltsam.samplers import HMC, Ascent, CenterThenAscent, Uniform, draw_after_ascent
 
 
 class DoubleAscent(Uniform):
@@ -28,7 +28,7 @@ class DoubleAscent(Uniform):
         self.move(space, index)
         first = space.evaluate(ascent=True)
         space.ascend(first, common)
-        return after_ascent(first, space.evaluate(after=first))
+        return draw_after_ascent(first, space.evaluate(after=first))
 
 
 class SameRandom:
@@ -107,7 +107,7 @@ def take_captured_step(optimizer, closures, *, concurrent, streams=None):
             for name in ("num_forwards", "num_backwards", "num_ascents")
         }
         info = StepInfo(loss, record.table, record.sampler_info, valid=record.valid, **passes)
-        optimizer.finish(step, info)
+        optimizer._finish(step, info)
     return info
 
 

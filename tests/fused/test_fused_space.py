@@ -11,7 +11,7 @@ from helpers.cases import METHODS, sgd
 from tiltsam.capture import capture
 from tiltsam.fused import fused_space, parameter_space
 from tiltsam.fused.fused_space import FusedSpace, ReservedTables
-from tiltsam.samplers import Draw, evaluated
+from tiltsam.samplers import Draw, draw_at
 from tiltsam.space.parameter_space import ParameterSpace
 from tiltsam.space.protocol import Spread
 from tiltsam.space.step_record import unpack
@@ -215,10 +215,10 @@ def test_mean_with_nan_gradients_and_zero_shares(shares, value):
 
     def action(space):
         add = space.add_to_mean
-        add(evaluated(space.evaluate()), scalar(1.0), single=False)  # the mean of an earlier step is in the memory
+        add(draw_at(space.evaluate()), scalar(1.0), single=False)  # the mean of an earlier step is in the memory
         space.gradient_mean.begin_step()
         for share in shares:
-            add(evaluated(space.evaluate()), scalar(share), single=False)
+            add(draw_at(space.evaluate()), scalar(share), single=False)
         return [mean.clone() for mean in space.gradient_mean.tensors]
 
     assert_spaces_agree(action, passes)
@@ -231,7 +231,7 @@ def test_mean_with_gradients_missing_in_some_samples():
 
     def action(space):
         for share in (1.0, 0.5, 1 / 3):
-            space.add_to_mean(evaluated(space.evaluate()), scalar(share), single=False)
+            space.add_to_mean(draw_at(space.evaluate()), scalar(share), single=False)
         return [mean.clone() for mean in space.gradient_mean.tensors]
 
     assert_spaces_agree(action, [(1.0, g) for g in gradients])
@@ -244,7 +244,7 @@ def test_mean_of_one_sample_is_the_gradient_itself():
     def action(space):
         at = space.evaluate()
         addresses = [g.data_ptr() for g in at.gradient]
-        space.add_to_mean(evaluated(at), scalar(1.0), single=True)
+        space.add_to_mean(draw_at(at), scalar(1.0), single=True)
         assert [mean.data_ptr() for mean in space.gradient_mean.tensors] == addresses
         return list(space.gradient_mean.tensors)
 
@@ -489,8 +489,8 @@ def test_kernels_get_float32_whatever_the_defaults_of_torch(odd_defaults, monkey
         space.ascend_adaptive(at, number, number)
         record = space.step_record(StreamingTilt(number), 2)
         for _ in range(2):
-            share = record.add(evaluated(at), space.perturbation_norm())
-            space.add_to_mean(evaluated(at), share, single=False)
+            share = record.add(draw_at(at), space.perturbation_norm())
+            space.add_to_mean(draw_at(at), share, single=False)
         assert space.tables.of([p]).tolist() == [p.data_ptr()]
     assert recorder.names == {
         *("noise_scale", "noise_move", "filter_norms", "filter_noise_move", "gradient_norm", "ascend"),

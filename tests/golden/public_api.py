@@ -47,6 +47,8 @@ def _members(prefix: str, cls: type) -> Iterator[str]:
         member = inspect.getattr_static(cls, name)
         if name == "step" and member.__qualname__ != f"{cls.__name__}.step":
             continue  # torch adds a wrapped copy of the inherited one once there is an instance
+        if ":meta private:" in (inspect.getdoc(member) or ""):
+            continue
         if isinstance(member, staticmethod | classmethod):
             member = member.__func__
         yield f"    {prefix}.{name}{_signature(member) if inspect.isfunction(member) else ''}"

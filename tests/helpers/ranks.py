@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing  # so that pipes can send tensors
 
-from lab_processes import CONTEXT
+from helpers.lab_processes import CONTEXT
 
 TIMEOUT = 300  # seconds that ranks wait for each other
 

@@ -7,9 +7,9 @@ from functools import partial
 import pytest
 
 import tiltsam
+from helpers.lab_processes import files_named, start
 from helpers.tracing import named_functions_of
 from helpers.vasso import VaSSO
-from lab_processes import files_named, start
 from tiltsam.cli import main
 from tiltsam.lab.compare import compare, comparison_cells, format_rows
 from tiltsam.lab.config import TrainConfig

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lab_processes import files_named, start_on_ranks, wait_for
+from helpers.lab_processes import files_named, start_on_ranks, wait_for
 from tiltsam.cli import main
 from tiltsam.lab import models
 from tiltsam.lab.config import TrainConfig

@@ -166,7 +166,7 @@ def labelled(num_wrong):
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
 def test_silenced_examples_equal_naive_twin(t, groups, smoothing):
     data = labelled(20)
-    tilt = ExampleTilt(t, between=0.0, num_groups=4) if groups else ExampleTilt(t)
+    tilt = ExampleTilt(t, group_tilt=0.0, num_groups=4) if groups else ExampleTilt(t)
     found = silenced_examples(
         lambda part: part.inputs["x"], data, tilt, 16, partial(task_loss, num_classes=4, label_smoothing=smoothing)
     )

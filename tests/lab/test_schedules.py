@@ -14,13 +14,13 @@ from tiltsam.lab.train import train
 def watch(monkeypatch, method, name):
     """Return a list to which every step appends the value of a setting."""
     seen = []
-    aggregate = method.aggregate
+    aggregate = method._aggregate
 
     def watched(self, step):
         seen.append(self.param_groups[0][name])
         return aggregate(self, step)
 
-    monkeypatch.setattr(method, "aggregate", watched)
+    monkeypatch.setattr(method, "_aggregate", watched)
     return seen
 
 
@@ -67,13 +67,13 @@ def test_rho_is_zero_before_rho_from(direction, tmp_path, monkeypatch):
 def test_rho_schedule_leaves_other_layers_alone(tmp_path, monkeypatch):
     """With perturb="norm" all parameters but those of normalisation layers have a rho of 0."""
     seen = []
-    aggregate = tiltsam.SAM.aggregate
+    aggregate = tiltsam.SAM._aggregate
 
     def watched(self, step):
         seen.append([group["rho"] for group in self.param_groups])
         return aggregate(self, step)
 
-    monkeypatch.setattr(tiltsam.SAM, "aggregate", watched)
+    monkeypatch.setattr(tiltsam.SAM, "_aggregate", watched)
     config = TrainConfig(
         "digits", "sam", "cnn", options={"rho": 0.4}, epochs=1, rho_from=0.5, perturb="norm", batch_size=200
     )

@@ -16,9 +16,9 @@ import optuna
 import pytest
 import torch
 
-import postgres
 import tiltsam
-from lab_processes import CONTEXT, files_named, wait_for
+from helpers import postgres
+from helpers.lab_processes import CONTEXT, files_named, wait_for
 from tiltsam.cli import main
 from tiltsam.lab import processes
 from tiltsam.lab.config import TrainConfig

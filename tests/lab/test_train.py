@@ -14,7 +14,7 @@ import safetensors.torch
 import torch
 
 import tiltsam
-from lab_processes import files_named, start
+from helpers.lab_processes import files_named, start
 from tiltsam.cli import main
 from tiltsam.lab import train as training
 from tiltsam.lab.compare import compare, format_rows
@@ -793,6 +793,6 @@ def test_nonfinite_samples_are_reported_after_the_epoch(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Trainer, "_loss", sometimes_infinite)
     config = small(method="tsam", epochs=1)
-    with pytest.warns(RuntimeWarning, match=r"^1 samples") as caught:
+    with pytest.warns(RuntimeWarning, match=r"^1 sample had") as caught:
         train(config, Record(tmp_path))
     assert len(caught) == 1

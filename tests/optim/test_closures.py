@@ -92,7 +92,7 @@ def test_closure_per_sample_is_tilted():
     [
         (partial(tiltsam.TSAM, num_samples=3), 2, "TSAM .*3 samples.* 2"),
         (tiltsam.TSAM, 0, "TSAM .*3 samples.* 0"),
-        (tiltsam.SAM, 2, "SAM .*1 samples.* 2"),
+        (tiltsam.SAM, 2, "SAM takes one closure; got 2"),
         (tiltsam.PGN, 2, "PGN .*one closure.* 2"),
         (partial(tiltsam.TSAM, num_samples=2, share_ascent=True), 2, "ascent_closure"),
     ],

@@ -22,7 +22,7 @@ BY_NAME = {method.name: method for method in METHODS}
 
 
 @dataclass(frozen=True)
-class Stretch(samplers.Stateless):
+class Stretch(samplers.BaseSampler):
     """Evaluates at stretched weights."""
 
     tilted: ClassVar[bool] = False
@@ -31,7 +31,7 @@ class Stretch(samplers.Stateless):
     def sample(self, space, index, common):
         space.reset_to_center()
         space.scale_(space.point, 1 + space.setting("stretch"))
-        return samplers.evaluated(space.evaluate())
+        return samplers.draw_at(space.evaluate())
 
 
 class Stretched(tiltsam.SharpnessAware):
@@ -89,7 +89,7 @@ def test_every_write_to_the_point_is_restored():
                 space.zero_unless_(space.point, away)
             else:
                 space.select_(space.point, space.vector("zero"), ~away)
-            return samplers.evaluated(space.evaluate())
+            return samplers.draw_at(space.evaluate())
 
     for how in ("zero_unless_", "select_"):
         problem = Problem()
@@ -109,7 +109,7 @@ def test_missing_gradient_counts_as_zero_in_map():
         def sample(self, space, index, common):
             at = space.evaluate(ascent=True)
             space.map_(space.point, lambda w, g, scale: w + scale * g, at.gradient, space.rho)
-            return samplers.after_ascent(at, space.evaluate(after=at))
+            return samplers.draw_after_ascent(at, space.evaluate(after=at))
 
     problem = Problem()  # which has a parameter that is not used
     optimizer = tiltsam.TSAM(sgd(problem.model.parameters()), sampler=Maps(), num_samples=1, model=problem.model)
@@ -232,7 +232,7 @@ def test_sampler_must_be_hashable():
     class Changing:
         length: float = 1.0
         tilted, independent = False, True
-        begin, sample = samplers.Stateless.begin, Stretch.sample
+        begin, sample = samplers.BaseSampler.begin, Stretch.sample
 
     with pytest.raises(TypeError, match=r"Changing .*frozen=True"):
         tiltsam.TSAM(sgd(nn.Linear(2, 2).parameters()), sampler=Changing())
@@ -249,7 +249,7 @@ def test_unknown_setting_raises_lookup_error():
 
 
 @dataclass(frozen=True)
-class Counts(samplers.Stateless):
+class Counts(samplers.BaseSampler):
     """Adds one to every coordinate of its state vector."""
 
     name: str = "count"
@@ -259,7 +259,7 @@ class Counts(samplers.Stateless):
 
     def sample(self, space, index, common):
         space.map_(space.state_vector(self.name), lambda x: x + 1)
-        return samplers.evaluated(space.evaluate())
+        return samplers.draw_at(space.evaluate())
 
 
 def state_vectors(optimizer, name):
@@ -457,7 +457,7 @@ def test_weights_are_restored_if_the_sampler_keeps_the_point():
             point = space.point
             space.reset_to_center()
             space.scale_(point, torch.tensor(2.0, dtype=torch.float64))
-            return samplers.evaluated(space.evaluate())
+            return samplers.draw_at(space.evaluate())
 
     problem = Problem(dropout=0.0)
     before = [p.detach().clone() for p in problem.model.parameters()]

@@ -26,6 +26,20 @@ def test_methods_by_name():
 
 # ---------------------------------------------------------------- signatures
 
+
+class Custom(tiltsam.SAM):
+    """A method of a user."""
+
+    def __init__(self, base, *, strength=1.0, **options):
+        super().__init__(base, **options)
+
+
+@pytest.mark.parametrize("cls", [tiltsam.SharpnessAware, *tiltsam.METHODS.values(), Custom])
+def test_signature_of_a_class_is_that_of_its_constructor(cls):
+    assert list(inspect.signature(cls).parameters) == list(inspect.signature(cls.__init__).parameters)[1:]
+    assert "base" in inspect.signature(cls).parameters
+
+
 OPTIONS = ("model", "seed", "buffers_once", "same_dropout", "parallel", "skip_nonfinite")
 
 

@@ -71,7 +71,7 @@ def test_call_with_params_instead_of_base(method, more):
         base, wrapper = lines_to_write(error)
         shown = ", ".join(f"{key}={value}" for key, value in (more or {"lr": 0.1}).items())
         assert base in [f"base = torch.optim.{cls}(model.parameters(), {shown})" for cls in ("AdamW", "SGD")]
-        assert wrapper == f"optimizer = {name}(base)"
+        assert wrapper == f"optimizer = {name}(base, model=model)"
 
 
 def test_calls_of_other_packages_show_runnable_lines():
@@ -97,7 +97,7 @@ def test_adaptive_is_asam():
     base = sgd(nn.Linear(2, 2).parameters())
     with pytest.raises(TypeError, match="adaptive=True") as error:
         tiltsam.SAM(base, rho=2.0, adaptive=True)
-    assert lines_to_write(error) == ["optimizer = tiltsam.ASAM(base, rho=2.0)"]
+    assert lines_to_write(error) == ["optimizer = tiltsam.ASAM(base, rho=2.0, model=model)"]
     with pytest.raises(TypeError, match="'adaptive'"):
         tiltsam.TSAM(base, adaptive=True)
 
@@ -195,14 +195,14 @@ def test_low_precision_weights_warn_once():
     optimizer.step(problem.closure)  # a second warning would be an error
 
 
-@pytest.mark.parametrize("path", ["step", "current_space", "accumulate_gradient", "hooked"])
+@pytest.mark.parametrize("path", ["step", "current_space", "compute_gradient", "hooked"])
 def test_low_precision_warning_points_at_the_caller(path):
     problem = Problem(nn.Linear(6, 3), dtype=torch.bfloat16)
     optimizer = tiltsam.SAM(sgd(problem.model.parameters()))
     calls = {
         "step": lambda: optimizer.step(problem.closure),
         "current_space": optimizer.current_space,
-        "accumulate_gradient": lambda: optimizer.accumulate_gradient(problem.closure),
+        "compute_gradient": lambda: optimizer.compute_gradient(problem.closure),
         "hooked": lambda: torch.no_grad()(optimizer.step)(problem.closure),
     }
     with pytest.warns(RuntimeWarning, match="bfloat16") as caught:

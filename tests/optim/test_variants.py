@@ -41,14 +41,6 @@ def test_late_phase_is_the_base_until_it_begins(method):
             assert optimizer.info.perturbation_norms.tolist() == [0.0]
 
 
-def test_late_phase_schedule():
-    assert [late_phase(0.5, 4)(k) for k in range(5)] == [0.0, 0.0, 0.0, 0.5, 0.5]
-    assert [late_phase(0.5, 30, fraction=0.1)(k) for k in (2, 3)] == [0.0, 0.5]  # 0.1 · 30 is above 3
-    for fraction in (-0.1, 1.1):
-        with pytest.raises(ValueError, match=f"fraction .*{fraction}"):
-            late_phase(0.5, 4, fraction)
-
-
 # ---------------------------------------------------------------- SAM on a part of the weights
 
 

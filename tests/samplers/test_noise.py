@@ -1,4 +1,4 @@
-"""Samplers of the centre, a ball and a Gaussian."""
+"""Samplers of the center, a ball and a Gaussian."""
 
 import pytest
 import torch

@@ -1,11 +1,13 @@
 """Closures of a step: gradients of every kind, and forward passes without backward."""
 
 import sys
+import threading
 
 import pytest
 import torch
 from torch import nn
 from torch.autograd import backward as imported_backward
+from torch.autograd.graph import _engine_run_backward
 
 import tiltsam
 from helpers.cases import METHODS, Problem, quadratic_problem, sgd
@@ -203,6 +205,7 @@ def test_interrupted_forward_pass_leaves_backward_on():
         problem.model.weight.grad = None
         problem.loss().backward()
         assert problem.model.weight.grad is not None, number
+        assert torch.autograd._engine_run_backward is _engine_run_backward, number
     assert number > 50
 
 
@@ -218,6 +221,50 @@ def test_forward_only_builds_no_graph_and_skips_backward():
     assert w.grad is None
     closure()
     assert w.grad is not None
+
+
+def engine_is_replaced():
+    return torch.autograd._engine_run_backward is not _engine_run_backward
+
+
+def test_forward_only_restores_the_engine_of_autograd():
+    def fail():
+        assert engine_is_replaced()
+        raise ValueError("of the call")
+
+    def call():
+        forward_only(lambda: None)
+        assert engine_is_replaced()
+        with pytest.raises(ValueError, match="of the call"):
+            forward_only(fail)
+        return engine_is_replaced()
+
+    assert forward_only(call)
+    assert not engine_is_replaced()
+    with pytest.raises(ValueError, match="of the call"):
+        forward_only(fail)
+    assert not engine_is_replaced()
+
+
+def test_forward_only_keeps_skipping_when_another_thread_ends_first():
+    w = nn.Parameter(torch.ones(3))
+    begun, release = threading.Event(), threading.Event()
+
+    def wait():
+        begun.set()
+        assert release.wait(60)
+
+    def call():
+        other = threading.Thread(target=forward_only, args=(wait,))
+        other.start()
+        assert begun.wait(60)
+        release.set()
+        other.join(60)
+        w.square().sum().backward()
+
+    forward_only(call)
+    assert w.grad is None
+    assert not engine_is_replaced()
 
 
 def test_forward_only_needs_graph_to_differentiate():

@@ -101,9 +101,9 @@ def test_groups_with_one_tilt_equal_no_groups():
     torch.testing.assert_close(grouped.effective_sample_size, plain.effective_sample_size)
 
 
-@pytest.mark.parametrize("between", [-2.0, 0.0, 3.0])
+@pytest.mark.parametrize("group_tilt", [-2.0, 0.0, 3.0])
 @pytest.mark.parametrize("t", [-1.0, 0.0, 2.0])
-def test_groups_equal_the_hierarchical_formula(t, between):
+def test_groups_equal_the_hierarchical_formula(t, group_tilt):
     losses = (3 * torch.rand(40, dtype=torch.float64)).requires_grad_()
     groups = torch.arange(40) % 4 * torch.arange(40) // 30  # of different sizes
 
@@ -114,15 +114,15 @@ def test_groups_equal_the_hierarchical_formula(t, between):
 
     parts = [losses[groups == k] for k in groups.unique()]
     risks = torch.stack([tilted(x, torch.full_like(x, 1 / len(x)), t) for x in parts])
-    expected = tilted(risks, torch.tensor([len(x) / 40 for x in parts], dtype=torch.float64), between)
-    found = ExampleTilt(t, between=between, num_groups=5)(losses, groups)
+    expected = tilted(risks, torch.tensor([len(x) / 40 for x in parts], dtype=torch.float64), group_tilt)
+    found = ExampleTilt(t, group_tilt=group_tilt, num_groups=5)(losses, groups)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
     torch.testing.assert_close(*(torch.autograd.grad(x, losses)[0] for x in (found, expected)), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_effective_sample_size_with_an_empty_group(dtype):
-    tilt = ExampleTilt(-1.0, between=1.0, num_groups=4)
+    tilt = ExampleTilt(-1.0, group_tilt=1.0, num_groups=4)
     tilt(torch.rand(30, dtype=dtype), torch.arange(30) % 3)
     torch.testing.assert_close(tilt.effective_sample_size, 1 / tilt.weights.square().sum())
 
@@ -138,13 +138,17 @@ def test_half_precision_losses_are_tilted_in_float32():
 def test_wrong_arguments_are_refused():
     with pytest.raises(TypeError, match="t must be a number, got str"):
         ExampleTilt("a")
-    for options in ({"t": math.inf}, {"t": math.nan}, {"t": -1.0, "min_ess": 1.0}, {"t": 1.0, "between": 2.0}):
+    for options in ({"t": math.inf}, {"t": math.nan}, {"t": -1.0, "min_ess": 1.0}, {"t": 1.0, "group_tilt": 2.0}):
         with pytest.raises(ValueError):
             ExampleTilt(**options)
     with pytest.raises(ValueError, match="num_groups"):
         ExampleTilt(1.0, num_groups=3, min_ess=0.5)
     with pytest.raises(ValueError, match="reduction"):
         ExampleTilt(1.0)(torch.tensor(2.0))
+    logits, targets = torch.rand(3, 5), torch.zeros(3, dtype=torch.long)
+    for call in (lambda: ExampleTilt(-0.4)(logits, targets), lambda: ExampleTilt(-0.4)(logits)):
+        with pytest.raises(ValueError, match=r"\(3, 5\).*cross_entropy\(logits, targets, reduction='none'\)"):
+            call()
     with pytest.raises(ValueError, match="together"):
         ExampleTilt(1.0)(torch.rand(3), torch.zeros(3, dtype=torch.long))
     with pytest.raises(ValueError, match="shape"):
@@ -184,7 +188,7 @@ def test_negative_tilt_silences_wrong_labels():
         (2, 10, True, {}),
         (3, 10, True, {}),
         (2, 10, False, {"min_ess": 0.6}),
-        (2, 10, False, {"num_groups": 3, "between": 2.0}),
+        (2, 10, False, {"num_groups": 3, "group_tilt": 2.0}),
     ],
     indirect=["ranks"],
     ids=["2 ddp", "3 ddp", "2 fsdp2", "3 fsdp2", "2 ddp min_ess", "2 ddp groups"],

@@ -6,11 +6,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tiltsam.tilting import (
-    Linear,
     StreamingTilt,
     effective_sample_size,
-    linear_down,
-    linear_up,
     tilted_loss,
     tilted_mean,
     tilted_var,
@@ -35,7 +32,7 @@ def test_between_mean_and_max(x, t):
     assert value.isfinite()
     assert x.mean() - slack <= value <= x.max() + slack
     if t > 0:
-        assert value >= x.max() - math.log(len(x)) / t - slack  # SPEC 9.3
+        assert value >= x.max() - math.log(len(x)) / t - slack  # the mean of exp is at least its largest term over s
 
 
 @EXAMPLES
@@ -170,16 +167,6 @@ def test_invalid_losses_get_no_weight(t):
 def test_effective_sample_size():
     assert effective_sample_size(torch.tensor([0.25] * 4)) == 4
     assert effective_sample_size(torch.tensor([0.0, 1.0, 0.0])) == 1
-
-
-def test_schedules():
-    assert [linear_up(8.0, 4)(k) for k in (0, 1, 4, 9)] == [0.0, 2.0, 8.0, 8.0]
-    assert [linear_down(8.0, 4)(k) for k in (0, 1, 4, 9)] == [8.0, 6.0, 0.0, 0.0]
-    assert Linear(1.0, 3.0, 2)(1) == 2.0
-    assert [Linear(20.3, 0.1, 4)(k) for k in (0, 4, 9)] == [20.3, 0.1, 0.1]
-    assert {Linear(0.3, 0.3, 10)(k) for k in range(12)} == {0.3}
-    with pytest.raises(ValueError, match="num_steps must be at least 1, got 0"):
-        linear_up(1.0, 0)
 
 
 def test_bad_arguments():

@@ -1,4 +1,4 @@
-"""Paths, stationary points and global minimisers of the toy problems (SPEC §8)."""
+"""Paths, stationary points and global minimisers of the toy problems of the paper (arXiv:2410.22656)."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""The toy losses against SPEC §8."""
+"""The toy losses against their formulas in the paper (arXiv:2410.22656)."""
 
 import math
 

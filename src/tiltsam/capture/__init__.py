@@ -22,7 +22,7 @@ from torch import Tensor
 from tiltsam.capture.captured_step import WARM_UP, CapturedStep
 from tiltsam.optim.sharpness_aware import SharpnessAware
 
-__all__ = ["CapturedStep", "capture"]
+__all__ = ["capture"]
 
 
 def capture(

@@ -56,7 +56,7 @@ class _Graph(NamedTuple):
 
 
 class CapturedStep:
-    """See :func:`tiltsam.capture.capture`."""
+    """A step that runs as one CUDA graph, made by :func:`tiltsam.capture`; its arguments are explained there."""
 
     def __init__(
         self,
@@ -172,7 +172,7 @@ class CapturedStep:
         shapes = tuple((x.shape, x.dtype, x.device, x.stride()) if isinstance(x, Tensor) else x for x in batch)
         changeable = {"lr", "initial_lr"} if _reads_rate_from_device(self.optimizer.base) else {"initial_lr"}
         addresses = tuple(p.data_ptr() for p in step.space.params)
-        return shapes, addresses, self.optimizer.structure(step, frozenset(changeable))
+        return shapes, addresses, self.optimizer.capture_key(step, frozenset(changeable))
 
     def _try_capture(self, key: Any, batch: tuple[Any, ...], step: Step, seen: _Seen) -> None:
         try:

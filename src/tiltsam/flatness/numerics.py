@@ -27,7 +27,9 @@ class Estimate(NamedTuple):
     """A number and its standard error."""
 
     value: float
+    """The number."""
     error: float
+    """Its standard error."""
 
 
 def weighted_mean(values: Tensor, weights: Sequence[float] | None = None) -> Estimate:

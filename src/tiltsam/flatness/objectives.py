@@ -109,10 +109,15 @@ class CrossEntry(NamedTuple):
     """One cell of the table."""
 
     model: str
+    """Name of the model."""
     split: str
+    """Name of the data."""
     objective: str
+    """Name of the objective."""
     loss: float
-    error: float  # standard error over batches; NaN for a single batch
+    """Mean of the objective over the batches."""
+    error: float
+    """Standard error over batches; NaN for a single batch."""
 
 
 @dataclass(frozen=True)
@@ -120,6 +125,7 @@ class CrossTable:
     """Losses by model, objective and split; ``str()`` formats them as the paper does, one block per split."""
 
     entries: tuple[CrossEntry, ...]
+    """All cells."""
 
     def entry(self, model: str, objective: str, split: str = "data") -> CrossEntry:
         """Return one cell; raise KeyError if there is none."""

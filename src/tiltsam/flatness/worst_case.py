@@ -81,7 +81,7 @@ def m_sharpness(
         adaptive: Measure distances relative to the weights, ``T = |theta| + eta``.
         eta: Keeps ``T`` away from zero.
         random_start: Start at a random point on the sphere of radius ``rho / 2``: at an exact minimum the gradient is
-            zero, and ascent from the centre does not move.
+            zero, and ascent from the center does not move.
         seed: Seed of the random start.
         parameters: Names of the parameters to move; all trainable ones by default.
         size_of: Weight of a chunk; its number of examples by default.
@@ -137,7 +137,7 @@ def _ascend(
     eta: float | None,
     random: torch.Generator | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the loss of a chunk at the centre and the highest one; leave the parameters at the end of the ascent."""
+    """Return the loss of a chunk at the center and the highest one; leave the parameters at the end of the ascent."""
     origin = surface.origin
     # The offset is eps / T, so that a weight with T = 0 does not move; in float32 for half-precision weights.
     offset = [saved.new_zeros(saved.shape, dtype=at_least_float32(saved)) for saved in origin]

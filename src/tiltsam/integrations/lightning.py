@@ -89,7 +89,7 @@ class SharpnessAwareMixin:
         with self._passes_of_one_step() as one_pass:
             try:
                 closure = functools.partial(one_pass, window, method, optimizer_closure)
-                loss = method.accumulate_gradient(closure, scaler=scaler)
+                loss = method.compute_gradient(closure, scaler=scaler)
             except _StepSkipped:
                 loss = None
                 method.zero_grad()

@@ -8,7 +8,7 @@ of a step over the whole window, which leaves the aggregate in ``.grad``.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -40,10 +40,10 @@ class SharpnessAwareTrainerMixin:
     sharpness_aware: SharpnessAware | None = None
     """The method, once training has begun. It shares its state with the Trainer's optimizer."""
 
-    # Attributes of the Trainer.
-    accelerator: Any
-    model: Any
-    optimizer: Any
+    if TYPE_CHECKING:  # attributes of the Trainer
+        accelerator: Any
+        model: Any
+        optimizer: Any
 
     def __init__(self, *args: Any, method: Callable[..., SharpnessAware] | None = None, **kwargs: Any) -> None:
         if method is not None and not callable(method):
@@ -98,7 +98,7 @@ class SharpnessAwareTrainerMixin:
 
         assert self.sharpness_aware is not None
         try:
-            return self.sharpness_aware.accumulate_gradient(closure, scaler=accelerator.scaler)
+            return self.sharpness_aware.compute_gradient(closure, scaler=accelerator.scaler)
         finally:
             self._window = []
 

@@ -170,7 +170,7 @@ class Trainer:
         distributed: The ranks that train the run together.
 
     Attributes:
-        step: Takes one step on a batch and returns its loss: a :class:`tiltsam.capture.CapturedStep`.
+        step: Takes one step on a batch and returns its loss: a :class:`tiltsam.CapturedStep`.
         saved: A sentence that says up to which step the run is saved.
     """
 
@@ -243,7 +243,7 @@ class Trainer:
         return tiltsam.ExampleTilt(
             config.example_tilt,
             min_ess=config.example_ess or 0.0,
-            between=config.class_tilt,
+            group_tilt=config.class_tilt,
             num_groups=None if config.class_tilt is None else self.data.num_classes,
             sync=sync,
         )

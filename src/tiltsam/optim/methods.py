@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 
 from tiltsam.distributed import Parallel
 from tiltsam.optim.hyperparameters import Schedule
-from tiltsam.optim.sharpness_aware import SharpnessAware
+from tiltsam.optim.sharpness_aware import DETECTED, SharpnessAware
 from tiltsam.optim.variants import GSAM, USAM, WSAM, FriendlySAM, LookSAM, MomentumSAM
 from tiltsam.samplers import (
     HMC,
@@ -54,7 +54,6 @@ __all__ = ["ASAM", "ERM", "METHODS", "PGN", "RSAM", "SAM", "TSAM", "LineSearchSA
 SamplerName: TypeAlias = Literal["ascent", "uniform", "gaussian", "hmc"]
 
 _SAMPLERS: dict[str, type[Sampler]] = {"ascent": Ascent, "uniform": Uniform, "gaussian": Gaussian, "hmc": HMC}
-_ALL = Parallel()  # all processes, as detected
 
 
 class TSAM(SharpnessAware):
@@ -131,7 +130,7 @@ class TSAM(SharpnessAware):
         seed: int = 0,
         buffers_once: bool = True,
         same_dropout: bool = True,
-        parallel: Parallel | None = _ALL,
+        parallel: Parallel | None = DETECTED,
         skip_nonfinite: bool = False,
     ) -> None:
         check_count("ascent_steps", ascent_steps)
@@ -213,7 +212,7 @@ class ERM(SharpnessAware):
         seed: int = 0,
         buffers_once: bool = True,
         same_dropout: bool = True,
-        parallel: Parallel | None = _ALL,
+        parallel: Parallel | None = DETECTED,
         skip_nonfinite: bool = False,
     ) -> None:
         super().__init__(
@@ -252,7 +251,7 @@ class SAM(SharpnessAware):
         seed: int = 0,
         buffers_once: bool = True,
         same_dropout: bool = True,
-        parallel: Parallel | None = _ALL,
+        parallel: Parallel | None = DETECTED,
         skip_nonfinite: bool = False,
     ) -> None:
         super().__init__(
@@ -293,7 +292,7 @@ class ASAM(SharpnessAware):
         seed: int = 0,
         buffers_once: bool = True,
         same_dropout: bool = True,
-        parallel: Parallel | None = _ALL,
+        parallel: Parallel | None = DETECTED,
         skip_nonfinite: bool = False,
     ) -> None:
         super().__init__(
@@ -344,7 +343,7 @@ class LineSearchSAM(SharpnessAware):
         seed: int = 0,
         buffers_once: bool = True,
         same_dropout: bool = True,
-        parallel: Parallel | None = _ALL,
+        parallel: Parallel | None = DETECTED,
         skip_nonfinite: bool = False,
     ) -> None:
         check_count("num_points", num_points)
@@ -386,7 +385,7 @@ class PGN(SharpnessAware):
         seed: int = 0,
         buffers_once: bool = True,
         same_dropout: bool = True,
-        parallel: Parallel | None = _ALL,
+        parallel: Parallel | None = DETECTED,
         skip_nonfinite: bool = False,
     ) -> None:
         super().__init__(
@@ -453,7 +452,7 @@ class RSAM(SharpnessAware):
         seed: int = 0,
         buffers_once: bool = True,
         same_dropout: bool = True,
-        parallel: Parallel | None = _ALL,
+        parallel: Parallel | None = DETECTED,
         skip_nonfinite: bool = False,
     ) -> None:
         super().__init__(

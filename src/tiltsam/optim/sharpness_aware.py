@@ -1,4 +1,4 @@
-"""The optimizer that wraps another: it gives the base a gradient gathered around the weights.
+"""The optimizer that wraps another: it gives the base a gradient computed from evaluations near the weights.
 
 A step of any method:
 
@@ -16,6 +16,7 @@ Methods choose a sampler (where to evaluate, :mod:`tiltsam.samplers`) and a weig
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn, Self
@@ -53,6 +54,7 @@ from tiltsam.space.validation import check_nonnegative, warn, warn_low_precision
 
 __all__ = ["Schedule", "SharpnessAware", "Step", "StepInfo"]
 
+DETECTED = Parallel()  # the processes of DDP, FSDP2 or torch.distributed
 _MAX_PENDING = 256  # samples whose validity is kept before it is summed up
 _COMMIT_KEY = -1  # of a pre-hook of the base, see _step_base; torch's own keys count from 0
 
@@ -69,7 +71,7 @@ class Step(NamedTuple):
 
 
 class SharpnessAware(Optimizer):
-    """A torch optimizer that wraps another one and gives it a gradient gathered around the weights.
+    """A torch optimizer that wraps another one and gives it a gradient computed from evaluations near the weights.
 
     It shares ``param_groups`` and ``state`` with ``base``: schedulers, hooks, ``add_param_group`` and checkpoints work
     on either. The settings of a method are entries of the parameter groups, under the names of the constructor's
@@ -80,8 +82,8 @@ class SharpnessAware(Optimizer):
     A step of the wrapper contains a step of the base: torch's global step hooks run for both.
 
     A step that raises is undone: whatever the closure or a hook before the base's update raises, including a Ctrl-C,
-    weights, buffers and the step count are those from before the step, bit for bit (``.grad`` may be empty). Once the
-    base has begun its update, the weights are the base's.
+    weights, buffers and the step count are those from before the step, bit for bit (``.grad`` may be empty). An error
+    inside the base's own update is not undone.
 
     Args:
         base: An *instance* of a torch optimizer.
@@ -114,7 +116,7 @@ class SharpnessAware(Optimizer):
         seed: int = 0,
         buffers_once: bool = True,
         same_dropout: bool = True,
-        parallel: Parallel | None = Parallel(),  # noqa: B008 (frozen)
+        parallel: Parallel | None = DETECTED,
         skip_nonfinite: bool = False,
     ) -> None:
         check_base(base, type(self).__name__, SharpnessAware)
@@ -145,6 +147,8 @@ class SharpnessAware(Optimizer):
         self._stepping = False  # whether a step is in progress
         self._has_stepped = False
         self.check_settings()
+
+    __new__.__signature__ = inspect.signature(__init__)  # type: ignore[attr-defined]  # for help()
 
     def __getstate__(self) -> dict[str, Any]:
         # Leave out a scheduler's patch of step, hooks (as torch does), and what the next step builds again.
@@ -255,9 +259,9 @@ class SharpnessAware(Optimizer):
             with torch.no_grad():
                 step = self.begin(closures, ascent_closure, scaler)
                 with step.space.on_device():
-                    info = self.aggregate(step)
+                    info = self._aggregate(step)
                     update(step, info)
-                self.finish(step, info)
+                self._finish(step, info)
             self._stepping = False
         except BaseException as error:
             self._stepping = False
@@ -283,7 +287,10 @@ class SharpnessAware(Optimizer):
         ascent_closure: Closure | None = None,
         scaler: torch.amp.GradScaler | None = None,
     ) -> Step:
-        """Prepare a step on the host: schedules, bounds, numbers and seeds to the device."""
+        """Prepare a step on the host: schedules, bounds, numbers and seeds to the device.
+
+        :meta private:
+        """
         self._hyperparameters.update()
         space = self.current_space()
         if space.is_unfinished:
@@ -302,12 +309,12 @@ class SharpnessAware(Optimizer):
         space.generators.begin_step(self._hyperparameters["seed"], self._hyperparameters["steps_taken"])
         sampler, num_samples = self.plan()
         if len(closures) != 1:
-            self._check_parts(len(closures), sampler, num_samples, whole_ascent=ascent_closure is not None)
+            self._check_parts(len(closures), sampler, num_samples, has_ascent_closure=ascent_closure is not None)
         if scaler is not None and not scaler.is_enabled():
             scaler = None
         return Step(space, sampler, num_samples, closures, ascent_closure, scaler)
 
-    def aggregate(self, step: Step) -> StepInfo:
+    def _aggregate(self, step: Step) -> StepInfo:
         """Run all passes of a step and restore the weights; the gradient is in ``step.space.gradient_mean``."""
         space = step.space
         moves = not isinstance(step.sampler, Center)
@@ -327,7 +334,10 @@ class SharpnessAware(Optimizer):
         )
 
     def average_samples(self, space: ParameterSpace, sampler: Sampler, num_samples: int) -> StepRecord:
-        """Draw the samples of a step and average their gradients, weighted. This is the loop over samples."""
+        """Draw the samples of a step and average their gradients, weighted. This is the loop over samples.
+
+        :meta private:
+        """
         if space.ranks.splits_samples:
             several = num_samples > 1
             return average_samples_over_ranks(
@@ -371,15 +381,18 @@ class SharpnessAware(Optimizer):
 
     @Optimizer.profile_hook_step
     def replay(self, step: Step, run: Callable[[], StepInfo]) -> Tensor:
-        """Take a step whose passes and update are launched by ``run``, a captured graph. Step hooks run as usual."""
+        """Take a step whose passes and update are launched by ``run``, a captured graph. Step hooks run as usual.
+
+        :meta private:
+        """
         if self._stepping:
             raise RuntimeError(f"{type(self).__name__}.step must not be called inside its own closure")
         with torch.no_grad():
             info = run()
-            self.finish(step, info)
+            self._finish(step, info)
         return info.loss
 
-    def finish(self, step: Step, info: StepInfo) -> None:
+    def _finish(self, step: Step, info: StepInfo) -> None:
         """Count the step and keep its info."""
         self._info = info
         self._valid += info.valid
@@ -395,13 +408,13 @@ class SharpnessAware(Optimizer):
             if step.scaler is None:
                 warn_missing_scaler(info.loss, info.gradient_norms)
 
-    def accumulate_gradient(
+    def compute_gradient(
         self, closure: Closure | Sequence[Closure], *, scaler: torch.amp.GradScaler | None = None
     ) -> Tensor:
-        """Run the passes of a step and leave the aggregate in ``.grad`` instead of stepping the base.
+        """Run the passes of a step and replace ``.grad`` by the aggregate, without stepping the base.
 
         For trainers that clip, log and step on their own: ``optimizer.base.step()`` is the other half. The step counts
-        as taken.
+        as taken. Gradients do not accumulate over calls: loop over micro-batches inside the closure.
 
         Args:
             closure: As for :meth:`step`.
@@ -419,7 +432,7 @@ class SharpnessAware(Optimizer):
             ...     loss = (w**2 / 2).sum()
             ...     loss.backward()
             ...     return loss
-            >>> sam.accumulate_gradient(closure)
+            >>> sam.compute_gradient(closure)
             tensor(4.5000)
             >>> w.grad  # at 3 + 1
             tensor([4.])
@@ -442,20 +455,22 @@ class SharpnessAware(Optimizer):
             self.zero_grad()  # a base skips parameters without a gradient
         space.commit()
 
-    def _check_parts(self, number: int, sampler: Sampler, num_samples: int, *, whole_ascent: bool) -> None:
+    def _check_parts(self, number: int, sampler: Sampler, num_samples: int, *, has_ascent_closure: bool) -> None:
         """Raise ValueError unless each sample can have its own closure."""
         if number != num_samples or not sampler.independent:
-            takes = (
-                f"one closure, or one for each of its {num_samples} samples" if sampler.independent else "one closure"
-            )
+            each = sampler.independent and num_samples > 1
+            takes = f"one closure, or one for each of its {num_samples} samples" if each else "one closure"
             raise ValueError(f"{type(self).__name__} takes {takes}; got {number}")
-        if getattr(sampler, "share_ascent", False) and not whole_ascent:
+        if getattr(sampler, "share_ascent", False) and not has_ascent_closure:
             raise ValueError("a shared ascent needs ascent_closure if each sample has its own closure")
 
     # ---------------------------------------------------------------- the space and what a step measured
 
     def current_space(self) -> ParameterSpace:
-        """Return the space over the parameters that are trainable now; rebuilt only when they change."""
+        """Return the space over the parameters that are trainable now; rebuilt only when they change.
+
+        :meta private:
+        """
         space = self._space
         addresses: list[Any] = []
         if space is not None and space.sharding.mesh is None:
@@ -493,11 +508,13 @@ class SharpnessAware(Optimizer):
         warn_low_precision(space.params)
         return space
 
-    def structure(self, step: Step, changeable: frozenset[str] = frozenset()) -> Hashable:
+    def capture_key(self, step: Step, changeable: frozenset[str] = frozenset()) -> Hashable:
         """Return a key of a captured step: steps of one space with equal keys may share a graph.
 
         They differ at most in numbers that are read from the device: the method's own, and those of the base named in
         ``changeable``.
+
+        :meta private:
         """
         skipped = self._hyperparameters.entries() | changeable
         base = tuple(
@@ -521,8 +538,9 @@ class SharpnessAware(Optimizer):
         self._count_nonfinite()
         total = int(self._num_nonfinite)
         if total > self._num_reported:
+            new = total - self._num_reported
             warn(
-                f"{total - self._num_reported} samples had a loss or gradient that is not finite and got weight zero "
+                f"{new} sample{'s' if new > 1 else ''} had a loss or gradient that is not finite and got weight zero "
                 f"({total} since the start): lower rho, radius or the learning rate if this continues"
             )
             self._num_reported = total
@@ -576,7 +594,12 @@ class SharpnessAware(Optimizer):
 
     @property
     def first_step(self) -> NoReturn:
-        """Raises AttributeError with the lines to write: packages that split a step have it, and ``second_step``."""
+        """Not supported.
+
+        Other SAM packages split a step in two; this raises AttributeError and shows the closure to write.
+
+        :meta private:
+        """
         name = type(self).__name__
         raise AttributeError(f"{name} has no first_step and second_step. {NEEDS_CLOSURE.format(name=name)}")
 

@@ -23,9 +23,9 @@ class StepInfo:
 
     loss: Tensor
     """The aggregate loss whose gradient the base optimizer received."""
-    make_table: Callable[[], Tensor] = field(repr=False)
+    _make_table: Callable[[], Tensor] = field(repr=False)
     """Returns (6, s): losses, sample weights, start losses, perturbation norms, gradient norms and validity."""
-    make_sampler_info: Callable[[], Mapping[str, Tensor]] = field(repr=False)
+    _make_sampler_info: Callable[[], Mapping[str, Tensor]] = field(repr=False)
     """Returns the numbers of the sampler."""
     valid: Sequence[Tensor] = field(repr=False)
     """Whether each sample was finite."""
@@ -36,11 +36,11 @@ class StepInfo:
     num_ascents: int = 0
     """Those whose gradient only gave the direction of an ascent."""
     num_parts: int = 1
-    """Number of closures: each pass saw this fraction of the mini-batch."""
+    """Number of closures: each pass sees 1/num_parts of the mini-batch."""
 
     @cached_property
     def _table(self) -> Tensor:
-        return self.make_table()
+        return self._make_table()
 
     @property
     def losses(self) -> Tensor:
@@ -80,4 +80,4 @@ class StepInfo:
     @cached_property
     def sampler(self) -> Mapping[str, Tensor]:
         """(s,) each: numbers of the sampler (HMC: ``acceptance``, ``energy_error``, ``divergence``) on this rank."""
-        return self.make_sampler_info()
+        return self._make_sampler_info()

@@ -61,7 +61,9 @@ _NOT_OF_A_BASE = {"adaptive", "base_optimizer", "perturb_eps", "use_gc"}  # argu
 _LARGE = 1000.0  # GradScaler starts at a scale of 65536
 
 
-def check_call(cls: type[Optimizer], engine: type[Optimizer], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+def check_call(
+    cls: type[Optimizer], wrapper_class: type[Optimizer], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> None:
     """Reject a call written for another package, ``SAM(params, SGD, adaptive=True, lr=0.1)``, with the lines to write.
 
     Python itself would only reject the first argument that it does not know.
@@ -73,7 +75,7 @@ def check_call(cls: type[Optimizer], engine: type[Optimizer], args: Sequence[Any
     given = args[0] if args else kwargs["base"]
     adaptive = cls.__name__ == "SAM" and bool(kwargs.get("adaptive"))
     ours = {name: value for name, value in kwargs.items() if name in names[1:]}
-    method = _call("tiltsam.ASAM" if adaptive else cls.__name__, "base", ours)
+    method = _call("tiltsam.ASAM" if adaptive else cls.__name__, "base", ours | {"model": None})  # model=model
     if not isinstance(given, Optimizer | type):
         theirs = {name: value for name, value in kwargs.items() if name not in {*names, *_NOT_OF_A_BASE}}
         base = args[1] if len(args) > 1 else kwargs.get("base_optimizer")
@@ -83,7 +85,7 @@ def check_call(cls: type[Optimizer], engine: type[Optimizer], args: Sequence[Any
             f"    base = {_call(f'torch.optim.{base_name}', 'model.parameters()', theirs or {'lr': 0.1})}\n"
             f"    optimizer = {method}"
         )
-    check_base(given, cls.__name__, engine)
+    check_base(given, cls.__name__, wrapper_class)
     if len(args) > 1 and parameters[names[1]].kind is inspect.Parameter.KEYWORD_ONLY:
         raise TypeError(f"settings must be given by name, as in {cls.__name__}(base, {names[1]}={args[1]!r})")
     if adaptive:
@@ -98,13 +100,13 @@ def _call(function: str, first: str, kwargs: Mapping[str, Any]) -> str:
     return f"{function}({', '.join([first, *(f'{name}={value}' for name, value in values.items())])})"
 
 
-def check_base(base: Any, name: str, engine: type[Optimizer]) -> None:
-    """Raise TypeError unless the method ``name`` can wrap ``base``; methods (``engine``) do not wrap each other."""
+def check_base(base: Any, name: str, wrapper_class: type[Optimizer]) -> None:
+    """Raise TypeError unless the method ``name`` can wrap ``base``, which must not be a ``wrapper_class`` itself."""
     if isinstance(base, type):
         raise TypeError(
             f"{name} wraps an instance, got the class {base.__name__}: write {name}({base.__name__}(params, ...), ...)"
         )
-    if isinstance(base, engine):
+    if isinstance(base, wrapper_class):
         raise TypeError(f"{name} cannot wrap {type(base).__name__}, which is sharpness-aware itself: wrap its base")
     if not isinstance(base, Optimizer):
         raise TypeError(

@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 
 from tiltsam.distributed import Parallel
 from tiltsam.optim.hyperparameters import Schedule
-from tiltsam.optim.sharpness_aware import SharpnessAware
+from tiltsam.optim.sharpness_aware import DETECTED, SharpnessAware
 from tiltsam.samplers import (
     Center,
     CenterThenAscent,
@@ -46,7 +46,6 @@ from tiltsam.space.validation import check_count, check_fraction, check_nonnegat
 
 __all__ = ["GSAM", "USAM", "WSAM", "FriendlySAM", "LookSAM", "MomentumSAM", "norm_groups"]
 
-_ALL = Parallel()  # all processes, as detected
 _NORM_LAYERS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 
@@ -81,7 +80,7 @@ class GSAM(SharpnessAware):
         seed: int = 0,
         buffers_once: bool = True,
         same_dropout: bool = True,
-        parallel: Parallel | None = _ALL,
+        parallel: Parallel | None = DETECTED,
         skip_nonfinite: bool = False,
     ) -> None:
         super().__init__(
@@ -132,7 +131,7 @@ class LookSAM(SharpnessAware):
         seed: int = 0,
         buffers_once: bool = True,
         same_dropout: bool = True,
-        parallel: Parallel | None = _ALL,
+        parallel: Parallel | None = DETECTED,
         skip_nonfinite: bool = False,
     ) -> None:
         super().__init__(
@@ -189,7 +188,7 @@ class FriendlySAM(SharpnessAware):
         seed: int = 0,
         buffers_once: bool = True,
         same_dropout: bool = True,
-        parallel: Parallel | None = _ALL,
+        parallel: Parallel | None = DETECTED,
         skip_nonfinite: bool = False,
     ) -> None:
         super().__init__(
@@ -242,7 +241,7 @@ class WSAM(SharpnessAware):
         seed: int = 0,
         buffers_once: bool = True,
         same_dropout: bool = True,
-        parallel: Parallel | None = _ALL,
+        parallel: Parallel | None = DETECTED,
         skip_nonfinite: bool = False,
     ) -> None:
         super().__init__(
@@ -305,7 +304,7 @@ class USAM(SharpnessAware):
         seed: int = 0,
         buffers_once: bool = True,
         same_dropout: bool = True,
-        parallel: Parallel | None = _ALL,
+        parallel: Parallel | None = DETECTED,
         skip_nonfinite: bool = False,
     ) -> None:
         super().__init__(
@@ -357,7 +356,7 @@ class MomentumSAM(SharpnessAware):
         seed: int = 0,
         buffers_once: bool = True,
         same_dropout: bool = True,
-        parallel: Parallel | None = _ALL,
+        parallel: Parallel | None = DETECTED,
         skip_nonfinite: bool = False,
     ) -> None:
         super().__init__(

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import torch
 
-from tiltsam.samplers.base import Draw, Start, Stateless, after_ascent, evaluated
+from tiltsam.samplers.base import BaseSampler, Draw, Start, draw_after_ascent, draw_at
 from tiltsam.samplers.noise import Uniform
 from tiltsam.space.protocol import EPS, Evaluation, Space
 
@@ -15,7 +15,7 @@ __all__ = ["AdaptiveAscent", "Ascent", "CenterThenAscent", "LineSearch", "Random
 
 
 @dataclass(frozen=True)
-class Ascent:
+class Ascent(BaseSampler):
     """Algorithm 2: a random start δ in the ball of radius R, then ρ along the normalised gradient there.
 
     ``ε = δ + ρ n(∇L(θ+δ))``, so ``‖ε‖ ≤ R + ρ``. With R = 0 this is SAM's ascent. Two passes a sample.
@@ -35,8 +35,6 @@ class Ascent:
     start: Start = field(default_factory=Uniform)
     share_ascent: bool = False
     num_steps: int = 1
-    tilted: ClassVar[bool] = True
-    independent: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.num_steps < 1:
@@ -45,7 +43,7 @@ class Ascent:
             raise ValueError(f"num_steps must be 1 with share_ascent=True, got {self.num_steps}")
 
     @property
-    def deterministic(self) -> bool:
+    def deterministic(self) -> bool:  # type: ignore[override]
         """Whether all samples of a step are the same."""
         return getattr(self.start, "deterministic", False)
 
@@ -64,39 +62,37 @@ class Ascent:
         """Start, ascend, evaluate."""
         self.start.move(space, index)
         if not space.ascending:
-            return evaluated(space.evaluate())
+            return draw_at(space.evaluate())
         if common is not None:
             space.add_(space.point, space.vector("ascent"))
-            return after_ascent(common, space.evaluate(after=common))
+            return draw_after_ascent(common, space.evaluate(after=common))
         rho = space.rho if self.num_steps == 1 else space.rho / self.num_steps
         first = at = space.evaluate(ascent=True)
         space.ascend(at, rho)
         for _ in range(self.num_steps - 1):
             at = space.evaluate(ascent=True, after=at)
             space.ascend(at, rho)
-        return after_ascent(first, space.evaluate(after=at))
+        return draw_after_ascent(first, space.evaluate(after=at))
 
 
 @dataclass(frozen=True)
-class AdaptiveAscent(Stateless):
+class AdaptiveAscent(BaseSampler):
     """ASAM's ascent, scaled to each weight: ``ε = ρ T²g/‖Tg‖``, ``T = |w| + η`` (Kwon et al. 2021). Two passes."""
 
-    tilted: ClassVar[bool] = True
-    independent: ClassVar[bool] = True
-    only_for: ClassVar[str] = "ASAM"  # which has eta
+    only_for: ClassVar[str | None] = "ASAM"  # which has eta
 
     def sample(self, space: Space, index: int, common: None) -> Draw:
         """Ascend from θ in the metric of the weights, evaluate."""
         space.reset_to_center()
         if not space.ascending:
-            return evaluated(space.evaluate())
+            return draw_at(space.evaluate())
         first = space.evaluate(ascent=True)
         space.ascend_adaptive(first, space.rho, space.setting("eta"))
-        return after_ascent(first, space.evaluate(after=first))
+        return draw_after_ascent(first, space.evaluate(after=first))
 
 
 @dataclass(frozen=True)
-class LineSearch(Stateless):
+class LineSearch(BaseSampler):
     """The paper's ESAM2: among ``ρ_k = ρ k/K`` along ``n(∇L(θ))``, k = 1..K, the one with the largest loss.
 
     Two passes and K forward passes. Losses that are not finite are ignored.
@@ -106,8 +102,6 @@ class LineSearch(Stateless):
     """
 
     num_points: int = 10
-    tilted: ClassVar[bool] = True
-    independent: ClassVar[bool] = True
     deterministic: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -118,7 +112,7 @@ class LineSearch(Stateless):
         """Search along the gradient, evaluate at the worst point found."""
         space.reset_to_center()
         if not space.ascending:
-            return evaluated(space.evaluate())
+            return draw_at(space.evaluate())
         first = space.evaluate(ascent=True)
         space.zero_unless_(first.gradient, first.finite)
         space.scale_(first.gradient, space.rho / (self.num_points * (first.norm + EPS)))
@@ -131,26 +125,24 @@ class LineSearch(Stateless):
         worst = found.masked_fill(~found.isfinite(), -torch.inf).argmax(0) + 1  # k
         space.reset_to_center()
         space.add_scaled_(space.point, first.gradient, worst.to(first.norm.dtype))
-        return after_ascent(first, space.evaluate(after=first))
+        return draw_after_ascent(first, space.evaluate(after=first))
 
 
 @dataclass(frozen=True)
-class RandomAscent(Stateless):
+class RandomAscent(BaseSampler):
     """RSAM's ascent (Liu et al. 2022): noise scaled to each filter, then ``ε = ρ n(Δ + λ ∇L(θ+Δ))``. Two passes.
 
     ``Δ`` is N(0, (γ‖w_filter‖)²) on each filter, a filter being a slice along the first dimension; a tensor of one
     dimension (a bias) is one filter.
     """
 
-    tilted: ClassVar[bool] = True
-    independent: ClassVar[bool] = True
-    only_for: ClassVar[str] = "RSAM"  # which has gamma and lam
+    only_for: ClassVar[str | None] = "RSAM"  # which has gamma and lam
 
     def sample(self, space: Space, index: int, common: None) -> Draw:
         """Add noise, ascend, evaluate."""
         if not space.ascending:
             space.reset_to_center()
-            return evaluated(space.evaluate())
+            return draw_at(space.evaluate())
         space.add_filter_noise(index, space.setting("gamma"))
         first = space.evaluate(ascent=True)
         space.zero_unless_(first.gradient, first.finite)
@@ -160,16 +152,15 @@ class RandomAscent(Stateless):
         space.zero_unperturbed_(direction)
         space.scale_(direction, space.rho / (space.norm(direction) + EPS))
         space.add_(space.point, space.center)
-        return after_ascent(first, space.evaluate(after=first))
+        return draw_after_ascent(first, space.evaluate(after=first))
 
 
 @dataclass(frozen=True)
-class CenterThenAscent:
+class CenterThenAscent(BaseSampler):
     """Two points, of PGN and WSAM: sample 0 is θ, sample 1 is ``θ + ρ n(g)`` with the gradient g at θ. Two passes."""
 
-    tilted: ClassVar[bool] = True
     independent: ClassVar[bool] = False
-    only_for: ClassVar[str] = "PGN or WSAM"  # which take two samples
+    only_for: ClassVar[str | None] = "PGN or WSAM"  # which take two samples
 
     def begin(self, space: Space) -> Evaluation:
         """Evaluate at θ, for both samples."""
@@ -179,8 +170,6 @@ class CenterThenAscent:
     def sample(self, space: Space, index: int, common: Evaluation) -> Draw:
         """Return the gradient at θ, then evaluate at SAM's point."""
         if index == 0:
-            return evaluated(common)._replace(keep_gradient=space.ascending)
-        if not space.ascending:
-            return evaluated(space.evaluate())
+            return draw_at(common)._replace(keep_gradient=True)
         space.ascend(common, space.rho)
-        return after_ascent(common, space.evaluate(after=common))
+        return draw_after_ascent(common, space.evaluate(after=common))

@@ -4,25 +4,22 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Protocol
 
-from tiltsam.space.protocol import Draw, Space, after_ascent, evaluated
+from tiltsam.space.protocol import Draw, Space, draw_after_ascent, draw_at
 
-__all__ = ["Draw", "Sampler", "Start", "Stateless", "after_ascent", "evaluated"]
+__all__ = ["BaseSampler", "Draw", "Sampler", "Start", "draw_after_ascent", "draw_at"]
 
 
 class Sampler(Protocol):
     """Where to evaluate. Equal samplers do the same: a captured step is replayed only with an equal one.
 
-    A sampler must be hashable and must not change: use ``@dataclass(frozen=True)``.
+    A sampler must be hashable and must not change: use ``@dataclass(frozen=True)``. :class:`BaseSampler` has defaults
+    of everything but ``sample``, and the optional attributes.
     """
 
     tilted: ClassVar[bool]
     """Whether the draws are meant to follow μ·exp(δL) rather than μ. TSAM's default δ depends on it."""
     independent: ClassVar[bool]
     """Whether a sample can be drawn without the samples before it, and so on another rank."""
-    # Optional attributes:
-    # deterministic: all samples of a step are the same, so more than one is refused.
-    # state_names: names of vectors kept between steps (space.state_vector); requires independent = False.
-    # only_for: name of the only method or methods that this sampler works in.
 
     def begin(self, space: Space) -> Any:
         """Do what all samples of a step have in common; the result is passed to every ``sample``."""
@@ -41,8 +38,20 @@ class Start(Protocol):
         ...
 
 
-class Stateless:
-    """Base class of samplers whose samples share nothing."""
+class BaseSampler:
+    """Defaults of a :class:`Sampler`; a subclass defines ``sample``."""
 
-    def begin(self, space: Space) -> None:
-        """Share nothing."""
+    tilted: ClassVar[bool] = True
+    """Whether the draws are meant to follow μ·exp(δL) rather than μ. TSAM's default δ depends on it."""
+    independent: ClassVar[bool] = True
+    """Whether a sample can be drawn without the samples before it, and so on another rank."""
+    deterministic: ClassVar[bool] = False
+    """Whether all samples of a step are the same: TSAM then refuses more than one."""
+    state_names: ClassVar[tuple[str, ...]] = ()
+    """Names of vectors kept between steps (:meth:`Space.state_vector`); requires ``independent = False``."""
+    only_for: ClassVar[str | None] = None
+    """Name of the only method or methods that this sampler works in."""
+
+    def begin(self, space: Space) -> Any:
+        """Return ``None``: samples share nothing."""
+        return None

@@ -16,12 +16,12 @@ The integrators differ in the momentum that enters ``H_N``:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from tiltsam.samplers.base import Draw, Stateless, evaluated
+from tiltsam.samplers.base import BaseSampler, Draw, draw_at
 from tiltsam.space.protocol import Evaluation, Space, Spread, Vector
 
 __all__ = ["HMC"]
@@ -33,7 +33,7 @@ _TINY = 1e-30  # keeps divisions by a speed or a chord of zero finite
 
 
 @dataclass(frozen=True)
-class HMC(Stateless):
+class HMC(BaseSampler):
     """Samples of μ·exp(δL): each starts uniform in the ball and makes ``num_proposals`` accept/reject moves.
 
     Cost: ``1 + num_steps · num_proposals`` passes a sample. Memory: six vectors, whatever s. Consistent as
@@ -56,8 +56,6 @@ class HMC(Stateless):
     integrator: Literal["leapfrog", "euler-corrected", "euler"] = "leapfrog"
     boundary: Literal["reflect", "reject"] = "reflect"
     num_proposals: int = 1
-    tilted: ClassVar[bool] = True
-    independent: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         for name in ("num_steps", "num_proposals"):
@@ -78,7 +76,7 @@ class HMC(Stateless):
             here = space.evaluate()
             zero, one = torch.zeros_like(here.loss), torch.ones_like(here.loss)
             info = {"acceptance": one, "energy_error": zero, "divergence": zero}
-            return evaluated(here)._replace(info=info)
+            return draw_at(here)._replace(info=info)
         position = space.vector("position")
         space.normal_(position, index)
         ball = Spread(radius=space.radius)

@@ -7,18 +7,17 @@ from typing import ClassVar
 
 import torch
 
-from tiltsam.samplers.base import Draw, Stateless, evaluated
+from tiltsam.samplers.base import BaseSampler, Draw, draw_at
 from tiltsam.space.protocol import Space, Spread
 
 __all__ = ["Center", "Gaussian", "Uniform"]
 
 
 @dataclass(frozen=True)
-class Center(Stateless):
+class Center(BaseSampler):
     """ε = 0: plain training. One pass a sample."""
 
     tilted: ClassVar[bool] = False
-    independent: ClassVar[bool] = True
     deterministic: ClassVar[bool] = True
 
     def move(self, space: Space, index: int) -> None:
@@ -28,11 +27,11 @@ class Center(Stateless):
     def sample(self, space: Space, index: int, common: None) -> Draw:
         """Evaluate at θ."""
         self.move(space, index)
-        return evaluated(space.evaluate())
+        return draw_at(space.evaluate())
 
 
 @dataclass(frozen=True)
-class Uniform(Stateless):
+class Uniform(BaseSampler):
     """ε uniform in the ball of radius R (naive sampling, appendix of the paper). One pass a sample.
 
     Consistent: with sample weights softmax(t L) the aggregate tends to the gradient of the tilted loss as s grows, with
@@ -40,7 +39,6 @@ class Uniform(Stateless):
     """
 
     tilted: ClassVar[bool] = False
-    independent: ClassVar[bool] = True
 
     def move(self, space: Space, index: int) -> None:
         """``point <- θ + δ``."""
@@ -52,11 +50,11 @@ class Uniform(Stateless):
     def sample(self, space: Space, index: int, common: None) -> Draw:
         """Evaluate at a random point."""
         self.move(space, index)
-        return evaluated(space.evaluate())
+        return draw_at(space.evaluate())
 
 
 @dataclass(frozen=True)
-class Gaussian(Stateless):
+class Gaussian(BaseSampler):
     """ε ~ N(0, std² I) (naive sampling under Gaussian μ). One pass a sample; consistent like :class:`Uniform`.
 
     Args:
@@ -67,7 +65,6 @@ class Gaussian(Stateless):
     std: float | None = None
     clip: bool = False
     tilted: ClassVar[bool] = False
-    independent: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.std is not None and self.std < 0:
@@ -85,4 +82,4 @@ class Gaussian(Stateless):
     def sample(self, space: Space, index: int, common: None) -> Draw:
         """Evaluate at a random point."""
         self.move(space, index)
-        return evaluated(space.evaluate())
+        return draw_at(space.evaluate())

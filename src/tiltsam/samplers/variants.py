@@ -8,37 +8,35 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from tiltsam.samplers.base import Draw, Stateless, after_ascent, evaluated
+from tiltsam.samplers.base import BaseSampler, Draw, draw_after_ascent, draw_at
 from tiltsam.space.protocol import EPS, Evaluation, Space, Vector
 
 __all__ = ["FriendlyAscent", "MomentumAscent", "PowerAscent", "ReusedAscent", "SurrogateGap"]
 
 
 @dataclass(frozen=True)
-class SurrogateGap(Stateless):
+class SurrogateGap(BaseSampler):
     """GSAM's gradient: SAM's ``g_p``, minus α times the part of ``g`` that is orthogonal to it. Two passes."""
 
-    tilted: ClassVar[bool] = True
-    independent: ClassVar[bool] = True
-    only_for: ClassVar[str] = "GSAM"  # which has alpha
+    only_for: ClassVar[str | None] = "GSAM"  # which has alpha
 
     def sample(self, space: Space, index: int, common: None) -> Draw:
         """Evaluate at θ and at SAM's point, combine the gradients."""
         space.reset_to_center()
         first = space.evaluate()
         if not space.ascending:
-            return evaluated(first)
+            return draw_at(first)
         g = space.copy_to("g", first.gradient)
         space.ascend(first, space.rho)
         last = space.evaluate(after=first)
         alpha, along = space.setting("alpha"), space.dot(g, last.gradient) / (last.norm + EPS) ** 2
         space.scale_(last.gradient, 1 + alpha * along)
         space.add_scaled_(last.gradient, g, -alpha)
-        return after_ascent(first, last)
+        return draw_after_ascent(first, last)
 
 
 @dataclass(frozen=True)
-class ReusedAscent(Stateless):
+class ReusedAscent(BaseSampler):
     """LookSAM's gradient: SAM's, whose part ``g_v`` orthogonal to ``g`` is kept, or ``g`` plus the kept part.
 
     Two passes with ``refresh``, else one. A gradient that is not finite does not change ``g_v``.
@@ -48,10 +46,9 @@ class ReusedAscent(Stateless):
     """
 
     refresh: bool = True
-    tilted: ClassVar[bool] = True
     independent: ClassVar[bool] = False
     state_names: ClassVar[tuple[str, ...]] = ("orthogonal",)
-    only_for: ClassVar[str] = "LookSAM"  # which has alpha
+    only_for: ClassVar[str | None] = "LookSAM"  # which has alpha
 
     def sample(self, space: Space, index: int, common: None) -> Draw:
         """Ascend and keep the orthogonal part, or add the one that is kept."""
@@ -60,26 +57,25 @@ class ReusedAscent(Stateless):
         if not self.refresh:
             scale = space.setting("alpha") * first.norm / (space.norm(orthogonal) + EPS)
             space.map_(first.gradient, lambda g, v, scale: g + scale * v, orthogonal, scale)
-            return evaluated(first)
+            return draw_at(first)
         g = space.copy_to("g", first.gradient)
         space.ascend(first, space.rho)
         last = space.evaluate(after=first)
         along = space.dot(last.gradient, g) / (first.norm + EPS) ** 2
         space.map_(orthogonal, _orthogonal_if, last.gradient, g, along, last.finite)
-        return after_ascent(first, last)
+        return draw_after_ascent(first, last)
 
 
 @dataclass(frozen=True)
-class FriendlyAscent(Stateless):
+class FriendlyAscent(BaseSampler):
     """Friendly-SAM's ascent, along what is specific to the batch: ``ε = ρ n(g − σ m)``, m a running mean of g.
 
     Two passes. Without an ascent (ρ = 0) the mean goes on, at one pass.
     """
 
-    tilted: ClassVar[bool] = True
     independent: ClassVar[bool] = False
     state_names: ClassVar[tuple[str, ...]] = ("mean",)
-    only_for: ClassVar[str] = "FriendlySAM"  # which has sigma and lam
+    only_for: ClassVar[str | None] = "FriendlySAM"  # which has sigma and lam
 
     def sample(self, space: Space, index: int, common: None) -> Draw:
         """Update the mean, ascend, evaluate."""
@@ -87,41 +83,38 @@ class FriendlyAscent(Stateless):
         first, mean = space.evaluate(ascent=space.ascending), space.state_vector("mean")
         _add_to_running_mean(space, mean, first, space.setting("lam"))
         if not space.ascending:
-            return evaluated(first)
+            return draw_at(first)
         sigma, direction = space.setting("sigma"), space.point
         space.map_(direction, lambda _, g, m, sigma: g - sigma * m, first.gradient, mean, sigma)
         space.zero_unperturbed_(direction)  # the mean may hold gradients of plain steps
         space.scale_(direction, space.rho / (space.norm(direction) + EPS))
         space.add_(space.point, space.center)
-        return after_ascent(first, space.evaluate(after=first))
+        return draw_after_ascent(first, space.evaluate(after=first))
 
 
 @dataclass(frozen=True)
-class PowerAscent(Stateless):
+class PowerAscent(BaseSampler):
     """USAM's ascent, longer where the gradient is large: ``ε = ρ ‖g‖^p n(g)``. Two passes."""
 
-    tilted: ClassVar[bool] = True
-    independent: ClassVar[bool] = True
-    only_for: ClassVar[str] = "USAM"  # which has power
+    only_for: ClassVar[str | None] = "USAM"  # which has power
 
     def sample(self, space: Space, index: int, common: None) -> Draw:
         """Ascend by a length that depends on the gradient, evaluate."""
         space.reset_to_center()
         if not space.ascending:
-            return evaluated(space.evaluate())
+            return draw_at(space.evaluate())
         first = space.evaluate(ascent=True)
         space.ascend(first, space.rho * first.norm ** space.setting("power"))
-        return after_ascent(first, space.evaluate(after=first))
+        return draw_after_ascent(first, space.evaluate(after=first))
 
 
 @dataclass(frozen=True)
-class MomentumAscent(Stateless):
+class MomentumAscent(BaseSampler):
     """Momentum-SAM's point: ``ε = −ρ n(v)``, v a running mean of the gradients of earlier steps. One pass."""
 
-    tilted: ClassVar[bool] = True
     independent: ClassVar[bool] = False
     state_names: ClassVar[tuple[str, ...]] = ("velocity",)
-    only_for: ClassVar[str] = "MomentumSAM"  # which has beta
+    only_for: ClassVar[str | None] = "MomentumSAM"  # which has beta
 
     def sample(self, space: Space, index: int, common: None) -> Draw:
         """Move against the momentum, evaluate, update the momentum."""
@@ -135,7 +128,7 @@ class MomentumAscent(Stateless):
             space.add_(space.point, space.center)
         at = space.evaluate()
         _add_to_running_mean(space, velocity, at, space.setting("beta"))
-        return evaluated(at)
+        return draw_at(at)
 
 
 def _orthogonal_if(before: Tensor, x: Tensor, y: Tensor, along: Tensor, mask: Tensor) -> Tensor:

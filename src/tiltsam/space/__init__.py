@@ -1,4 +1,4 @@
-"""The trainable weights as one vector: a centre θ, a point near it, and the loss and gradient at that point.
+"""The trainable weights as one vector: a center θ, a point near it, and the loss and gradient at that point.
 
 :mod:`tiltsam.space.protocol` is what samplers are written against, :class:`ParameterSpace` implements it for the
 weights of a network.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from types import FrameType
@@ -170,12 +170,18 @@ class Evaluator:
         return dealias(gradient)
 
 
-# -------------------------------------------------------------------- forward passes without backward
-
-
 def scale_of(scaler: torch.amp.GradScaler, like: Tensor) -> Tensor:
     """Return the factor of a GradScaler as a tensor like ``like``."""
     return scaler.scale(torch.ones_like(like))
+
+
+def _no_closure() -> Tensor:
+    raise RuntimeError("no step is in progress: its closure was released")
+
+
+# -------------------------------------------------------------------- forward passes without backward
+
+_threads: set[int] = set()  # those that run a forward-only pass
 
 
 class NeedsGraphError(RuntimeError):
@@ -186,8 +192,8 @@ def forward_only(call: Callable[[], Any], *, graph: bool = False, skip_backward:
     """Return ``call()`` without building a graph and without running backward passes.
 
     A backward pass is skipped however it is written (``loss.backward()``, ``torch.autograd.backward(loss)``,
-    ``scaler.scale(loss).backward()``); ``torch.autograd.grad`` runs. There is no switch that an interrupt could leave
-    on: :func:`_run_backward` looks for the frame of this function on the stack.
+    ``scaler.scale(loss).backward()``); ``torch.autograd.grad`` runs. While any thread is in here, torch.autograd calls
+    :func:`_run_backward` instead of its engine.
 
     Args:
         call: Computes a loss.
@@ -197,23 +203,41 @@ def forward_only(call: Callable[[], Any], *, graph: bool = False, skip_backward:
     Raises:
         NeedsGraphError: If ``call`` fails to differentiate and ``graph`` is false: call again with ``graph=True``.
     """
-    _install_run_backward()
-    with torch.set_grad_enabled(graph):
-        return call()
+    nested = threading.get_ident() in _threads
+    try:
+        _replace_engine()
+        with torch.set_grad_enabled(graph):
+            return call()
+    finally:
+        if not nested:
+            _restore_engine()
 
 
-@functools.cache
-def _install_run_backward() -> None:
-    """Route ``backward`` and ``grad`` of :mod:`torch.autograd` through :func:`_run_backward`, from now on."""
+def _replace_engine() -> None:
+    """Route ``backward`` and ``grad`` of :mod:`torch.autograd` through :func:`_run_backward`."""
+    _threads.add(threading.get_ident())
     torch.autograd._engine_run_backward = _run_backward  # type: ignore[attr-defined, assignment]
 
 
+def _restore_engine() -> None:
+    """Give :mod:`torch.autograd` its engine back, unless another thread runs a forward-only pass."""
+    _threads.discard(threading.get_ident())
+    if not _threads:
+        torch.autograd._engine_run_backward = _engine_run_backward  # type: ignore[attr-defined]
+        if _threads:  # one began meanwhile; an interrupt could leave a lock held
+            torch.autograd._engine_run_backward = _run_backward  # type: ignore[attr-defined, assignment]
+
+
 def _run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run torch's engine, unless a backward pass is requested inside :func:`forward_only`."""
+    """Run torch's engine, unless a backward pass is requested inside :func:`forward_only`.
+
+    That is decided by the frames on the stack: no switch is left on if an interrupt prevents :func:`_restore_engine`.
+    """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not forward_only.__code__:
         frame = frame.f_back
     if frame is None:
+        _restore_engine()  # if an interrupt prevented it
         return _engine_run_backward(outputs, *args, **kwargs)
     options = frame.f_locals
     if options["skip_backward"] and kwargs.get("accumulate_grad"):
@@ -224,7 +248,3 @@ def _run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
         if options["graph"]:
             raise
         raise NeedsGraphError(str(error)) from error
-
-
-def _no_closure() -> Tensor:
-    raise RuntimeError("no step is in progress: its closure was released")

@@ -1,4 +1,4 @@
-"""The trainable parameters of a model as one vector, with a centre θ and a point that samplers move.
+"""The trainable parameters of a model as one vector, with a center θ and a point that samplers move.
 
 :class:`ParameterSpace` is all that a sampler sees of a network: it saves the weights, evaluates the closure wherever
 the point is, and restores every bit when the passes of a step end, however they end.
@@ -204,7 +204,7 @@ class ParameterSpace(TensorLists):
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
     def replica(self, point: list[Tensor]) -> Self:
-        """Return a space over the same parameters and numbers whose point is ``point`` and whose centre is θ itself.
+        """Return a space over the same parameters and numbers whose point is ``point`` and whose center is θ itself.
 
         For captured steps: the parameters are made to use the memory of ``point`` while their kernels are recorded, so
         θ neither moves nor has to be saved. Later changes to the settings are seen.

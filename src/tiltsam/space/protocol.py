@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-__all__ = ["EPS", "Draw", "Evaluation", "Space", "Spread", "Vector", "after_ascent", "default_radius", "evaluated"]
+__all__ = ["EPS", "Draw", "Evaluation", "Space", "Spread", "Vector", "default_radius", "draw_after_ascent", "draw_at"]
 
 EPS = 1e-12  # n(v) = v / (‖v‖ + EPS)
 
@@ -35,7 +35,9 @@ class Evaluation(NamedTuple):
     """The loss and gradient at one point."""
 
     loss: Tensor
+    """Loss of the mini-batch, a scalar."""
     gradient: Vector
+    """Its gradient, valid until the next evaluation."""
     norm: Tensor
     """Norm of the gradient; 0 if it is not finite."""
     finite: Tensor
@@ -46,9 +48,11 @@ class Draw(NamedTuple):
     """One sample: the loss and gradient at θ+ε_j."""
 
     loss: Tensor
+    """Loss at θ+ε_j, a scalar."""
     gradient: Vector
-    """Adding it to the mean may overwrite it, unless ``keep_gradient`` is true."""
+    """Gradient at θ+ε_j. Adding it to the mean may overwrite it, unless ``keep_gradient`` is true."""
     gradient_norm: Tensor
+    """Norm of the gradient; 0 if it is not finite."""
     valid: Tensor
     """False if any loss or gradient of this sample was not finite."""
     start_loss: Tensor
@@ -59,12 +63,12 @@ class Draw(NamedTuple):
     """Whether the sampler reads ``gradient`` again in a later sample."""
 
 
-def evaluated(evaluation: Evaluation) -> Draw:
+def draw_at(evaluation: Evaluation) -> Draw:
     """Return the draw of a sample without an ascent."""
     return Draw(evaluation.loss, evaluation.gradient, evaluation.norm, evaluation.finite, evaluation.loss)
 
 
-def after_ascent(first: Evaluation, last: Evaluation) -> Draw:
+def draw_after_ascent(first: Evaluation, last: Evaluation) -> Draw:
     """Return the draw of a sample that started at ``first`` and ascended to ``last``."""
     return Draw(last.loss, last.gradient, last.norm, last.finite, first.loss)
 
@@ -73,8 +77,11 @@ class Spread(NamedTuple):
     """Size of the noise: uniform in a ball of ``radius``, or Gaussian of ``std``, shortened to ``max_norm``."""
 
     radius: Tensor | None = None
+    """Radius of the ball; ``None`` for Gaussian noise."""
     std: Tensor | None = None
+    """Standard deviation of a coordinate of Gaussian noise."""
     max_norm: Tensor | None = None
+    """Largest norm of Gaussian noise: longer draws are shortened to it; ``None`` for no bound."""
 
     def scale(self, norm: Tensor, uniform: Callable[[], Tensor], dim: int) -> Tensor:
         """Return the factor for standard normal noise of this norm.
@@ -186,9 +193,10 @@ class Space(Protocol):
         ...
 
     def state_vector(self, name: str) -> Vector:
-        """Return a vector that the sampler keeps between steps (see ``Sampler.state_names``); zero at the first step.
+        """Return a vector that the sampler keeps between steps; zero at the first step.
 
-        Write to it in place. It is part of the optimizer's ``state_dict`` and restored if the step raises.
+        Its name is in ``BaseSampler.state_names``. Write to it in place. It is part of the optimizer's ``state_dict``
+        and restored if the step raises.
         """
         ...
 

@@ -21,7 +21,7 @@ class Weighting(Protocol):
     Final sample weights follow from the shares: a later share c multiplies the weights before it by 1 − c.
     """
 
-    def add(self, losses: Tensor, valid: Tensor) -> Tensor:
+    def add(self, loss: Tensor, valid: Tensor, /) -> Tensor:
         """Add a loss and return its share of the total weight so far."""
         ...
 
@@ -42,13 +42,13 @@ class FixedWeights:
         self._mass = torch.zeros_like(weights[0])
         self._mean = torch.zeros_like(weights[0])
 
-    def add(self, losses: Tensor, valid: Tensor) -> Tensor:
+    def add(self, loss: Tensor, valid: Tensor, /) -> Tensor:
         """See :class:`Weighting`."""
         weight = torch.where(valid, self._weights[self._count], 0.0)
         self._count += 1
         self._mass = self._mass + weight
         share = torch.where(self._mass != 0, weight / torch.where(self._mass != 0, self._mass, 1.0), 0.0)
-        self._mean = self._mean + torch.where(valid, share * (losses - self._mean), 0.0)
+        self._mean = self._mean + torch.where(valid, share * (loss - self._mean), 0.0)
         return share
 
     def loss(self) -> Tensor:

@@ -1,4 +1,4 @@
-"""Bounds of numbers, and what parameters and gradients must be."""
+"""Checks of numbers and parameters, and warnings attributed to the user's line."""
 
 from __future__ import annotations
 

@@ -1,18 +1,15 @@
 """Exponential tilting of losses: over the samples of a step (TSAM), and over the examples of a batch (TERM).
 
-- :mod:`~tiltsam.tilting.streaming`: tilted loss, weights, mean and variance; schedules of t and rho.
+- :mod:`~tiltsam.tilting.streaming`: tilted loss, weights, mean and variance.
 - :mod:`~tiltsam.tilting.examples`: :class:`ExampleTilt`, the loss of a batch with tilted examples.
+- :mod:`~tiltsam.tilting.schedules`: schedules of t and rho.
 """
 
 from tiltsam.tilting.examples import ExampleTilt
+from tiltsam.tilting.schedules import Late, Linear, late_phase, linear_down, linear_up
 from tiltsam.tilting.streaming import (
-    Late,
-    Linear,
     StreamingTilt,
     effective_sample_size,
-    late_phase,
-    linear_down,
-    linear_up,
     tilted_loss,
     tilted_mean,
     tilted_var,

@@ -7,12 +7,13 @@ For the losses ``l_1 .. l_n`` of a batch
     F = (1/t) log (1/n) sum_i exp(t l_i)          dF/dl_i = w_i = exp(t l_i) / sum_k exp(t l_k)
 
 t < 0 gives little weight to examples with large losses, such as those with wrong labels; t = 0 is the mean; t > 0
-gives them more. With groups of examples (classes, say) there are two tilts, t inside the groups and ``between`` them:
+gives them more. With groups of examples (classes, say) there are two tilts, t inside the groups and ``group_tilt``
+between them:
 
 .. code-block:: text
 
     R_g = (1/t) log (1/n_g) sum_{i in g} exp(t l_i)
-    F   = (1/between) log (1/n) sum_g n_g exp(between R_g)
+    F   = (1/group_tilt) log (1/n) sum_g n_g exp(group_tilt R_g)
 
 which is the first formula again if both are equal.
 """
@@ -44,14 +45,14 @@ class ExampleTilt:
     six for each group (``min_ess`` needs four more all-gathers of up to 384 numbers). DDP and FSDP2 average gradients;
     the loss is scaled so that this average is the gradient of the whole batch, as in one process. Gradient
     accumulation: the tilt is over each micro-batch, and the mean of their gradients approximates that of the whole
-    batch (``between=0`` over micro-batches).
+    batch (``group_tilt=0`` over micro-batches).
 
     Args:
         t: The tilt: negative, zero or positive.
         min_ess: Smallest effective sample size of the weights, as a fraction of the batch, in [0, 1). If t would give
             less, the tilt of the same sign that gives just this is used instead. A t of -100, say, then means "as much
             as ``min_ess`` allows". Must be 0 with ``num_groups``.
-        between: Tilt between groups of examples; by default t. Needs ``num_groups``.
+        group_tilt: Tilt between groups of examples; by default t. Needs ``num_groups``.
         num_groups: Number of groups; then pass the group of each example, in [0, num_groups), with the losses. An
             example of another group gets no weight.
         process_group: The ranks that see different examples; by default all processes of ``torch.distributed``, if it
@@ -59,7 +60,7 @@ class ExampleTilt:
         sync: Whether to use the losses of all these ranks; ``False`` tilts over the examples of this process alone.
 
     Attributes:
-        weights: Weights of the last losses, in their shape; over all ranks they sum to 1.
+        weights: Weights of the last losses; over all ranks they sum to 1.
         effective_sample_size: Effective sample size of the last weights, over all ranks: a scalar tensor.
         num_nonfinite: Number of the last losses of this process that were not finite: a scalar tensor.
         t_used: The tilt of the last call: ``t``, or less because of ``min_ess``: a scalar tensor.
@@ -79,20 +80,20 @@ class ExampleTilt:
         t: float,
         *,
         min_ess: float = 0.0,
-        between: float | None = None,
+        group_tilt: float | None = None,
         num_groups: int | None = None,
         process_group: Any = None,
         sync: bool = True,
     ) -> None:
         if not 0 <= min_ess < 1:
             raise ValueError(f"min_ess must be in [0, 1), got {min_ess}")
-        if between is not None and num_groups is None:
-            raise ValueError(f"between={between} needs num_groups")
+        if group_tilt is not None and num_groups is None:
+            raise ValueError(f"group_tilt={group_tilt} needs num_groups")
         if num_groups is not None and (num_groups < 1 or min_ess):
             raise ValueError(f"num_groups must be at least 1, and min_ess 0 with it, got {num_groups} and {min_ess}")
         self.min_ess, self.num_groups = min_ess, num_groups
         self.process_group, self.sync = process_group, sync
-        self._between = None if between is None else check_tilt(between, "between")
+        self._group_tilt = None if group_tilt is None else check_tilt(group_tilt, "group_tilt")
         self._device_t: Tensor | None = None
         self.t = t
         self.weights: Tensor | None = None
@@ -112,28 +113,30 @@ class ExampleTilt:
             self._device_t.fill_(self._t)
 
     def __repr__(self) -> str:
-        groups = "" if self.num_groups is None else f", between={self._between}, num_groups={self.num_groups}"
+        groups = "" if self.num_groups is None else f", group_tilt={self._group_tilt}, num_groups={self.num_groups}"
         return f"ExampleTilt(t={self.t}, min_ess={self.min_ess}{groups})"
 
     def __call__(self, losses: Tensor, groups: Tensor | None = None) -> Tensor:
         """Return the tilted loss, a scalar whose gradient with respect to ``losses`` is ``weights`` times the ranks.
 
         Args:
-            losses: The loss of each example, from a criterion with ``reduction="none"``.
-            groups: The group of each example, integers in the same shape; needs ``num_groups``.
+            losses: (n,) the loss of each example, from a criterion with ``reduction="none"``.
+            groups: (n,) the group of each example, integers; needs ``num_groups``.
 
         Raises:
-            ValueError: If ``losses`` is empty or a scalar, or groups are missing, unexpected or of another shape.
+            ValueError: If ``losses`` is empty or not 1-D, or groups are missing, unexpected or of another shape.
         """
-        if losses.dim() == 0 or losses.numel() == 0:
-            raise ValueError(f'losses must have one element per example (reduction="none"), got {tuple(losses.shape)}')
+        if losses.dim() != 1 or losses.numel() == 0:
+            raise ValueError(
+                f"losses must be 1-D and not empty, got shape {tuple(losses.shape)}: pass the losses of the examples: "
+                "tilt(cross_entropy(logits, targets, reduction='none'))"
+            )
         if (groups is None) != (self.num_groups is None):
             raise ValueError("groups and num_groups must be given together")
         if groups is not None and groups.shape != losses.shape:
             raise ValueError(f"groups must have the shape {tuple(losses.shape)} of losses, got {tuple(groups.shape)}")
-        weights, value = self._tilt(losses.detach().reshape(-1), None if groups is None else groups.reshape(-1))
-        self.weights = weights.view(losses.shape)
-        used = torch.where(self.weights > 0, losses, 0.0).to(weights.dtype)
+        self.weights, value = self._tilt(losses.detach(), groups)
+        used = torch.where(self.weights > 0, losses, 0.0).to(self.weights.dtype)
         surrogate = self._world_size() * (self.weights * used).sum()
         return value + (surrogate - surrogate.detach())
 
@@ -151,8 +154,8 @@ class ExampleTilt:
         else:
             members = finite & (groups == torch.arange(self.num_groups or 1, device=x.device)[:, None])
             inside, risks, sizes, squares_inside = self._tilt_rows(x.expand(members.shape), members, t)
-            between = t if self._between is None else torch.full_like(t, self._between)
-            value, shares = _tilt_groups(risks, sizes, between)
+            group_tilt = t if self._group_tilt is None else torch.full_like(t, self._group_tilt)
+            value, shares = _tilt_groups(risks, sizes, group_tilt)
             weights, squares = shares @ inside, (shares.square() * squares_inside).sum()
         self.t_used, self.num_nonfinite = t, finite.numel() - finite.sum()
         self.effective_sample_size = (squares > 0) / squares.clamp_min(_TINY)

@@ -24,8 +24,11 @@ class Path(NamedTuple):
     """The points an optimizer visited."""
 
     theta: Tensor
+    """All points, from the start on."""
     end: float
-    converged: bool  # False if it left the interval or was still moving
+    """The last point."""
+    converged: bool
+    """False if it left the interval or was still moving."""
 
 
 def descend(
@@ -97,7 +100,9 @@ class Minimum(NamedTuple):
     """A global minimiser and its value."""
 
     theta: float
+    """The minimiser."""
     value: float
+    """The objective there."""
 
 
 def minimise(objective: Function, lo: float, hi: float, num_points: int = 201, num_rounds: int = 5) -> Minimum:

@@ -54,8 +54,11 @@ class Point(NamedTuple):
     """An objective with its first two derivatives."""
 
     value: Tensor
+    """Value of the objective."""
     grad: Tensor
+    """First derivative."""
     hess: Tensor
+    """Second derivative."""
 
 
 class Tilted(NamedTuple):
@@ -66,11 +69,17 @@ class Tilted(NamedTuple):
     """
 
     value: Tensor
+    """Value of the objective."""
     grad: Tensor
+    """First derivative."""
     hess: Tensor
-    mean: Tensor  # tilted mean of the loss (Definition 3.4)
-    var: Tensor  # tilted variance of the loss: the t-sharpness (Definition 3.5)
-    third: Tensor  # tilted third central moment of the loss
+    """Second derivative."""
+    mean: Tensor
+    """Tilted mean of the loss (Definition 3.4)."""
+    var: Tensor
+    """Tilted variance of the loss: the t-sharpness (Definition 3.5)."""
+    third: Tensor
+    """Tilted third central moment of the loss."""
 
 
 def erm(problem: Problem, theta: Tensor | float) -> Point:

@@ -1,4 +1,4 @@
-"""The paper's statements (SPEC §9) by quadrature."""
+"""The statements of the paper (arXiv:2410.22656, section 3 and its appendix) by quadrature."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""accumulate_gradient: the passes of a step, for trainers that step the base themselves."""
+"""compute_gradient: the passes of a step, for trainers that step the base themselves."""
 
 import pytest
 import torch
@@ -9,14 +9,14 @@ BY_NAME = {method.name: method for method in METHODS}
 
 
 @pytest.mark.parametrize("method", METHODS, ids=repr)
-def test_accumulate_gradient_and_base_step_equal_step(method):
+def test_compute_gradient_and_base_step_equal_step(method):
     """The returned loss is that of the first pass."""
     halves, whole = Problem(), Problem()
     a, b = (method(sgd(problem.model.parameters()), model=problem.model) for problem in (halves, whole))
     for seed in range(5):
         losses = []
         torch.manual_seed(seed)
-        first = a.accumulate_gradient(lambda losses=losses: losses.append(halves.closure()) or losses[-1])
+        first = a.compute_gradient(lambda losses=losses: losses.append(halves.closure()) or losses[-1])
         a.base.step()
         torch.manual_seed(seed)
         b.step(whole.closure)
@@ -26,7 +26,7 @@ def test_accumulate_gradient_and_base_step_equal_step(method):
 
 
 @pytest.mark.parametrize("name", ["sam", "pgn", "rsam", "tsam-hmc"])
-def test_accumulate_gradient_leaves_the_gradient_scaled(name):
+def test_compute_gradient_leaves_the_gradient_scaled(name):
     method = BY_NAME[name]
     problem, plain = Problem(), Problem()
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
@@ -38,14 +38,14 @@ def test_accumulate_gradient_leaves_the_gradient_scaled(name):
 
     for p, c, s in ((problem, closure, scaler), (plain, plain.closure, None)):
         torch.manual_seed(0)
-        method(sgd(p.model.parameters()), model=p.model).accumulate_gradient(c, scaler=s)
+        method(sgd(p.model.parameters()), model=p.model).compute_gradient(c, scaler=s)
     for p, q in zip(problem.model.parameters(), plain.model.parameters(), strict=True):
         if q.grad is not None:
             torch.testing.assert_close(p.grad, 256 * q.grad, rtol=1e-7, atol=1e-9)
 
 
 @pytest.mark.parametrize(("skip", "norm"), [(False, 0.0), (True, None)])
-def test_accumulate_gradient_without_a_finite_sample(skip, norm):
+def test_compute_gradient_without_a_finite_sample(skip, norm):
     """The gradient is zero, or None with skip_nonfinite."""
     problem = Problem()
     optimizer = BY_NAME["sam"](sgd(problem.model.parameters()), model=problem.model, skip_nonfinite=skip)
@@ -55,12 +55,12 @@ def test_accumulate_gradient_without_a_finite_sample(skip, norm):
         loss.backward()
         return loss
 
-    assert optimizer.accumulate_gradient(closure).isnan()
+    assert optimizer.compute_gradient(closure).isnan()
     gradient = problem.model.last.weight.grad
     assert (None if gradient is None else gradient.norm().item()) == norm
 
 
-def test_accumulate_gradient_reports_overflow_to_the_scaler():
+def test_compute_gradient_reports_overflow_to_the_scaler():
     """One sample of three overflows: the aggregate is finite, but the scale must fall."""
     problem, passes = Problem(), []
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
@@ -75,7 +75,7 @@ def test_accumulate_gradient_reports_overflow_to_the_scaler():
         return loss
 
     before = problem.model.last.weight.detach().clone()
-    optimizer.accumulate_gradient(closure, scaler=scaler)
+    optimizer.compute_gradient(closure, scaler=scaler)
     scaler.step(optimizer.base)
     scaler.update()
     assert torch.equal(problem.model.last.weight, before)
@@ -83,7 +83,7 @@ def test_accumulate_gradient_reports_overflow_to_the_scaler():
 
 
 @pytest.mark.parametrize("method", METHODS, ids=repr)
-def test_accumulate_gradient_rolls_back_when_the_closure_raises(method):
+def test_compute_gradient_rolls_back_when_the_closure_raises(method):
     problem = Problem()
     optimizer = method(sgd(problem.model.parameters()), model=problem.model)
     optimizer.step(problem.closure)
@@ -96,12 +96,25 @@ def test_accumulate_gradient_rolls_back_when_the_closure_raises(method):
         return calls[-1]
 
     with pytest.raises(RuntimeError, match="planted"):
-        optimizer.accumulate_gradient(failing)
+        optimizer.compute_gradient(failing)
     assert_same(problem.weights(), weights)
     assert optimizer.param_groups[0]["steps_taken"] == 1
 
 
-def test_accumulate_gradient_needs_a_closure():
+def test_compute_gradient_replaces_the_gradient():
+    problem = Problem()
+    optimizer = BY_NAME["sam"](sgd(problem.model.parameters()), model=problem.model)
+    for p in problem.model.parameters():
+        p.grad = torch.ones_like(p)
+    gradients = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        optimizer.compute_gradient(problem.closure)
+        gradients.append([p.grad for p in problem.model.parameters() if p.grad is not None])
+    assert all(torch.equal(g, h) for g, h in zip(*gradients, strict=True))
+
+
+def test_compute_gradient_needs_a_closure():
     optimizer = BY_NAME["sam"](sgd(Problem().model.parameters()))
     with pytest.raises(TypeError, match="closure"):
-        optimizer.accumulate_gradient(None)
+        optimizer.compute_gradient(None)

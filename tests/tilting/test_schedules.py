@@ -1,0 +1,21 @@
+import pytest
+
+from tiltsam.tilting import Linear, late_phase, linear_down, linear_up
+
+
+def test_linear_schedules():
+    assert [linear_up(8.0, 4)(k) for k in (0, 1, 4, 9)] == [0.0, 2.0, 8.0, 8.0]
+    assert [linear_down(8.0, 4)(k) for k in (0, 1, 4, 9)] == [8.0, 6.0, 0.0, 0.0]
+    assert Linear(1.0, 3.0, 2)(1) == 2.0
+    assert [Linear(20.3, 0.1, 4)(k) for k in (0, 4, 9)] == [20.3, 0.1, 0.1]
+    assert {Linear(0.3, 0.3, 10)(k) for k in range(12)} == {0.3}
+    with pytest.raises(ValueError, match="num_steps must be at least 1, got 0"):
+        linear_up(1.0, 0)
+
+
+def test_late_phase_schedule():
+    assert [late_phase(0.5, 4)(k) for k in range(5)] == [0.0, 0.0, 0.0, 0.5, 0.5]
+    assert [late_phase(0.5, 30, fraction=0.1)(k) for k in (2, 3)] == [0.0, 0.5]  # 0.1 · 30 is above 3
+    for fraction in (-0.1, 1.1):
+        with pytest.raises(ValueError, match=f"fraction .*{fraction}"):
+            late_phase(0.5, 4, fraction)

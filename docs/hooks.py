@@ -60,7 +60,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return match[0] if target is None else posixpath.relpath(target, posixpath.dirname(page.file.src_uri))
 
     if page.file.src_uri == "command-line.md":
-        markdown = markdown.replace("In the site, all flags of all commands follow.\n\n<!-- commands -->", _commands())
+        markdown = markdown.replace("The built site lists every flag here.\n\n<!-- commands -->", _commands())
     # The repository's pages ask for a backslash before a bar in the code of a table; here it would be seen.
     markdown = TABLE_ROW.sub(lambda row: CODE.sub(lambda code: code[0].replace(r"\|", "|"), row[0]), markdown)
     return LINK.sub(to_site, markdown)

@@ -9,13 +9,14 @@ from torch import nn
 import tiltsam
 from timing import allocated_peak
 
-WIDTH = 512  # the weights of a layer have 512 times the bytes of its activations
+WIDTH = 256  # the weights of a layer have 256 times the bytes of its activations
+DEPTH = 64  # on a CPU the norm of a bfloat16 tensor needs a float32 copy of it: 1/32 of the weights' bytes with 64 layers
 
 
 def peak(make_step, dtype):
     """Return the peak bytes of three steps above the model's, in copies of the weights."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)).to(dtype)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH))).to(dtype)
     x = torch.randn(1, WIDTH, dtype=dtype)
 
     def closure():

@@ -64,7 +64,7 @@ def read_images(
     """Decode image files in parallel.
 
     Each image is rotated as its EXIF data say, composed onto white if it is transparent, converted to RGB, resized so
-    that its shorter side is ``size``, and cropped to the square at its centre.
+    that its shorter side is ``size``, and cropped to the square at its center.
 
     Args:
         paths: The files.

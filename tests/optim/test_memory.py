@@ -10,7 +10,8 @@ import tiltsam
 from timing import allocated_peak
 
 WIDTH = 256  # the weights of a layer have 256 times the bytes of its activations
-DEPTH = 64  # on a CPU the norm of a bfloat16 tensor needs a float32 copy of it: 1/32 of the weights' bytes with 64 layers
+# On a CPU the norm of a bfloat16 tensor needs a float32 copy of it: with 64 layers 1/32 of the weights' bytes.
+DEPTH = 64
 
 
 def peak(make_step, dtype):

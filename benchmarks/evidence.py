@@ -24,8 +24,8 @@ RECORDS = Path(__file__).parent / "records"
 NOISY, COSINE, MINILM = "2026-11-15_noisy", "2026-11-17_noisy_cosine", "2026-11-15_minilm"
 BELOW, CNN, DIGITS = "2026-11-16_digits_below", "2026-11-16_digits_cnn", "2026-11-15_digits"
 SPLIT, TILTS, TILTS_CIFAR = "2026-11-15_digits_split", "2026-11-17_two_tilts", "2026-11-18_two_tilts_cifar"
-START = "2026-11-18_digits_start"
-PROTOCOL, SAMPLING, TILTS_DIGITS = "2026-11-18_protocol", "2026-11-18_digits_sampling", "2026-11-18_two_tilts_digits"
+START, BASELINES = "2026-11-18_digits_start", "2026-11-18_digits_baselines"
+PROTOCOL, SAMPLING = "2026-11-18_protocol", "2026-11-18_digits_sampling"
 METRICS = {"accuracy": ("score", 100, 2), "test loss": ("test_loss", 1, 3)}  # key of a result, factor, digits
 
 
@@ -56,6 +56,13 @@ def digits_tilts(method: str, noise: float, tilt: float = 0.0, warmup: float = 0
     settings = {"noise": noise, "example_tilt": tilt, "example_tilt_warmup": warmup, **chosen}
     query = " ".join(f"{name}={value}" for name, value in settings.items())
     return Runs(f"{method} task=digits label_smoothing=0.0 {query}", (TILTS,))
+
+
+def baseline(method: str, noise: float, schedule: str = "constant", tilt: float = 0.0, **chosen: float) -> Runs:
+    """Return the runs of the sweep of baselines on digits, with the settings that it chose."""
+    settings = {"noise": noise, "schedule": schedule, "example_tilt": tilt, "rho_from": 0.0, **chosen}
+    query = " ".join(f"{name}={value}" for name, value in settings.items())
+    return Runs(f"{method} average=false {query}", (BASELINES,))
 
 
 def parts(number: int, rho: float) -> Runs:
@@ -131,8 +138,18 @@ DIFFERENCES: dict[str, list[tuple[str, Runs, Runs]]] = {
         ),
         (
             "digits, MLP, right labels: SAM − ERM",
-            Runs("sam folder=digits/sam-b1c9ea2cc2", (TILTS_DIGITS,)),
-            Runs("erm folder=digits/erm-5c6d7ac3f7", (TILTS_DIGITS,)),
+            baseline("sam", 0.0, lr=0.1, rho=0.2),
+            baseline("erm", 0.0, lr=0.003),
+        ),
+        (
+            "digits, MLP: SAM in the last quarter − SAM",
+            baseline("sam", 0.2, lr=0.01, rho=0.6, rho_from=0.75),
+            baseline("sam", 0.2, lr=0.01, rho=0.4),
+        ),
+        (
+            "digits, MLP, right labels: SAM in the last quarter − SAM",
+            baseline("sam", 0.0, lr=0.03, rho=0.6, rho_from=0.75),
+            baseline("sam", 0.0, lr=0.1, rho=0.2),
         ),
         ("RTE: SAM − ERM", minilm("glue-rte/sam-b423ca7fb9"), minilm("glue-rte/erm-1f471a06e2")),
         ("MRPC: SAM − ERM", minilm("glue-mrpc/sam-06188ba257"), minilm("glue-mrpc/erm-386d96b0fa")),
@@ -272,6 +289,26 @@ DIFFERENCES: dict[str, list[tuple[str, Runs, Runs]]] = {
             "digits, 20% wrong: ERM, τ = −1",
             digits_tilts("erm", 0.2, -1.0, 0.3, lr=0.003),
             digits_tilts("erm", 0.2, lr=0.001),
+        ),
+        (
+            "digits, 20% wrong, cosine: SAM, τ = −1",
+            baseline("sam", 0.2, "cosine", -1.0, lr=0.1, rho=0.4),
+            baseline("sam", 0.2, "cosine", lr=0.03, rho=0.6),
+        ),
+        (
+            "digits, 20% wrong, cosine: ERM, τ = −1",
+            baseline("erm", 0.2, "cosine", -1.0, lr=0.006),
+            baseline("erm", 0.2, "cosine", lr=0.003),
+        ),
+        (
+            "digits, right labels, cosine: SAM, τ = −1",
+            baseline("sam", 0.0, "cosine", -1.0, lr=0.1, rho=0.4),
+            baseline("sam", 0.0, "cosine", lr=0.03, rho=0.4),
+        ),
+        (
+            "digits, right labels, cosine: ERM, τ = −1",
+            baseline("erm", 0.0, "cosine", -1.0, lr=0.006),
+            baseline("erm", 0.0, "cosine", lr=0.006),
         ),
         (
             "digits, right labels: SAM, τ = −1",

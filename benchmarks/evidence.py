@@ -137,7 +137,7 @@ DIFFERENCES: dict[str, list[tuple[str, Runs, Runs]]] = {
             Runs("erm lr=0.001 average=true", (CNN,)),
         ),
         (
-            "digits, MLP, right labels: SAM − ERM",
+            "digits, MLP, clean labels: SAM − ERM",
             baseline("sam", 0.0, lr=0.1, rho=0.2),
             baseline("erm", 0.0, lr=0.003),
         ),
@@ -147,7 +147,7 @@ DIFFERENCES: dict[str, list[tuple[str, Runs, Runs]]] = {
             baseline("sam", 0.2, lr=0.01, rho=0.4),
         ),
         (
-            "digits, MLP, right labels: SAM in the last quarter − SAM",
+            "digits, MLP, clean labels: SAM in the last quarter − SAM",
             baseline("sam", 0.0, lr=0.03, rho=0.6, rho_from=0.75),
             baseline("sam", 0.0, lr=0.1, rho=0.2),
         ),
@@ -256,72 +256,72 @@ DIFFERENCES: dict[str, list[tuple[str, Runs, Runs]]] = {
         ("CoLA, 4 parts − SAM", minilm("glue-cola/tsam-d9f71bb066"), minilm("glue-cola/sam-993122395b")),
     ],
     "example_tilt": [
-        ("CIFAR-100, 20% wrong: SAM, τ = −0.5, no warm-up", SAM_TILTED, SAM_FIVE),
-        ("CIFAR-100, 20% wrong: ERM, averaged, τ = −0.4, no warm-up", ERM_TILTED, ERM_AVERAGED_FIVE),
-        ("CIFAR-100, 20% wrong: ERM, averaged, τ = −0.4", ERM_TILTED_WARM, ERM_AVERAGED_FIVE),
-        ("CIFAR-100, 20% wrong: ERM, averaged, τ = −0.2", ERM_TILTED_HALF, ERM_AVERAGED_FIVE),
+        ("CIFAR-100, 20% noisy: SAM, τ = −0.5, no warm-up", SAM_TILTED, SAM_FIVE),
+        ("CIFAR-100, 20% noisy: ERM, averaged, τ = −0.4, no warm-up", ERM_TILTED, ERM_AVERAGED_FIVE),
+        ("CIFAR-100, 20% noisy: ERM, averaged, τ = −0.4", ERM_TILTED_WARM, ERM_AVERAGED_FIVE),
+        ("CIFAR-100, 20% noisy: ERM, averaged, τ = −0.2", ERM_TILTED_HALF, ERM_AVERAGED_FIVE),
         (
-            "CIFAR-100, 40% wrong: ERM, averaged, τ = −0.4",
+            "CIFAR-100, 40% noisy: ERM, averaged, τ = −0.4",
             Runs("erm folder=cifar100-noisy/erm-073dfe6670", (TILTS_CIFAR,)),
             Runs("erm folder=cifar100-noisy/erm-4f7b95b101", (TILTS_CIFAR,)),
         ),
         (
-            "CIFAR-100, right labels: ERM, averaged, τ = −0.4",
+            "CIFAR-100, clean labels: ERM, averaged, τ = −0.4",
             Runs("erm folder=cifar100/erm-65304bb378", (TILTS_CIFAR,)),
             Runs("erm folder=cifar100/erm-5947c6cdd7", (TILTS_CIFAR,)),
         ),
         (
-            "CIFAR-100, right labels: ERM, averaged, τ = −0.2",
+            "CIFAR-100, clean labels: ERM, averaged, τ = −0.2",
             Runs("erm folder=cifar100/erm-935e07eba6", (TILTS_CIFAR,)),
             Runs("erm folder=cifar100/erm-5947c6cdd7", (TILTS_CIFAR,)),
         ),
         (
-            "digits, 40% wrong: SAM, τ = −1",
+            "digits, 40% noisy: SAM, τ = −1",
             digits_tilts("sam", 0.4, -1.0, 0.3, lr=0.03, rho=0.2),
             digits_tilts("sam", 0.4, lr=0.01, rho=0.5),
         ),
         (
-            "digits, 40% wrong: ERM, τ = −1",
+            "digits, 40% noisy: ERM, τ = −1",
             digits_tilts("erm", 0.4, -1.0, 0.3, lr=0.003),
             digits_tilts("erm", 0.4, lr=0.001),
         ),
         (
-            "digits, 20% wrong: ERM, τ = −1",
+            "digits, 20% noisy: ERM, τ = −1",
             digits_tilts("erm", 0.2, -1.0, 0.3, lr=0.003),
             digits_tilts("erm", 0.2, lr=0.001),
         ),
         (
-            "digits, 20% wrong, cosine: SAM, τ = −1",
+            "digits, 20% noisy, cosine: SAM, τ = −1",
             baseline("sam", 0.2, "cosine", -1.0, lr=0.1, rho=0.4),
             baseline("sam", 0.2, "cosine", lr=0.03, rho=0.6),
         ),
         (
-            "digits, 20% wrong, cosine: ERM, τ = −1",
+            "digits, 20% noisy, cosine: ERM, τ = −1",
             baseline("erm", 0.2, "cosine", -1.0, lr=0.006),
             baseline("erm", 0.2, "cosine", lr=0.003),
         ),
         (
-            "digits, right labels, cosine: SAM, τ = −1",
+            "digits, clean labels, cosine: SAM, τ = −1",
             baseline("sam", 0.0, "cosine", -1.0, lr=0.1, rho=0.4),
             baseline("sam", 0.0, "cosine", lr=0.03, rho=0.4),
         ),
         (
-            "digits, right labels, cosine: ERM, τ = −1",
+            "digits, clean labels, cosine: ERM, τ = −1",
             baseline("erm", 0.0, "cosine", -1.0, lr=0.006),
             baseline("erm", 0.0, "cosine", lr=0.006),
         ),
         (
-            "digits, right labels: SAM, τ = −1",
+            "digits, clean labels: SAM, τ = −1",
             digits_tilts("sam", 0.0, -1.0, 0.3, lr=0.03, rho=0.2),
             digits_tilts("sam", 0.0, lr=0.03, rho=0.5),
         ),
         (
-            "digits, right labels: ERM, τ = −1",
+            "digits, clean labels: ERM, τ = −1",
             digits_tilts("erm", 0.0, -1.0, 0.3, lr=0.03),
             digits_tilts("erm", 0.0, lr=0.03),
         ),
         (
-            "digits, right labels: SAM, τ = −1, no warm-up",
+            "digits, clean labels: SAM, τ = −1, no warm-up",
             digits_tilts("sam", 0.0, -1.0, 0.0, lr=0.03, rho=0.8),
             digits_tilts("sam", 0.0, lr=0.03, rho=0.5),
         ),
@@ -474,7 +474,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.figures is not None:
         draw_flatness(args.figures / "evidence_flatness.png")
     print(
-        "\nsilenced examples: % of the wrong labels that are silenced, % of the silenced that are wrong, seed by seed"
+        "\nsilenced examples: % of the noisy labels that are silenced, % of the silenced that are wrong, seed by seed"
     )
     for label, runs in (
         ("SAM, τ = −0.5", SAM_TILTED),

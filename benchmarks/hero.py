@@ -53,7 +53,7 @@ def main() -> None:
         end = mean_of([100 * run["result"]["score"] for run in seeds])
         axes.text(42.8, y, f"{end.value:.1f} ± {end.error:.1f}  {label}", color=color, va="center", weight="bold")
     axes.set(xlim=(0, 42.2), ylim=(30, 73), xlabel="thousand passes (forward and backward)", ylabel="test accuracy, %")
-    axes.set_title("CIFAR-100 with 20% wrong labels, ResNet-18, about 41,000 passes each", loc="left", fontsize=12)
+    axes.set_title("CIFAR-100 with 20% noisy labels, ResNet-18, about 41,000 passes each", loc="left", fontsize=12)
     axes.grid(axis="y", color="#e6e8eb")
     figure.savefig(HERE.parent / "docs" / "figures" / "hero.png", dpi=150)
 

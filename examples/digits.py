@@ -1,4 +1,4 @@
-"""Compare ERM, SAM and TSAM on handwritten digits with 20% wrong labels.
+"""Compare ERM, SAM and TSAM on handwritten digits with 20% noisy labels.
 
     python examples/digits.py
 
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 import tiltsam
 
 NOISE = 0.2  # share of the training labels that are wrong
-EPOCHS = 60  # long enough for plain training to memorise the wrong labels
+EPOCHS = 60  # long enough for plain training to memorise the noisy labels
 BATCH = 64  # the paper's
 LEARNING_RATE = 0.05  # constant, as in the paper; momentum and weight decay are the paper's too
 RHO = 0.5  # label noise needs a larger rho than the 0.05 of clean data
@@ -102,7 +102,7 @@ def train(method: str, data: Data, seed: int, epochs: int, progress: Progress) -
 
 def main() -> None:
     """Train every method with every seed, then print the table."""
-    parser = argparse.ArgumentParser(description="ERM, SAM and TSAM on digits with 20% wrong labels.")
+    parser = argparse.ArgumentParser(description="ERM, SAM and TSAM on digits with 20% noisy labels.")
     parser.add_argument("--epochs", type=int, default=EPOCHS, help="epochs a run (default: %(default)s)")
     parser.add_argument("--seeds", type=int, default=3, help="runs a method (default: %(default)s)")
     args = parser.parse_args()
@@ -117,7 +117,7 @@ def main() -> None:
             data = load(seed)
             for method in METHODS:
                 results[method].append(train(method, data, seed, args.epochs, progress))
-    table = Table(title=f"digits, {NOISE:.0%} wrong labels; epochs: {args.epochs}, seeds: {args.seeds}")
+    table = Table(title=f"digits, {NOISE:.0%} noisy labels; epochs: {args.epochs}, seeds: {args.seeds}")
     for heading in ("method", "test accuracy %", "fits its labels %", "seconds a run", "passes a run"):
         table.add_column(heading, justify="left" if heading == "method" else "right")
     for method, runs in results.items():

@@ -84,8 +84,8 @@ def build_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.Argument
 
     demo = commands.add_parser(
         "demo",
-        help="compare seven methods on digits with wrong labels, in minutes",
-        description="Train seven methods on digits with 20% wrong labels and the same number of passes (TSAM with "
+        help="compare seven methods on digits with noisy labels, in minutes",
+        description="Train seven methods on digits with 20% noisy labels and the same number of passes (TSAM with "
         "one and with three samples), compare them, and write a report. The same command resumes.",
         epilog="example: tiltsam demo --passes 600",
     )

@@ -46,7 +46,7 @@ _PLAIN = (bool, int, float, str, NoneType)  # what a setting can be
 # Arguments of a constructor that the training loop sets, or that are not tuned.
 _NOT_OPTIONS = ("model", "seed", "parallel", "buffers_once", "same_dropout", "skip_nonfinite")
 
-# Of a negative tilt over examples. Without a warm-up SAM lost two points on right labels; the bound changes nothing
+# Of a negative tilt over examples. Without a warm-up SAM lost two points on clean labels; the bound changes nothing
 # where training learns, and helps where it would collapse (benchmarks/records/*_two_tilts, *_two_tilts_digits).
 TILT_ESS = 0.3
 TILT_WARMUP = 0.3
@@ -102,7 +102,7 @@ class TrainConfig:
     batch_size: int = 64
     """Examples per step."""
     loss: Literal["cross-entropy", "gce", "logit-adjusted"] = "cross-entropy"
-    """Loss of an example: cross-entropy; gce, the generalized cross-entropy, for wrong labels; logit-adjusted, with the
+    """Loss of an example: cross-entropy; gce, the generalized cross-entropy, for noisy labels; logit-adjusted, with the
     logarithms of the classes' frequencies added to the logits, for long tails."""
     gce_q: float = 0.7
     """q in (0, 1] of the generalized cross-entropy (1 - p^q) / q; towards 0 it becomes the cross-entropy."""
@@ -114,7 +114,7 @@ class TrainConfig:
     """Maximum norm of the aggregated gradient; 1 in the paper's text experiments."""
 
     example_tilt: float = 0.0
-    """Tilt over the examples of a batch: a negative one silences wrong labels, a positive one favours hard examples."""
+    """Tilt over the examples of a batch: a negative one silences noisy labels, a positive one favours hard examples."""
     example_ess: float | None = None
     """Smallest effective sample size that the example tilt may leave, as a fraction of the batch; 0 sets no bound. By
     default 0.3 for a negative example tilt without a class tilt, else 0."""
@@ -144,7 +144,7 @@ class TrainConfig:
     seed: int = 0
     """Seed of the initial weights, the order of examples, label noise, augmentation and perturbations."""
     noise: float | None = None
-    """Fraction of wrong training labels; by default the task's."""
+    """Fraction of noisy training labels; by default the task's."""
     validation: float = 0.1
     """Fraction of the training examples held out for validation."""
     precision: Literal["fp32", "bf16"] = "fp32"

@@ -260,7 +260,7 @@ def measure_runs(
     """Measure the model of every run on examples of one task, with the labels that it was trained on.
 
     Runs of one seed are measured on the same examples. Another seed has another validation split and, on a noisy task,
-    other wrong labels, so its runs are measured on its own examples.
+    other noisy labels, so its runs are measured on its own examples.
 
     Args:
         runs: The result of :func:`find_runs`.

@@ -39,7 +39,7 @@ __all__ = [
 
 NAME = "two-tilts"
 TILT = "example_tilt=-1"
-PASSES = 520.0  # 43 epochs of SAM in batches of 128, 87 of ERM: enough to learn wrong labels
+PASSES = 520.0  # 43 epochs of SAM in batches of 128, 87 of ERM: enough to learn noisy labels
 TRIALS = 4
 SEEDS = 5  # by default
 GRID: dict[str, tuple[float, ...]] = {"lr": (0.02, 0.08), "rho": (0.2, 0.5), "erm:lr": (0.001, 0.005, 0.02, 0.1)}
@@ -123,9 +123,9 @@ def _long_tail_study() -> TiltStudy:
 STUDIES: dict[str, TiltStudy] = {
     study.name: study
     for study in (
-        _noise_study(0.4, "digits, 40% wrong labels", _THREE),
-        _noise_study(0.2, "digits, 20% wrong labels"),
-        _noise_study(0.0, "digits, right labels"),
+        _noise_study(0.4, "digits, 40% noisy labels", _THREE),
+        _noise_study(0.2, "digits, 20% noisy labels"),
+        _noise_study(0.0, "digits, clean labels"),
         _long_tail_study(),
     )
 }

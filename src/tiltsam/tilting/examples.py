@@ -6,7 +6,7 @@ For the losses ``l_1 .. l_n`` of a batch
 
     F = (1/t) log (1/n) sum_i exp(t l_i)          dF/dl_i = w_i = exp(t l_i) / sum_k exp(t l_k)
 
-t < 0 gives little weight to examples with large losses, such as those with wrong labels; t = 0 is the mean; t > 0
+t < 0 gives little weight to examples with large losses, such as those with noisy labels; t = 0 is the mean; t > 0
 gives them more. With groups of examples (classes, say) there are two tilts, t inside the groups and ``group_tilt``
 between them:
 

@@ -93,7 +93,7 @@ def test_names_are_not_parsed_as_mathematics(tmp_path):
 
 
 def test_y_axis_includes_early_peaks(tmp_path, monkeypatch):
-    """With wrong labels, the accuracy may be best in the first tenth of training."""
+    """With noisy labels, the accuracy may be best in the first tenth of training."""
     lines = rows(40, 0.5)
     lines[0] |= {"test_accuracy": 0.1, "train_loss": 9.0}
     lines[1] |= {"test_accuracy": 0.9, "train_loss": 0.001}

@@ -46,7 +46,7 @@ __all__ = [
     "load",
 ]
 
-PAPER_NOISE = 0.2  # the paper's fraction of wrong labels
+PAPER_NOISE = 0.2  # the paper's fraction of noisy labels
 DIGITS_IMBALANCE = 15.0  # from 127 examples to 9, so that the rarest class has at least 5 after the validation split
 CIFAR_IMBALANCE = 100.0  # from 500 examples to 5, the strongest of Cao et al. 2019
 
@@ -62,7 +62,7 @@ class Task:
     """The files it needs, one line."""
     read: Callable[[Request], Data]
     noise: float = 0.0
-    """Default fraction of wrong labels in training and validation."""
+    """Default fraction of noisy labels in training and validation."""
     imbalance: float = 1.0
     """Examples of the first class per example of the last, in training and validation; above 1 a long-tailed task."""
     image_size: int | None = None

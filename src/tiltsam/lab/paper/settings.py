@@ -68,14 +68,14 @@ COLUMNS: dict[str, Column] = {
         "DTD, WideResNet-16-8", replace(_IMAGES, task="dtd", model="wrn16-8", image_size=32), rho=0.1, t=5.0
     ),
     "noisy-resnet18": Column(
-        "CIFAR-100 with 20% wrong labels, ResNet-18",
+        "CIFAR-100 with 20% noisy labels, ResNet-18",
         replace(_IMAGES, task="cifar100-noisy", model="resnet18"),
         rho=0.1,
         t=1.0,
         num_samples=5,
     ),
     "noisy-wrn": Column(
-        "CIFAR-100 with 20% wrong labels, WideResNet-16-8",
+        "CIFAR-100 with 20% noisy labels, WideResNet-16-8",
         replace(_IMAGES, task="cifar100-noisy", model="wrn16-8"),
         rho=0.1,
         t=1.0,

@@ -10,10 +10,10 @@ Differences are paired by seed; intervals are 95% of Student's t over seeds.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from differences import select_runs
 from record import read_runs
@@ -26,6 +26,7 @@ BELOW, CNN, DIGITS = "2026-11-16_digits_below", "2026-11-16_digits_cnn", "2026-1
 SPLIT, TILTS, TILTS_CIFAR = "2026-11-15_digits_split", "2026-11-17_two_tilts", "2026-11-18_two_tilts_cifar"
 START, BASELINES = "2026-11-18_digits_start", "2026-11-18_digits_baselines"
 PROTOCOL, SAMPLING = "2026-11-18_protocol", "2026-11-18_digits_sampling"
+RHOS = (0.3, 0.4, 0.5, 0.6, 0.7)
 METRICS = {"accuracy": ("score", 100, 2), "test loss": ("test_loss", 1, 3)}  # key of a result, factor, digits
 
 
@@ -68,6 +69,11 @@ def baseline(method: str, noise: float, schedule: str = "constant", tilt: float 
 def parts(number: int, rho: float) -> Runs:
     """Return the runs of m-SAM on digits."""
     return Runs(f"tsam split=true num_samples={number} radius=0.0 t=0.0 rho={rho} average=false", (SPLIT,))
+
+
+def sampled(digest: str) -> Runs:
+    """Return the runs of TSAM with this digest in the record about its samplers on digits."""
+    return Runs(f"tsam folder=digits/tsam-{digest}", (SAMPLING,))
 
 
 def minilm(folder: str) -> Runs:
@@ -114,218 +120,266 @@ MAIN = [
     ("ERM, averaged, τ = −0.4", "lr 0.1", "116.3", ERM_TILTED),
 ]
 
-# Figure: what is compared, the runs, the runs to subtract.
-DIFFERENCES: dict[str, list[tuple[str, Runs, Runs]]] = {
-    "ascent": [
-        ("CIFAR-100: SAM − ERM", SAM, ERM),
-        ("CIFAR-100, cosine: SAM − ERM", SAM_COSINE, ERM_COSINE),
-        ("CIFAR-100: SAM, constant − ERM, cosine", SAM, ERM_COSINE),
-        ("CIFAR-100, averaged: SAM − ERM", SAM_AVERAGED, ERM_AVERAGED),
-        (
-            "digits, MLP: SAM − ERM",
-            Runs("sam lr=0.01 rho=0.5 average=false", (BELOW,)),
-            Runs("erm lr=0.001 average=false", (BELOW,)),
-        ),
-        (
-            "digits, CNN: SAM − ERM",
-            Runs("sam lr=0.03 rho=0.8 average=false", (CNN,)),
-            Runs("erm lr=0.001 average=false", (CNN,)),
-        ),
-        (
-            "digits, CNN, averaged: SAM − ERM",
-            Runs("sam lr=0.03 rho=0.8 average=true", (CNN,)),
-            Runs("erm lr=0.001 average=true", (CNN,)),
-        ),
-        (
-            "digits, MLP, clean labels: SAM − ERM",
-            baseline("sam", 0.0, lr=0.1, rho=0.2),
-            baseline("erm", 0.0, lr=0.003),
-        ),
-        (
-            "digits, MLP: SAM in the last quarter − SAM",
-            baseline("sam", 0.2, lr=0.01, rho=0.6, rho_from=0.75),
-            baseline("sam", 0.2, lr=0.01, rho=0.4),
-        ),
-        (
-            "digits, MLP, clean labels: SAM in the last quarter − SAM",
-            baseline("sam", 0.0, lr=0.03, rho=0.6, rho_from=0.75),
-            baseline("sam", 0.0, lr=0.1, rho=0.2),
-        ),
-        ("RTE: SAM − ERM", minilm("glue-rte/sam-b423ca7fb9"), minilm("glue-rte/erm-1f471a06e2")),
-        ("MRPC: SAM − ERM", minilm("glue-mrpc/sam-06188ba257"), minilm("glue-mrpc/erm-386d96b0fa")),
-        ("STS-B: SAM − ERM", minilm("glue-stsb/sam-f070023a97"), minilm("glue-stsb/erm-6aba6ff916")),
-        ("CoLA: SAM − ERM", minilm("glue-cola/sam-993122395b"), minilm("glue-cola/erm-fc733f2de6")),
-    ],
-    "samples": [
-        (
-            "digits, equal passes: TSAM s=3 − SAM",
-            Runs("tsam folder=digits/tsam-c4df1a2584", (SAMPLING,)),
-            Runs("sam folder=digits/sam-7978dcfda4", (SAMPLING,)),
-        ),
-        (
-            "digits, equal steps: s=3 − s=1",
-            Runs("tsam folder=digits/tsam-e5a5a11456", (DIGITS,)),
-            Runs("tsam folder=digits/tsam-a9be145e87", (DIGITS,)),
-        ),
-        (
-            "digits, s=3: t = 20 − t = 0",
-            Runs("tsam folder=digits/tsam-e5a5a11456", (DIGITS,)),
-            Runs("tsam folder=digits/tsam-491908054f", (DIGITS,)),
-        ),
-        (
-            "digits, s=3: t = 1000 − t = 0",
-            Runs("tsam folder=digits/tsam-0b313a6d4b", (DIGITS,)),
-            Runs("tsam folder=digits/tsam-491908054f", (DIGITS,)),
-        ),
-        ("CIFAR-100: TSAM s=1 − SAM", TSAM1, SAM),
-        ("CIFAR-100, averaged: TSAM s=1 − SAM", TSAM_AVERAGED, SAM_AVERAGED),
-        (
-            "digits: TSAM s=1 − SAM",
-            Runs("tsam folder=digits/tsam-20976efc73", (DIGITS,)),
-            Runs("tsam folder=digits/tsam-e8aa3441f0", (DIGITS,)),
-        ),
-        ("RTE, other lr and ρ: TSAM s=1 − SAM", minilm("glue-rte/tsam-cbfdaa4c47"), minilm("glue-rte/sam-b423ca7fb9")),
-        ("MRPC: TSAM s=1 − SAM", minilm("glue-mrpc/tsam-e4bb0d6537"), minilm("glue-mrpc/sam-06188ba257")),
-        ("STS-B, other ρ: TSAM s=1 − SAM", minilm("glue-stsb/tsam-018e36e72b"), minilm("glue-stsb/sam-f070023a97")),
-        (
-            "CoLA, other lr and ρ: TSAM s=1 − SAM",
-            minilm("glue-cola/tsam-f42c2246c9"),
-            minilm("glue-cola/sam-993122395b"),
-        ),
-        (
-            "CoLA, equal lr and ρ: TSAM s=1 − SAM",
-            minilm("glue-cola/tsam-f42c2246c9"),
-            minilm("glue-cola/tsam-ae9b56e3c3"),
-        ),
-    ],
-    "start": [
-        (
-            f"digits, ρ = {rho}: R = {radius} − SAM",
-            Runs(f"tsam rho={rho} radius={radius}", (START,)),
-            Runs(f"sam rho={rho}", (START,)),
-        )
+# Figure, heading, rows: what is compared, the runs, the runs to subtract.
+Comparison: TypeAlias = tuple[str, Runs, Runs]
+DIFFERENCES: dict[str, dict[str, list[Comparison]]] = {
+    "ascent": {
+        "SAM − ERM, noisy labels": [
+            ("CIFAR-100", SAM, ERM),
+            ("CIFAR-100, cosine schedules", SAM_COSINE, ERM_COSINE),
+            ("CIFAR-100, SAM at a constant rate, ERM with a cosine", SAM, ERM_COSINE),
+            ("CIFAR-100, averaged weights", SAM_AVERAGED, ERM_AVERAGED),
+            (
+                "digits, MLP",
+                Runs("sam lr=0.01 rho=0.5 average=false", (BELOW,)),
+                Runs("erm lr=0.001 average=false", (BELOW,)),
+            ),
+            ("digits, MLP, second study", baseline("sam", 0.2, lr=0.01, rho=0.4), baseline("erm", 0.2, lr=0.001)),
+            (
+                "digits, CNN",
+                Runs("sam lr=0.03 rho=0.8 average=false", (CNN,)),
+                Runs("erm lr=0.001 average=false", (CNN,)),
+            ),
+            (
+                "digits, CNN, averaged weights",
+                Runs("sam lr=0.03 rho=0.8 average=true", (CNN,)),
+                Runs("erm lr=0.001 average=true", (CNN,)),
+            ),
+        ],
+        "SAM − ERM, clean labels": [
+            ("digits, MLP", baseline("sam", 0.0, lr=0.1, rho=0.2), baseline("erm", 0.0, lr=0.003)),
+            ("RTE", minilm("glue-rte/sam-b423ca7fb9"), minilm("glue-rte/erm-1f471a06e2")),
+            ("MRPC", minilm("glue-mrpc/sam-06188ba257"), minilm("glue-mrpc/erm-386d96b0fa")),
+            ("STS-B", minilm("glue-stsb/sam-f070023a97"), minilm("glue-stsb/erm-6aba6ff916")),
+            ("CoLA", minilm("glue-cola/sam-993122395b"), minilm("glue-cola/erm-fc733f2de6")),
+        ],
+        "SAM in the last quarter of training only − SAM": [
+            (
+                "digits, MLP, noisy labels",
+                baseline("sam", 0.2, lr=0.01, rho=0.6, rho_from=0.75),
+                baseline("sam", 0.2, lr=0.01, rho=0.4),
+            ),
+            (
+                "digits, MLP, clean labels",
+                baseline("sam", 0.0, lr=0.03, rho=0.6, rho_from=0.75),
+                baseline("sam", 0.0, lr=0.1, rho=0.2),
+            ),
+        ],
+    },
+    "samples": {
+        "three samples, digits": [
+            ("s = 3 − SAM, equal passes", sampled("c4df1a2584"), Runs("sam folder=digits/sam-7978dcfda4", (SAMPLING,))),
+            (
+                "s = 3 − s = 1, equal steps",
+                Runs("tsam folder=digits/tsam-e5a5a11456", (DIGITS,)),
+                Runs("tsam folder=digits/tsam-a9be145e87", (DIGITS,)),
+            ),
+        ],
+        "tilt over three samples, digits": [
+            (
+                "t = 20 − t = 0",
+                Runs("tsam folder=digits/tsam-e5a5a11456", (DIGITS,)),
+                Runs("tsam folder=digits/tsam-491908054f", (DIGITS,)),
+            ),
+            (
+                "t = 1000 − t = 0",
+                Runs("tsam folder=digits/tsam-0b313a6d4b", (DIGITS,)),
+                Runs("tsam folder=digits/tsam-491908054f", (DIGITS,)),
+            ),
+            ("t from 0 to 20 − t = 20", sampled("d959e5d9f8"), sampled("c4df1a2584")),
+        ],
+        "sampling, digits, s = 3, equal passes": [
+            ("uniform sampling − Algorithm 2", sampled("5708107447"), sampled("c4df1a2584")),
+            ("HMC − Algorithm 2", sampled("78b25de2d0"), sampled("c4df1a2584")),
+            ("N = 2 − N = 1", sampled("c40f487e64"), sampled("c4df1a2584")),
+            ("N = 3 − N = 1", sampled("8112f78fdd"), sampled("c4df1a2584")),
+        ],
+        "TSAM with one sample − SAM": [
+            ("CIFAR-100", TSAM1, SAM),
+            ("CIFAR-100, averaged weights", TSAM_AVERAGED, SAM_AVERAGED),
+            (
+                "digits",
+                Runs("tsam folder=digits/tsam-20976efc73", (DIGITS,)),
+                Runs("tsam folder=digits/tsam-e8aa3441f0", (DIGITS,)),
+            ),
+            (
+                "digits, second study, another ρ",
+                Runs("tsam folder=digits/tsam-f5f5ec895b", (BASELINES,)),
+                baseline("sam", 0.2, lr=0.01, rho=0.4),
+            ),
+            ("RTE, other lr and ρ", minilm("glue-rte/tsam-cbfdaa4c47"), minilm("glue-rte/sam-b423ca7fb9")),
+            ("MRPC", minilm("glue-mrpc/tsam-e4bb0d6537"), minilm("glue-mrpc/sam-06188ba257")),
+            ("STS-B, another ρ", minilm("glue-stsb/tsam-018e36e72b"), minilm("glue-stsb/sam-f070023a97")),
+            ("CoLA, other lr and ρ", minilm("glue-cola/tsam-f42c2246c9"), minilm("glue-cola/sam-993122395b")),
+            ("CoLA, equal lr and ρ", minilm("glue-cola/tsam-f42c2246c9"), minilm("glue-cola/tsam-ae9b56e3c3")),
+        ],
+    },
+    "start": {
+        f"TSAM with one sample and R = {radius} − SAM, digits": [
+            (f"ρ = {rho}", Runs(f"tsam rho={rho} radius={radius}", (START,)), Runs(f"sam rho={rho}", (START,)))
+            for rho in RHOS
+        ]
         for radius in (2, 4)
-        for rho in (0.3, 0.4, 0.5, 0.6, 0.7)
-        if (radius, rho) != (4, 0.7)  # one seed did not learn; its interval would stretch the figure
-    ],
-    "radius": [
-        ("RTE: R = 24 − R = 0", minilm("glue-rte/tsam-4bced8e6b1"), minilm("glue-rte/tsam-f8054adfeb")),
-        ("MRPC: R = 24 − R = 0", minilm("glue-mrpc/tsam-b24c97f1df"), minilm("glue-mrpc/tsam-f5e4c85965")),
-        ("STS-B: R = 24 − R = 0", minilm("glue-stsb/tsam-b3c7293940"), minilm("glue-stsb/tsam-e7cb4e9496")),
-        ("CoLA: R = 24 − R = 0", minilm("glue-cola/tsam-8b90fa205f"), minilm("glue-cola/tsam-ae9b56e3c3")),
-        ("RTE: R = 48 − R = 0", minilm("glue-rte/tsam-3e86433f38"), minilm("glue-rte/tsam-f8054adfeb")),
-        ("MRPC: R = 48 − R = 0", minilm("glue-mrpc/tsam-46c42b1408"), minilm("glue-mrpc/tsam-f5e4c85965")),
-        ("STS-B: R = 48 − R = 0", minilm("glue-stsb/tsam-e18ddb3461"), minilm("glue-stsb/tsam-e7cb4e9496")),
-        ("CoLA: R = 48 − R = 0", minilm("glue-cola/tsam-dd9f1c3803"), minilm("glue-cola/tsam-ae9b56e3c3")),
-    ],
-    "average": [
-        ("CIFAR-100, ERM: averaged − last", ERM_AVERAGED, ERM),
-        ("CIFAR-100, ERM: averaged − cosine", ERM_AVERAGED, ERM_COSINE),
-        ("CIFAR-100, SAM: averaged − last", SAM_AVERAGED, SAM),
-        ("CIFAR-100, SAM: averaged − cosine", SAM_AVERAGED, SAM_COSINE),
-        (
-            "digits, MLP, SAM: averaged − last",
-            Runs("sam lr=0.01 rho=0.5 average=true", (BELOW,)),
-            Runs("sam lr=0.01 rho=0.5 average=false", (BELOW,)),
-        ),
-        (
-            "digits, MLP, ERM: averaged − last",
-            Runs("erm lr=0.001 average=true", (BELOW,)),
-            Runs("erm lr=0.001 average=false", (BELOW,)),
-        ),
-        (
-            "digits, CNN, SAM: averaged − last",
-            Runs("sam lr=0.03 rho=0.8 average=true", (CNN,)),
-            Runs("sam lr=0.03 rho=0.8 average=false", (CNN,)),
-        ),
-        ("RTE, ERM: averaged − last", minilm("glue-rte/erm-2ae760bedf"), minilm("glue-rte/erm-1f471a06e2")),
-        ("MRPC, ERM: averaged − last", minilm("glue-mrpc/erm-c086dff91c"), minilm("glue-mrpc/erm-386d96b0fa")),
-        ("STS-B, ERM: averaged − last", minilm("glue-stsb/erm-ea9e50747e"), minilm("glue-stsb/erm-6aba6ff916")),
-        ("CoLA, ERM: averaged − last", minilm("glue-cola/erm-e1c505bef6"), minilm("glue-cola/erm-fc733f2de6")),
-        ("RTE: ERM, averaged − SAM", minilm("glue-rte/erm-2ae760bedf"), minilm("glue-rte/sam-b423ca7fb9")),
-        ("MRPC: ERM, averaged − SAM", minilm("glue-mrpc/erm-c086dff91c"), minilm("glue-mrpc/sam-06188ba257")),
-        ("STS-B: ERM, averaged − SAM", minilm("glue-stsb/erm-ea9e50747e"), minilm("glue-stsb/sam-f070023a97")),
-        ("CoLA: ERM, averaged − SAM", minilm("glue-cola/erm-e1c505bef6"), minilm("glue-cola/sam-993122395b")),
-    ],
-    "parts": [
-        ("digits, 4 parts − SAM", parts(4, 0.4), Runs("tsam num_samples=1 radius=0.0 rho=0.7", (SPLIT,))),
-        ("digits, 8 parts − SAM", parts(8, 0.25), Runs("tsam num_samples=1 radius=0.0 rho=0.7", (SPLIT,))),
-        ("RTE, 4 parts − SAM", minilm("glue-rte/tsam-211007391c"), minilm("glue-rte/sam-b423ca7fb9")),
-        ("MRPC, 4 parts − SAM", minilm("glue-mrpc/tsam-e8af5201c6"), minilm("glue-mrpc/sam-06188ba257")),
-        ("STS-B, 4 parts − SAM", minilm("glue-stsb/tsam-dca319a455"), minilm("glue-stsb/sam-f070023a97")),
-        ("CoLA, 4 parts − SAM", minilm("glue-cola/tsam-d9f71bb066"), minilm("glue-cola/sam-993122395b")),
-    ],
-    "example_tilt": [
-        ("CIFAR-100, 20% noisy: SAM, τ = −0.5, no warm-up", SAM_TILTED, SAM_FIVE),
-        ("CIFAR-100, 20% noisy: ERM, averaged, τ = −0.4, no warm-up", ERM_TILTED, ERM_AVERAGED_FIVE),
-        ("CIFAR-100, 20% noisy: ERM, averaged, τ = −0.4", ERM_TILTED_WARM, ERM_AVERAGED_FIVE),
-        ("CIFAR-100, 20% noisy: ERM, averaged, τ = −0.2", ERM_TILTED_HALF, ERM_AVERAGED_FIVE),
-        (
-            "CIFAR-100, 40% noisy: ERM, averaged, τ = −0.4",
-            Runs("erm folder=cifar100-noisy/erm-073dfe6670", (TILTS_CIFAR,)),
-            Runs("erm folder=cifar100-noisy/erm-4f7b95b101", (TILTS_CIFAR,)),
-        ),
-        (
-            "CIFAR-100, clean labels: ERM, averaged, τ = −0.4",
-            Runs("erm folder=cifar100/erm-65304bb378", (TILTS_CIFAR,)),
-            Runs("erm folder=cifar100/erm-5947c6cdd7", (TILTS_CIFAR,)),
-        ),
-        (
-            "CIFAR-100, clean labels: ERM, averaged, τ = −0.2",
-            Runs("erm folder=cifar100/erm-935e07eba6", (TILTS_CIFAR,)),
-            Runs("erm folder=cifar100/erm-5947c6cdd7", (TILTS_CIFAR,)),
-        ),
-        (
-            "digits, 40% noisy: SAM, τ = −1",
-            digits_tilts("sam", 0.4, -1.0, 0.3, lr=0.03, rho=0.2),
-            digits_tilts("sam", 0.4, lr=0.01, rho=0.5),
-        ),
-        (
-            "digits, 40% noisy: ERM, τ = −1",
-            digits_tilts("erm", 0.4, -1.0, 0.3, lr=0.003),
-            digits_tilts("erm", 0.4, lr=0.001),
-        ),
-        (
-            "digits, 20% noisy: ERM, τ = −1",
-            digits_tilts("erm", 0.2, -1.0, 0.3, lr=0.003),
-            digits_tilts("erm", 0.2, lr=0.001),
-        ),
-        (
-            "digits, 20% noisy, cosine: SAM, τ = −1",
-            baseline("sam", 0.2, "cosine", -1.0, lr=0.1, rho=0.4),
-            baseline("sam", 0.2, "cosine", lr=0.03, rho=0.6),
-        ),
-        (
-            "digits, 20% noisy, cosine: ERM, τ = −1",
-            baseline("erm", 0.2, "cosine", -1.0, lr=0.006),
-            baseline("erm", 0.2, "cosine", lr=0.003),
-        ),
-        (
-            "digits, clean labels, cosine: SAM, τ = −1",
-            baseline("sam", 0.0, "cosine", -1.0, lr=0.1, rho=0.4),
-            baseline("sam", 0.0, "cosine", lr=0.03, rho=0.4),
-        ),
-        (
-            "digits, clean labels, cosine: ERM, τ = −1",
-            baseline("erm", 0.0, "cosine", -1.0, lr=0.006),
-            baseline("erm", 0.0, "cosine", lr=0.006),
-        ),
-        (
-            "digits, clean labels: SAM, τ = −1",
-            digits_tilts("sam", 0.0, -1.0, 0.3, lr=0.03, rho=0.2),
-            digits_tilts("sam", 0.0, lr=0.03, rho=0.5),
-        ),
-        (
-            "digits, clean labels: ERM, τ = −1",
-            digits_tilts("erm", 0.0, -1.0, 0.3, lr=0.03),
-            digits_tilts("erm", 0.0, lr=0.03),
-        ),
-        (
-            "digits, clean labels: SAM, τ = −1, no warm-up",
-            digits_tilts("sam", 0.0, -1.0, 0.0, lr=0.03, rho=0.8),
-            digits_tilts("sam", 0.0, lr=0.03, rho=0.5),
-        ),
-    ],
+    },
+    "radius": {
+        f"R = {radius} − R = 0, MiniLM": [
+            (task, minilm(f"glue-{folder}/tsam-{first}"), minilm(f"glue-{folder}/tsam-{second}"))
+            for task, folder, first, second in rows
+        ]
+        for radius, rows in (
+            (
+                24,
+                (
+                    ("RTE", "rte", "4bced8e6b1", "f8054adfeb"),
+                    ("MRPC", "mrpc", "b24c97f1df", "f5e4c85965"),
+                    ("STS-B", "stsb", "b3c7293940", "e7cb4e9496"),
+                    ("CoLA", "cola", "8b90fa205f", "ae9b56e3c3"),
+                ),
+            ),
+            (
+                48,
+                (
+                    ("RTE", "rte", "3e86433f38", "f8054adfeb"),
+                    ("MRPC", "mrpc", "46c42b1408", "f5e4c85965"),
+                    ("STS-B", "stsb", "e18ddb3461", "e7cb4e9496"),
+                    ("CoLA", "cola", "dd9f1c3803", "ae9b56e3c3"),
+                ),
+            ),
+        )
+    },
+    "average": {
+        "averaged − final weights": [
+            ("CIFAR-100, ERM", ERM_AVERAGED, ERM),
+            ("CIFAR-100, SAM", SAM_AVERAGED, SAM),
+            (
+                "digits, MLP, ERM",
+                Runs("erm lr=0.001 average=true", (BELOW,)),
+                Runs("erm lr=0.001 average=false", (BELOW,)),
+            ),
+            (
+                "digits, MLP, SAM",
+                Runs("sam lr=0.01 rho=0.5 average=true", (BELOW,)),
+                Runs("sam lr=0.01 rho=0.5 average=false", (BELOW,)),
+            ),
+            (
+                "digits, MLP, ERM, second study",
+                Runs("erm folder=digits/erm-3b2b6e60fc", (BASELINES,)),
+                baseline("erm", 0.2, lr=0.001),
+            ),
+            (
+                "digits, MLP, SAM, second study",
+                Runs("sam folder=digits/sam-c6ac755015", (BASELINES,)),
+                baseline("sam", 0.2, lr=0.01, rho=0.4),
+            ),
+            (
+                "digits, CNN, SAM",
+                Runs("sam lr=0.03 rho=0.8 average=true", (CNN,)),
+                Runs("sam lr=0.03 rho=0.8 average=false", (CNN,)),
+            ),
+            ("RTE, ERM", minilm("glue-rte/erm-2ae760bedf"), minilm("glue-rte/erm-1f471a06e2")),
+            ("MRPC, ERM", minilm("glue-mrpc/erm-c086dff91c"), minilm("glue-mrpc/erm-386d96b0fa")),
+            ("STS-B, ERM", minilm("glue-stsb/erm-ea9e50747e"), minilm("glue-stsb/erm-6aba6ff916")),
+            ("CoLA, ERM", minilm("glue-cola/erm-e1c505bef6"), minilm("glue-cola/erm-fc733f2de6")),
+        ],
+        "averaged, constant rate − final weights, cosine schedule": [
+            ("CIFAR-100, ERM", ERM_AVERAGED, ERM_COSINE),
+            ("CIFAR-100, SAM", SAM_AVERAGED, SAM_COSINE),
+        ],
+        "averaged ERM − SAM": [
+            ("CIFAR-100", ERM_AVERAGED, SAM),
+            ("RTE", minilm("glue-rte/erm-2ae760bedf"), minilm("glue-rte/sam-b423ca7fb9")),
+            ("MRPC", minilm("glue-mrpc/erm-c086dff91c"), minilm("glue-mrpc/sam-06188ba257")),
+            ("STS-B", minilm("glue-stsb/erm-ea9e50747e"), minilm("glue-stsb/sam-f070023a97")),
+            ("CoLA", minilm("glue-cola/erm-e1c505bef6"), minilm("glue-cola/sam-993122395b")),
+        ],
+    },
+    "parts": {
+        "m-SAM − SAM": [
+            ("digits, 4 sub-batches", parts(4, 0.4), Runs("tsam num_samples=1 radius=0.0 rho=0.7", (SPLIT,))),
+            ("digits, 8 sub-batches", parts(8, 0.25), Runs("tsam num_samples=1 radius=0.0 rho=0.7", (SPLIT,))),
+            ("RTE, 4 sub-batches", minilm("glue-rte/tsam-211007391c"), minilm("glue-rte/sam-b423ca7fb9")),
+            ("MRPC, 4 sub-batches", minilm("glue-mrpc/tsam-e8af5201c6"), minilm("glue-mrpc/sam-06188ba257")),
+            ("STS-B, 4 sub-batches", minilm("glue-stsb/tsam-dca319a455"), minilm("glue-stsb/sam-f070023a97")),
+            ("CoLA, 4 sub-batches", minilm("glue-cola/tsam-d9f71bb066"), minilm("glue-cola/sam-993122395b")),
+        ],
+    },
+    "example_tilt": {
+        "20% noisy labels": [
+            ("CIFAR-100, SAM, τ = −0.5, no warm-up", SAM_TILTED, SAM_FIVE),
+            ("CIFAR-100, averaged ERM, τ = −0.4, no warm-up", ERM_TILTED, ERM_AVERAGED_FIVE),
+            ("CIFAR-100, averaged ERM, τ = −0.4", ERM_TILTED_WARM, ERM_AVERAGED_FIVE),
+            ("CIFAR-100, averaged ERM, τ = −0.2", ERM_TILTED_HALF, ERM_AVERAGED_FIVE),
+            (
+                "digits, ERM, τ = −1",
+                digits_tilts("erm", 0.2, -1.0, 0.3, lr=0.003),
+                digits_tilts("erm", 0.2, lr=0.001),
+            ),
+            (
+                "digits, ERM, cosine schedule, τ = −1",
+                baseline("erm", 0.2, "cosine", -1.0, lr=0.006),
+                baseline("erm", 0.2, "cosine", lr=0.003),
+            ),
+            (
+                "digits, SAM, cosine schedule, τ = −1",
+                baseline("sam", 0.2, "cosine", -1.0, lr=0.1, rho=0.4),
+                baseline("sam", 0.2, "cosine", lr=0.03, rho=0.6),
+            ),
+        ],
+        "40% noisy labels": [
+            (
+                "CIFAR-100, averaged ERM, τ = −0.4",
+                Runs("erm folder=cifar100-noisy/erm-073dfe6670", (TILTS_CIFAR,)),
+                Runs("erm folder=cifar100-noisy/erm-4f7b95b101", (TILTS_CIFAR,)),
+            ),
+            (
+                "digits, ERM, τ = −1",
+                digits_tilts("erm", 0.4, -1.0, 0.3, lr=0.003),
+                digits_tilts("erm", 0.4, lr=0.001),
+            ),
+            (
+                "digits, SAM, τ = −1",
+                digits_tilts("sam", 0.4, -1.0, 0.3, lr=0.03, rho=0.2),
+                digits_tilts("sam", 0.4, lr=0.01, rho=0.5),
+            ),
+        ],
+        "clean labels": [
+            (
+                "CIFAR-100, averaged ERM, τ = −0.4",
+                Runs("erm folder=cifar100/erm-65304bb378", (TILTS_CIFAR,)),
+                Runs("erm folder=cifar100/erm-5947c6cdd7", (TILTS_CIFAR,)),
+            ),
+            (
+                "CIFAR-100, averaged ERM, τ = −0.2",
+                Runs("erm folder=cifar100/erm-935e07eba6", (TILTS_CIFAR,)),
+                Runs("erm folder=cifar100/erm-5947c6cdd7", (TILTS_CIFAR,)),
+            ),
+            (
+                "digits, ERM, τ = −1",
+                digits_tilts("erm", 0.0, -1.0, 0.3, lr=0.03),
+                digits_tilts("erm", 0.0, lr=0.03),
+            ),
+            (
+                "digits, ERM, cosine schedule, τ = −1",
+                baseline("erm", 0.0, "cosine", -1.0, lr=0.006),
+                baseline("erm", 0.0, "cosine", lr=0.006),
+            ),
+            (
+                "digits, SAM, τ = −1",
+                digits_tilts("sam", 0.0, -1.0, 0.3, lr=0.03, rho=0.2),
+                digits_tilts("sam", 0.0, lr=0.03, rho=0.5),
+            ),
+            (
+                "digits, SAM, cosine schedule, τ = −1",
+                baseline("sam", 0.0, "cosine", -1.0, lr=0.1, rho=0.4),
+                baseline("sam", 0.0, "cosine", lr=0.03, rho=0.4),
+            ),
+            (
+                "digits, SAM, τ = −1, no warm-up",
+                digits_tilts("sam", 0.0, -1.0, 0.0, lr=0.03, rho=0.8),
+                digits_tilts("sam", 0.0, lr=0.03, rho=0.5),
+            ),
+        ],
+    },
 }
 
 
@@ -401,30 +455,42 @@ def main_table() -> list[str]:
     return lines
 
 
-def draw(rows: Sequence[tuple[str, Runs, Runs]], path: Path) -> None:
-    """Draw differences in accuracy with their intervals; differences in test loss are printed next to them."""
+def draw(groups: Mapping[str, Sequence[Comparison]], path: Path) -> None:
+    """Draw differences in accuracy with their intervals; differences in test loss are printed next to them.
+
+    Markers of two seeds are hollow, and their intervals, which may be very wide, do not set the range.
+    """
     import matplotlib.pyplot as plt
 
+    rows = [row for heading, comparisons in groups.items() for row in (heading, *comparisons)]
     height = 0.75 + 0.24 * len(rows)  # in inches, as are the margins: labels left, numbers right
     figure = plt.figure(figsize=(10.5, height))
-    axes = figure.add_axes((3.8 / 10.5, 0.5 / height, 3.3 / 10.5, 1 - 0.5 / height))
-    for y, (_, first, second) in enumerate(rows):
+    axes = figure.add_axes((3.4 / 10.5, 0.5 / height, 3.7 / 10.5, 1 - 0.5 / height))
+    edges = [0.0]
+    numbers, labels = [(-1.0, ["score, points", "test loss"])], []
+    for y, row in enumerate(rows):
+        if isinstance(row, str):
+            place = {"xycoords": axes.get_yaxis_transform(), "xytext": (-240, 0), "textcoords": "offset points"}
+            axes.annotate(row, (0, y), va="center", fontsize=8, weight="bold", annotation_clip=False, **place)
+            labels.append("")
+            continue
+        label, first, second = row
         mean = difference("accuracy", first, second)
-        axes.plot(confidence_interval(mean), [y, y], color="C0", linewidth=1.4)
-        axes.plot(mean.value, y, "o", color="C0", markersize=5)
-    numbers = [[format_difference(metric, first, second) for metric in METRICS] for _, first, second in rows]
-    for y, texts in enumerate([["score, points", "test loss"], *numbers], -1):
+        interval = confidence_interval(mean)
+        axes.plot(interval, [y, y], color="C0", linewidth=1.4)
+        axes.plot(mean.value, y, "o", color="C0", markersize=5, markerfacecolor="C0" if mean.runs > 2 else "white")
+        edges += interval if mean.runs > 2 else [mean.value]
+        numbers.append((y, [format_difference(metric, first, second) for metric in METRICS]))
+        labels.append(f"{label} ({mean.runs})")
+    for y, texts in numbers:
         for offset, text in zip((8, 128), texts, strict=True):  # points right of the axes
             place = {"xycoords": axes.get_yaxis_transform(), "xytext": (offset, 0), "textcoords": "offset points"}
             axes.annotate(text, (1, y), va="center", fontsize=8, color="0.4" if y < 0 else "0", **place)
     axes.axvline(0, color="0.3", linewidth=0.8)
-    labels = [f"{label} ({difference('accuracy', a, b).runs})" for label, a, b in rows]
+    margin = 0.05 * (max(edges) - min(edges))
     axes.set_yticks(range(len(rows)), labels, fontsize=8)
-    axes.set(ylim=(len(rows) - 0.5, -1.4))
-    axes.set_xlabel(
-        "difference in test score, points (right of 0: the first is better), with its 95% interval; seeds in brackets",
-        fontsize=8,
-    )
+    axes.set(xlim=(min(edges) - margin, max(edges) + margin), ylim=(len(rows) - 0.5, -1.4))
+    axes.set_xlabel("difference in test score, points, with its 95% interval; number of seeds in brackets", fontsize=8)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
     axes.tick_params(axis="x", labelsize=8)
@@ -433,24 +499,64 @@ def draw(rows: Sequence[tuple[str, Runs, Runs]], path: Path) -> None:
     plt.close(figure)
 
 
+def draw_start(groups: Mapping[str, Sequence[Comparison]], path: Path) -> None:
+    """Draw the gain of a random start against ρ, with its interval, for each radius."""
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(6.4, 3.6), layout="constrained")
+    for color, comparisons in enumerate(groups.values()):
+        means = [difference("accuracy", first, second) for _, first, second in comparisons]
+        shown = [(rho, mean) for rho, mean in zip(RHOS, means, strict=True) if mean.value > -1]
+        xs, ys = [rho for rho, _ in shown], [mean.value for _, mean in shown]
+        low, high = zip(*(confidence_interval(mean) for _, mean in shown), strict=True)
+        axes.fill_between(xs, low, high, color=f"C{color}", alpha=0.2, linewidth=0)
+        axes.plot(xs, ys, "-o", color=f"C{color}", markersize=4, label=f"R = {(2, 4)[color]}")
+        for rho, mean in zip(RHOS, means, strict=True):
+            if mean.value <= -1:
+                axes.annotate(
+                    f"{format_interval(mean, 1)}\none seed of {mean.runs} did not learn",
+                    (rho, -0.44),
+                    (rho - 0.015, -0.33),
+                    ha="right",
+                    va="center",
+                    fontsize=8,
+                    color=f"C{color}",
+                    arrowprops={"arrowstyle": "->", "color": f"C{color}"},
+                )
+    axes.axhline(0, color="0.3", linewidth=0.8)
+    axes.set(xlabel="ρ", ylabel="test accuracy minus SAM's, points", ylim=(-0.45, 0.75), xticks=RHOS)
+    axes.legend(frameon=False, title="digits, 20 seeds, 95% intervals", title_fontsize=9, fontsize=9)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.25)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
 def draw_flatness(path: Path) -> None:
     """Draw the variance of the training loss under noise on the weights, and test accuracy against it at 0.01."""
     import matplotlib.pyplot as plt
 
-    figure, (curves, scatter) = plt.subplots(1, 2, figsize=(10.5, 3.6), layout="constrained")
-    for color, (last, averaged) in enumerate(((ERM, ERM_AVERAGED), (SAM, SAM_AVERAGED), (TSAM1, TSAM_AVERAGED))):
+    figure, (curves, scatter) = plt.subplots(1, 2, figsize=(10.5, 3.9), layout="constrained")
+    names = ("ERM", "SAM", "TSAM, s=1", "TSAM, s=3")
+    pairs = ((ERM, ERM_AVERAGED), (SAM, SAM_AVERAGED), (TSAM1, TSAM_AVERAGED), (TSAM3, None))
+    for color, (last, averaged) in enumerate(pairs):
         for runs, style, name in ((last, "-o", ""), (averaged, "--s", ", averaged")):
+            if runs is None:
+                continue
             measured = [run for run in select_runs(_finished(NOISY), runs.query).values() if "flatness" in run]
-            label = f"{('ERM', 'SAM', 'TSAM, s=1')[color]}{name} ({len(measured)})"
+            label = names[color] + name
             around = [run["flatness"]["neighborhood"] for run in measured]
             stds = [std for std in around[0]["std"] if std <= 0.02]  # beyond, the loss exceeds that of guessing
             variances = [sum(a["variance"][i] for a in around) / len(around) for i in range(len(stds))]
-            curves.plot(stds, variances, style, color=f"C{color}", markersize=4, label=label)
+            curves.plot(stds, variances, style, color=f"C{color}", markersize=4, label=f"{label} ({len(measured)})")
             at, accuracy = variances[stds.index(0.01)], mean_of(list(runs.values("accuracy").values())).value
             scatter.plot(at, accuracy, style[-1], color=f"C{color}")
+            side = -1 if label in ("SAM, averaged", "TSAM, s=3") else 1  # of the point: labels must not overlap
+            place = {"xytext": (7 * side, 0), "textcoords": "offset points", "ha": "left" if side > 0 else "right"}
+            scatter.annotate(label, (at, accuracy), fontsize=8, color=f"C{color}", va="center", **place)
     curves.set(yscale="log", xlabel="standard deviation of the noise", ylabel="variance of the training loss")
-    curves.legend(fontsize=8, title="both panels; measured runs in brackets", title_fontsize=8)
-    scatter.set(xlabel="variance of the training loss at 0.01", ylabel="test accuracy, %", xlim=(0.0008, 0.0048))
+    curves.legend(fontsize=8, title="measured runs in brackets", title_fontsize=8)
+    scatter.set(xlabel="variance of the training loss at noise 0.01", ylabel="test accuracy, %", xlim=(0.0, 0.0048))
     for axes in (curves, scatter):
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.25)
@@ -464,17 +570,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--figures", type=Path, help="folder for evidence_*.png")
     args = parser.parse_args(argv)
     print(*paper_table(), "", *main_table(), sep="\n")
-    for name, rows in DIFFERENCES.items():
-        print(f"\nevidence_{name}.png: accuracy, test loss (seeds)")
-        for label, first, second in rows:
-            texts = [format_difference(metric, first, second) for metric in METRICS]
-            print(f"{label}: {', '.join(texts)} ({difference('accuracy', first, second).runs})")
+    for name, groups in DIFFERENCES.items():
+        print(f"\nevidence_{name}.png: score, test loss (seeds)")
+        for heading, comparisons in groups.items():
+            print(heading)
+            for label, first, second in comparisons:
+                texts = [format_difference(metric, first, second) for metric in METRICS]
+                print(f"  {label}: {', '.join(texts)} ({difference('accuracy', first, second).runs})")
         if args.figures is not None:
-            draw(rows, args.figures / f"evidence_{name}.png")
+            (draw_start if name == "start" else draw)(groups, args.figures / f"evidence_{name}.png")
     if args.figures is not None:
         draw_flatness(args.figures / "evidence_flatness.png")
     print(
-        "\nsilenced examples: % of the noisy labels that are silenced, % of the silenced that are wrong, seed by seed"
+        "\nsilenced examples: % of the mislabelled that are silenced, % of the silenced that are mislabelled, by seed"
     )
     for label, runs in (
         ("SAM, τ = −0.5", SAM_TILTED),

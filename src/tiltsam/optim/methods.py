@@ -99,7 +99,8 @@ class TSAM(SharpnessAware):
     Note:
         The paper prints ρ = 20, α = 0.995 for a parameter α that its algorithm lacks. We read a ball of radius 20 split
         into R = 19.9 and ρ = 0.1. The samples of Algorithm 2 follow no known density, so its aggregate is not a
-        consistent estimate of ∇L^t; ``sampler="uniform"`` or HMC is.
+        consistent estimate of ∇L^t. ``sampler="uniform"`` is; ``HMC(num_proposals=K)`` is as K grows, and its default
+        K = 1 is not.
 
     Example:
         >>> model = torch.nn.Linear(4, 1)

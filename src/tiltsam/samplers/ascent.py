@@ -28,8 +28,8 @@ class Ascent(BaseSampler):
             sample. Must be 1 with ``share_ascent``.
 
     Note:
-        Not consistent: the draws follow neither μ nor μ·exp(δL), so no sample weights make the aggregate tend to the
-        gradient of the tilted loss (``docs/theory.md`` measures the bias).
+        Not consistent: the draws follow neither μ nor μ·exp(δL), so weights that depend on the losses alone cannot make
+        the aggregate tend to ∇L^t (``docs/theory.md`` measures the bias).
     """
 
     start: Start = field(default_factory=Uniform)

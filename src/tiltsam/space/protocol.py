@@ -25,8 +25,9 @@ Vector: TypeAlias = Any
 def default_radius(dim: int) -> float:
     """Return 0.003 √d, the radius of TSAM's random start in d dimensions: 10 for a ResNet-18.
 
-    The paper's 20 there is 0.006 √d, which did no better; 0.01 √d was worse when fine-tuning a transformer
-    (docs/evidence.md).
+    The paper's 20 there is 0.006 √d. On CIFAR-100 with 20% noisy labels radii of 10, 20, 30 and 40 gave 64.16, 64.16,
+    63.98 and 62.00 (rho 0.2, one seed: "radius" in benchmarks/records/2026-11-15_noisy/tables.md). When fine-tuning a
+    transformer 0.01 √d was worse (docs/evidence.md, "A random start acts like a larger ρ").
     """
     return 0.003 * math.sqrt(dim)
 

@@ -6,7 +6,7 @@ import pytest
 
 from tiltsam.lab.theory import estimators, figures
 from tiltsam.lab.theory.estimators import ESTIMATORS
-from tiltsam.lab.theory.figures import COLORS, FIGURES
+from tiltsam.lab.theory.figures import COLORS, CONSISTENT, FIGURES, INCONSISTENT
 
 
 @pytest.fixture
@@ -54,11 +54,16 @@ def test_draw_all(tmp_path, saved):
     trajectories = saved[0]
     ends = [ax.texts[0].get_text() for ax in trajectories.axes]
     assert ends == [f"θ = {x}" for x in ("0.358", "0.913", "1.445", "2.466", "0.500", "0.421", "0.421", "0.421")]
+    assert ["noise" in ax.get_title() and "no noise" not in ax.get_title() for ax in trajectories.axes] == [
+        *(False, True, True, True),
+        *(False, True, True, True),
+    ]
     for ax in trajectories.axes:
         assert [line.get_marker() for line in ax.lines].count("*") == 1
 
 
 def test_estimators_have_distinct_styles():
+    assert sorted((*CONSISTENT, *INCONSISTENT)) == sorted(ESTIMATORS)
     assert set(ESTIMATORS) <= set(COLORS)
     styles = [(COLORS[name], name in figures._DASHED) for name in ESTIMATORS]
     assert len(set(styles)) == len(styles)

@@ -189,8 +189,10 @@ def test_jensen_gap_is_between_variance_terms(t):
 
 def test_best_tilt():
     best = statements.best_tilt(WAVE, 0.0, Ball(1.0), 1.0)
-    assert best.theta == pytest.approx(1.12, abs=5e-3)
+    assert best.theta == pytest.approx(1.122, abs=5e-4)
     assert best.value == pytest.approx(0.01626, abs=5e-6)
+    bound = statements.generalisation_bound(WAVE, 0.0, 1.122, Ball(1.0), 1.0, num_data=1000, confidence=0.05)
+    assert bound.risk == pytest.approx(0.5730, abs=5e-5)
 
 
 def test_generalisation_bound():

@@ -3,7 +3,8 @@
 Stated for all image runs: batches of 64, momentum 0.9, weight decay 0.0005, label smoothing 0.1, a constant learning
 rate; SAM's rho of 0.05 on CIFAR-100 and 0.1 on DTD and noisy CIFAR-100; TSAM's t of 20, 5 and 1 there, δ = t/2, and s
 of 3 or 5 (the table of s shows which). From the authors' code: 200 epochs for images, 20 for the ViT, 10 for GLUE; 64
-tokens per text; gradients clipped to norm 1 on GLUE.
+tokens per text; gradients clipped to norm 1 on GLUE. That code has no δ and weights samples by softmax(tL); if the
+paper's numbers come from it, its t of 20 is ``--set tsam:delta=0`` here, or a t of 40 with δ = t/2.
 
 Not stated, and chosen here:
 

@@ -27,6 +27,7 @@ __all__ = ["FIGURES", "draw_all"]
 
 _BLUE, _VERMILION, _GREEN, _PURPLE, _ORANGE, _SKY, _BLACK, _ = OKABE_ITO
 _GREY = "#888888"
+_PALE = "#EBEBEB"
 COLORS = {
     "ERM": _BLUE,
     "SAM": _VERMILION,
@@ -40,6 +41,8 @@ COLORS = {
     "HMC Euler, corrected": _ORANGE,
     "HMC Euler, as printed": _PURPLE,
 }
+CONSISTENT = ("uniform", "Gaussian", "HMC leapfrog", "HMC Euler, corrected")
+INCONSISTENT = ("Algorithm 2, δ = t/2", "Algorithm 2, δ = 0", "HMC Euler, as printed", "HMC leapfrog, 1 proposal")
 _DASHED = ("Algorithm 2, δ = 0", "HMC leapfrog, 1 proposal")
 _DPI = 160
 
@@ -63,17 +66,19 @@ def draw_all(out_dir: str | Path, qualities: Sequence[estimators.Quality] | None
 
 
 def toy1_trajectories(path: Path) -> Path:
-    """Draw figure 1: gradient flow on toy 1 from .5 for each objective, with Gaussian and with uniform noise."""
+    """Draw figure 1: gradient flow on toy 1 from .5, for ERM, SAM, and TSAM with Gaussian and with uniform noise."""
     fig = _figure(12.5, 6.2)
     axes = fig.subplots(2, 4, sharex=True, sharey=True)
     theta = torch.linspace(TOY1.lo, TOY1.hi, 800, dtype=torch.float64)
     noises: tuple[Noise, Noise] = (Normal(0.2), Ball(0.2))
-    baselines: tuple[tuple[str, Callable[[Tensor], Tensor]], ...] = (
-        ("ERM", lambda x: toys.erm(TOY1, x).grad),
-        ("SAM", lambda x: toys.sam(TOY1, x, 0.2).grad),
+    baselines: tuple[tuple[str, str, Callable[[Tensor], Tensor]], ...] = (
+        ("ERM: no noise", "ERM", lambda x: toys.erm(TOY1, x).grad),
+        ("SAM: maximum within .2, no noise", "SAM", lambda x: toys.sam(TOY1, x, 0.2).grad),
     )
-    for row, (noise, (name, baseline)) in enumerate(zip(noises, baselines, strict=True)):
-        panels = [(name, baseline, name), *((f"TSAM, t = {t}", _tsam_grad(t, noise), "TSAM") for t in (0, 1, 5))]
+    for row, (noise, (title, method, grad)) in enumerate(zip(noises, baselines, strict=True)):
+        name = "Gaussian" if isinstance(noise, Normal) else "uniform"
+        panels = [(title, grad, method)]
+        panels += [(f"TSAM, {name} noise, t = {t}", _tsam_grad(t, noise), "TSAM") for t in (0, 1, 5)]
         for ax, (title, grad, method) in zip(axes[row], panels, strict=True):
             flow = toys.flow(grad, 0.5, TOY1.lo, TOY1.hi, 101)
             ax.plot(theta, TOY1.loss(theta), color=_GREY, lw=1.2)
@@ -81,19 +86,19 @@ def toy1_trajectories(path: Path) -> Path:
             ax.plot(0.5, TOY1.loss(torch.tensor(0.5)), "o", color=COLORS[method], ms=6)
             end = torch.tensor(flow.end)
             ax.plot(end, TOY1.loss(end), "*", color=COLORS[method], ms=17, mec="white", mew=0.8)
-            ax.set_title(title, fontsize=11)
+            ax.set_title(title, fontsize=10.5, color=COLORS[method])
             ax.annotate(f"θ = {flow.end:.3f}", (0.96, 0.95), xycoords="axes fraction", ha="right", va="top")
-    for ax, label in zip(axes[:, 0], ("Gaussian noise, std .2", "uniform noise on [−.2, .2]"), strict=True):
-        ax.set_ylabel(f"{label}\nloss L(θ)")
+    for ax in axes[:, 0]:
+        ax.set_ylabel("loss L(θ)")
     for ax in axes[1]:
         ax.set_xlabel("θ")
     return _save(
         fig,
         path,
-        "Gradient flow from θ = .5 (dot) to its end (star), drawn on the loss. Top, Gaussian noise: the end moves to "
-        "flatter minima as t grows, as in the paper's figure 1. Bottom, uniform noise: the stationary points solve "
-        "L(θ+ρ) = L(θ−ρ) for every t, and TSAM ends at .421 whatever t is. SAM does not move: the worst case around .5 "
-        "is the peak at .615, also for all θ nearby, so the objective is flat there.",
+        "Gradient flow from θ = .5 (dot) to its end (star), drawn on the loss. Gaussian noise has a standard deviation "
+        "of .2: the end moves to flatter minima as t grows, as in the paper's figure 1. Uniform noise is on [−.2, .2]: "
+        "the stationary points solve L(θ+ρ) = L(θ−ρ) for every t, and TSAM ends at .421. SAM does not move: the "
+        "maximum around .5 is the peak at .615, also for all θ nearby, so the objective is flat there.",
     )
 
 
@@ -159,44 +164,28 @@ def tilt_curves(path: Path) -> Path:
 
 
 def minimiser_jumps(path: Path) -> Path:
-    """Draw the minimiser as a function of t on toy 1 and of rho on toy 2."""
-    fig = _figure(11.5, 4.6)
-    left, right = fig.subplots(1, 2)
-    tilts = torch.linspace(0, 2, 41).tolist()
+    """Draw the minimiser of toy 1 as a function of t."""
+    fig = _figure(7.6, 4.6)
+    ax = fig.subplots()
+    tilts = torch.linspace(0, 2, 401).tolist()
     points = toys.stationary_points(_tsam_grad(1.0, Ball(0.2)), 0.4, 2.3)[::2]
     lowest = [float(points[toys.tsam(TOY1, points, t, Ball(0.2)).value.argmin()]) for t in tilts]
-    left.step(
-        tilts, lowest, where="mid", color=COLORS["uniform"], lw=2.2, label="uniform: global minimiser on [.4, 2.3]"
-    )
+    ax.step(tilts, lowest, where="mid", color=COLORS["uniform"], lw=2.2, label="uniform: global minimiser on [.4, 2.3]")
     some = [0.0, 0.2, 0.4, 0.6, 0.8, 1.0, 1.25, 1.5, 1.75, 2.0]
     ends = [toys.flow(_tsam_grad(t, Normal(0.2)), 0.5, TOY1.lo, TOY1.hi, 51).end for t in some]
-    left.plot(some, ends, "D", color=COLORS["Gaussian"], ms=6, label="Gaussian: end of the flow from .5")
-    left.set_xlabel("t")
-    left.set_ylabel("θ")
-    left.set_title("toy 1", fontsize=11)
-    rhos = torch.logspace(-2.7, -0.1, 53).tolist()
-    candidates = torch.linspace(0, 4, 161, dtype=torch.float64)
-    for method, style in (("SAM", "-"), ("TSAM", "--")):
-        values = [
-            toys.sam(TOY2, candidates, rho).value
-            if method == "SAM"
-            else toys.tsam(TOY2, candidates, 0.01, Ball(rho)).value
-            for rho in rhos
-        ]
-        places = [float(candidates[v.argmin()]) for v in values]
-        label = "SAM" if method == "SAM" else "TSAM, t = .01"
-        right.step(rhos, places, where="mid", color=COLORS[method], lw=2.2, ls=style, label=label)
-    right.set_xscale("log")
-    right.set_xlabel("ρ")
-    right.set_ylabel("global minimiser")
-    right.set_title("toy 2", fontsize=11)
-    for ax in (left, right):
-        ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), frameon=False, ncols=2, fontsize=9)
+    ax.plot(some, ends, "D", color=COLORS["Gaussian"], ms=6, label="Gaussian: end of the flow from .5")
+    ax.set_yticks(TOY1.minima[:4])
+    ax.set_yticklabels([f"{x:.4f}" for x in TOY1.minima[:4]])
+    ax.grid(axis="y", color=_PALE)
+    ax.set_axisbelow(True)
+    ax.set_xlabel("t")
+    ax.set_ylabel("θ (ticks: minima of the loss)")
+    ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), frameon=False, ncols=2, fontsize=9)
     return _save(
         fig,
         path,
-        "As t grows (left) or ρ (right), the minimiser jumps from sharp to flatter minima: on toy 1 with "
-        "uniform noise at t = .469, .776, 1.167; on toy 2 at ρ = .0101 for SAM and .0203 for TSAM.",
+        "Toy 1: as t grows, the minimiser jumps from sharp to flatter minima; with uniform noise on [−.2, .2] the "
+        "global one at t = .469, .776 and 1.167, with Gaussian noise of standard deviation .2 the end of the flow.",
     )
 
 
@@ -228,42 +217,43 @@ def hmc_density(path: Path) -> Path:
 
 
 def estimator_errors(path: Path, qualities: Sequence[estimators.Quality] | None = None) -> Path:
-    """Draw bias and standard deviation of every estimator against the number of samples, for each tilt."""
+    """Draw the bias of every estimator against the number of samples, for each tilt; consistent ones on top."""
     if qualities is None:
         qualities = estimators.study()
     tilts = sorted({q.t for q in qualities})
-    fig = _figure(12.5, 7.4)
-    axes = fig.subplots(2, len(tilts), sharex=True, sharey="row", squeeze=False)
+    fig = _figure(12.5, 7.2)
+    axes = fig.subplots(2, len(tilts), sharex=True, sharey=True, squeeze=False)
     for column, t in enumerate(tilts):
         at_tilt = [q for q in qualities if q.t == t]
         two_errors = sorted(2 * q.bias_error for q in at_tilt)[len(at_tilt) // 2]
-        axes[0, column].axhspan(1e-4, two_errors, color="#EEEEEE", zorder=0)
-        for name, color in COLORS.items():
-            points = [q for q in at_tilt if q.name == name]
-            if not points:
-                continue
-            style: dict[str, Any] = {"color": color, "ls": "--" if name in _DASHED else "-", "lw": 1.8, "ms": 4}
-            s = [q.num_samples for q in points]
-            axes[0, column].plot(s, [abs(q.bias) for q in points], marker="o", label=name, **style)
-            axes[1, column].plot(s, [q.std for q in points], marker="o", **style)
+        for row, names in enumerate((CONSISTENT, INCONSISTENT)):
+            ax = axes[row, column]
+            ax.axhspan(-two_errors, two_errors, color=_PALE, zorder=0)
+            ax.axhline(0, color=_GREY, lw=0.8, zorder=0)
+            for name in names:
+                points = [q for q in at_tilt if q.name == name]
+                s, bias = [q.num_samples for q in points], [q.bias for q in points]
+                style: dict[str, Any] = {"color": COLORS[name], "ls": "--" if name in _DASHED else "-"}
+                ax.plot(s, bias, marker="o", lw=1.8, ms=4, label=name, **style)
+            ax.set_xscale("log")
+            # Linear up to .03 and logarithmic beyond, so that a bias which stays at .03 is as visible as one of 1.
+            ax.set_yscale("symlog", linthresh=0.03, linscale=0.6)
+            ax.set_yticks([-1, -0.1, 0, 0.1, 1], ["−1", "−.1", "0", ".1", "1"])
+            ax.set_yticks([], minor=True)
+            ax.set_ylim(-2, 2)
         axes[0, column].set_title(f"t = {t:g} (exact gradient {at_tilt[0].exact:.3f})", fontsize=11)
         axes[1, column].set_xlabel("number of samples s")
-        for ax in axes[:, column]:
-            ax.set_xscale("log")
-            ax.set_yscale("log")
-    axes[0, 0].set_ylim(1e-3, 3)
-    axes[0, 0].set_ylabel("|bias|")
-    axes[1, 0].set_ylabel("standard deviation")
-    handles, labels = axes[0, 0].get_legend_handles_labels()
-    fig.legend(handles, labels, loc="outside upper center", ncols=4, frameon=False, fontsize=9)
+    for row, label in enumerate(("consistent", "not consistent")):
+        axes[row, 0].set_ylabel("bias")
+        axes[row, -1].legend(loc="center left", bbox_to_anchor=(1.02, 0.5), frameon=False, fontsize=9, title=label)
     return _save(
         fig,
         path,
         "Estimates of the gradient of Lᵗ by Algorithm 1 with the library's samplers; L = cos 2θ + .8θ at θ = −1, noise "
-        "on [−1, 1] (Gaussian: std .5). A bias in the grey band is within about two standard errors of 0. Uniform, "
-        "Gaussian and exact HMC are consistent: their bias decreases like 1/s, at large t only once s is large enough "
-        "to include the rare draws that carry the weight. Algorithm 2 (strongly with δ = t/2, visibly at t = 1 with "
-        "δ = 0), the printed Euler scheme and HMC with a single proposal have a bias that no s removes.",
+        "on [−1, 1] (Gaussian: std .5). A bias in the grey band is within about two standard errors of 0; the axis is "
+        "logarithmic beyond ±.03. Top: the bias tends to 0 once s is large enough to include the rare draws that carry "
+        "the weight; at t = 20 no Gaussian draw is among these, and the bias only changes its sign between s = 30 and "
+        "100. Bottom: a bias that no s removes; that of Algorithm 2 with δ = 0 is visible at t = 1.",
     )
 
 

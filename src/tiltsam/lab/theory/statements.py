@@ -232,7 +232,8 @@ def generalisation_bound(
         The middle term is largest at some finite ``t`` (:func:`best_tilt`), which the paper reads as a best tilt. But
         the bound is on the distance to ``L^t``, and ``L^t`` exceeds the mean by at least that term
         (:func:`variance_term`). The implied bound on the population risk, ``risk`` here, is never below its value at
-        ``t -> 0``, which is ``L(theta) + M sqrt(...)``, at the same ``theta``. The theorem alone prefers no ``t``.
+        ``t -> 0``, which is ``L(theta) + M sqrt(...)``, at the same ``theta``. The theorem does not favour any ``t``.
+        It holds for a fixed ``theta`` (Hoeffding), not for one that was trained on the same data.
     """
     hoeffding = maximum * math.sqrt(math.log(2 / confidence) / (2 * num_data))
     variance = variance_term(problem, theta, t, noise, maximum)

@@ -8,6 +8,8 @@ from helpers.ranks import Ranks
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of processes that tests start: the cores are busy
 os.environ.setdefault("HYPOTHESIS_NO_PLUGINS", "1")  # that of trio, which selenium installs, takes long to import
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # runs the kernels on a CPU; before triton is imported
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: no test may use the network
 
 

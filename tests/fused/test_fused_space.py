@@ -1,4 +1,4 @@
-"""The Triton kernels equal torch's operations. Most tests need a CUDA device."""
+"""The Triton kernels equal torch's operations: on a CUDA device, or on a CPU in Triton's interpreter."""
 
 import copy
 from importlib.util import find_spec
@@ -11,27 +11,39 @@ from helpers.cases import METHODS, sgd
 from tiltsam.capture import capture
 from tiltsam.fused import fused_space, parameter_space
 from tiltsam.fused.fused_space import FusedSpace, ReservedTables
+from tiltsam.optim import sharpness_aware
 from tiltsam.samplers import Draw, draw_at
 from tiltsam.space.parameter_space import ParameterSpace
 from tiltsam.space.protocol import Spread
 from tiltsam.space.step_record import unpack
 from tiltsam.tilting import StreamingTilt
 
-cuda = pytest.mark.skipif(
-    not torch.cuda.is_available() or find_spec("triton") is None, reason="needs a CUDA device and Triton"
-)
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
+cuda = pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
 BY_NAME = {method.name: method for method in METHODS}
 SHAPES = [(64, 33), (64,), (8, 4, 3, 3), (9000,), (1,)]  # a program processes 4096 elements
 CLOSE = {"rtol": 1e-6, "atol": 1e-6}
 
 
-def random_vectors(number, seed=0, device="cuda"):
+@pytest.fixture(autouse=True)
+def _interpreter():
+    if DEVICE == "cuda":
+        yield
+        return
+    from helpers.interpreter import interpreted  # needs Triton
+
+    with interpreted():
+        yield
+
+
+def random_vectors(number, seed=0, device=DEVICE):
     generator = torch.Generator().manual_seed(seed)
     return [[torch.randn(shape, generator=generator).to(device) for shape in SHAPES] for _ in range(number)]
 
 
 def scalar(value):
-    return torch.tensor(value, device="cuda")
+    return torch.tensor(value, device=DEVICE)
 
 
 def with_value(gradient, value):
@@ -122,7 +134,6 @@ def test_parameter_space_chooses_the_kernels_if_they_fit():
     assert choice(torch.ones(5, device="cuda")[1:]) is ParameterSpace  # not aligned
 
 
-@cuda
 @pytest.mark.parametrize(
     ("loss", "value", "before"),
     [
@@ -149,7 +160,6 @@ def test_norm_if_finite(loss, value, before):
     assert_spaces_agree(action, passes)
 
 
-@cuda
 def test_norm_if_finite_with_missing_gradient():
     (gradient,) = random_vectors(1)
     gradient[1] = None
@@ -161,7 +171,6 @@ def test_norm_if_finite_with_missing_gradient():
     assert_spaces_agree(action, [(1.0, gradient)])
 
 
-@cuda
 @pytest.mark.parametrize("value", [2.0, torch.nan])
 @pytest.mark.parametrize("moved", [False, True])
 @pytest.mark.parametrize("missing", [False, True])
@@ -182,7 +191,6 @@ def test_ascend(value, moved, missing):
     assert_spaces_agree(action, [(1.0, gradient)])
 
 
-@cuda
 @pytest.mark.parametrize("value", [2.0, torch.nan])
 @pytest.mark.parametrize("moved", [False, True])
 def test_ascend_adaptive(value, moved):
@@ -200,7 +208,6 @@ def test_ascend_adaptive(value, moved):
     assert_spaces_agree(action, [(1.0, gradient)])
 
 
-@cuda
 @pytest.mark.parametrize(
     "shares",
     [(1.0, 0.5, 0.25), (1.0, 0.0, 0.4), (0.0, 1.0, 0.25), (0.0, 0.0, 1.0), (0.0, 0.0, 0.0)],
@@ -224,7 +231,6 @@ def test_mean_with_nan_gradients_and_zero_shares(shares, value):
     assert_spaces_agree(action, passes)
 
 
-@cuda
 def test_mean_with_gradients_missing_in_some_samples():
     gradients = random_vectors(3)
     gradients[0][1] = gradients[1][0] = gradients[1][1] = None
@@ -237,7 +243,6 @@ def test_mean_with_gradients_missing_in_some_samples():
     assert_spaces_agree(action, [(1.0, g) for g in gradients])
 
 
-@cuda
 def test_mean_of_one_sample_is_the_gradient_itself():
     (gradient,) = random_vectors(1)
 
@@ -251,7 +256,6 @@ def test_mean_of_one_sample_is_the_gradient_itself():
     assert_spaces_agree(action, [(1.0, gradient)])
 
 
-@cuda
 @pytest.mark.parametrize("mask", [True, False])
 @pytest.mark.parametrize("value", [2.0, torch.nan, torch.inf])
 def test_zero_unless(mask, value):
@@ -266,7 +270,6 @@ def test_zero_unless(mask, value):
     assert_spaces_agree(action, [(1.0, gradient)])
 
 
-@cuda
 @pytest.mark.parametrize("tilt", [None, 0.0, 1e-4, 2.0, 20.0])
 @pytest.mark.parametrize(
     "losses",
@@ -293,7 +296,6 @@ def test_step_record(tilt, losses):
     assert_spaces_agree(action, [])
 
 
-@cuda
 @pytest.mark.parametrize("spread", [{"radius": 0.3}, {"std": 0.2}, {"std": 0.2, "max_norm": 1.0}], ids=str)
 def test_add_noise_has_the_distance_it_reports(spread):
     def action(space):
@@ -321,13 +323,12 @@ def filter_noise(params, *, seed, step, sample, gamma):
         return [x.detach() - c for x, c in zip(space._point, space._center, strict=True)]
 
 
-@cuda
 def test_add_filter_noise_has_its_standard_deviation():
-    generator = torch.Generator("cuda").manual_seed(0)
+    generator = torch.Generator(DEVICE).manual_seed(0)
     shapes = [(3, 256, 8, 8), (4, 20_000), (20_000,)]
-    values = [torch.randn(shape, generator=generator, device="cuda") for shape in shapes]
+    values = [torch.randn(shape, generator=generator, device=DEVICE) for shape in shapes]
     values[0] = values[0].to(memory_format=torch.channels_last)
-    values[1] *= torch.tensor([[0.1], [1.0], [3.0], [10.0]], device="cuda")
+    values[1] *= torch.tensor([[0.1], [1.0], [3.0], [10.0]], device=DEVICE)
     params = [nn.Parameter(x) for x in values]
     options = {"seed": 7, "step": 3, "sample": 0, "gamma": 0.1}
     noise = filter_noise(params, **options)
@@ -343,15 +344,13 @@ def test_add_filter_noise_has_its_standard_deviation():
             assert correlation.abs() < 0.03
 
 
-@cuda
 def test_add_filter_noise_of_a_zero_filter_is_zero():
-    value = torch.ones(3, 5, device="cuda")
+    value = torch.ones(3, 5, device=DEVICE)
     value[1] = 0
     (noise,) = filter_noise([nn.Parameter(value)], seed=0, step=0, sample=0, gamma=0.1)
     assert noise.any(dim=1).tolist() == [True, False, True]
 
 
-@cuda
 def test_replica_has_its_own_scratch_memory():
     params = [nn.Parameter(x) for x in random_vectors(1)[0]]
     space = FusedSpace([params])
@@ -390,8 +389,8 @@ def train(method, model, steps=10, captured=False):
         return nn.functional.cross_entropy(model(x), y)
 
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(steps, 16, 6, generator=generator).cuda()
-    y = torch.randint(3, (steps, 16), generator=generator).cuda()
+    x = torch.randn(steps, 16, 6, generator=generator).to(DEVICE)
+    y = torch.randint(3, (steps, 16), generator=generator).to(DEVICE)
     step = capture(optimizer, loss_fn, (x[0], y[0])) if captured else None
     for k in range(steps):
 
@@ -410,7 +409,7 @@ def train(method, model, steps=10, captured=False):
 
 def models(unused, number=2):
     torch.manual_seed(1)
-    model = Model(unused).cuda()
+    model = Model(unused).to(DEVICE)
     return [copy.deepcopy(model) for _ in range(number)]
 
 
@@ -430,15 +429,15 @@ def test_captured_steps_equal_eager_steps(name, unused):
         assert other.unused.grad is None
 
 
-@cuda
 @pytest.mark.parametrize("unused", [False, True], ids=["all_used", "one_unused"])
 @pytest.mark.parametrize("name", [m.name for m in METHODS if not m.name.startswith(("tsam", "rsam"))])
 def test_steps_without_noise_equal_those_of_torch(name, unused, monkeypatch):
     one, other = models(unused)
-    _, fused = train(BY_NAME[name], one)
-    monkeypatch.setattr(FusedSpace, "supports", lambda groups: False)
-    optimizer, plain = train(BY_NAME[name], other)
-    assert type(optimizer.current_space()) is ParameterSpace
+    for model, space in ((one, FusedSpace), (other, ParameterSpace)):
+        monkeypatch.setattr(sharpness_aware, "parameter_space", space)
+        optimizer, _ = train(BY_NAME[name], model)
+        assert type(optimizer.current_space()) is space
+    fused, plain = (torch.cat([p.detach().flatten() for p in model.parameters()]) for model in (one, other))
     torch.testing.assert_close(fused, plain, rtol=0, atol=1e-5)
 
 

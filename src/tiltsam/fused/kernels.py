@@ -276,19 +276,19 @@ def weigh(
 ):  # fmt: skip
     """Add a sample to the record and compute its share of the weight; the last sample completes the record.
 
-    The record: loss, effective sample size, number of samples that are not finite, largest loss, total weight relative
-    to it; then ``count`` numbers each of loss, weight, start loss, distance, gradient norm, validity.
+    The record: tilted loss, largest loss, total weight relative to it; then ``count`` numbers each of loss, weight,
+    start loss, distance, gradient norm, validity.
     """
     value, ok, t = tl.load(loss), tl.load(valid) != 0, tl.load(tilt)
-    top = tl.load(record + 3, sample > 0, other=float("-inf"))
-    mass = tl.load(record + 4, sample > 0, other=0.0)
+    top = tl.load(record + 1, sample > 0, other=float("-inf"))
+    mass = tl.load(record + 2, sample > 0, other=0.0)
     new_top = tl.where(ok, tl.maximum(top, value), top)
     mine = tl.where(ok, tl.exp(t * (value - new_top)), 0.0)
     new_mass = mine + tl.where(mass > 0, mass * tl.exp(t * (top - new_top)), 0.0)
     tl.store(share, tl.where(new_mass > 0, mine / new_mass, 0.0))
-    tl.store(record + 3, new_top)
-    tl.store(record + 4, new_mass)
-    column = record + 5 + sample
+    tl.store(record + 1, new_top)
+    tl.store(record + 2, new_mass)
+    column = record + 3 + sample
     tl.store(column, value)
     tl.store(column + 2 * count, tl.load(start))
     tl.store(column + 3 * count, tl.load(distance))
@@ -297,18 +297,15 @@ def weigh(
     if LAST:
         index = tl.arange(0, WIDTH)
         before = index < sample  # this program's own stores may not be visible yet
-        losses = tl.where(index == sample, value, tl.load(record + 5 + index, before, other=0.0))
-        counts = tl.load(record + 5 + 5 * count + index, before, other=0.0) > 0
+        losses = tl.where(index == sample, value, tl.load(record + 3 + index, before, other=0.0))
+        counts = tl.load(record + 3 + 5 * count + index, before, other=0.0) > 0
         counts = tl.where(index == sample, ok, counts)
         argument = tl.where(counts, t * (losses - new_top), 0.0)
         weights = tl.where(counts, tl.exp(argument), 0.0)
         total_weight = tl.sum(weights, 0)
         number = tl.sum(tl.where(counts, 1.0, 0.0), 0)
         weights = weights / tl.maximum(total_weight, 1.0e-30)
-        tl.store(record + 5 + count + index, weights, index < count)
-        squares = tl.sum(weights * weights, 0)
-        tl.store(record + 1, tl.sum(weights, 0) * tl.sum(weights, 0) / tl.maximum(squares, 1.0e-30))
-        tl.store(record + 2, count - number)
+        tl.store(record + 3 + count + index, weights, index < count)
         # (1/t) log of the mean weight, by log1p where t is small; the weighted mean where t is 0.
         mean = new_top + tl.sum(tl.where(counts, weights * (losses - new_top), 0.0), 0)
         excess = tl.sum(tl.where(counts, libdevice.expm1(argument), 0.0), 0) / number

@@ -12,7 +12,7 @@ from tiltsam.space.protocol import Draw
 
 __all__ = ["FixedWeights", "StepRecord", "Weighting", "unpack"]
 
-HEADER = 5  # numbers before the table in a packed record; the first is the loss, the others belong to the kernel weigh
+HEADER = 3  # numbers before the table in a packed record; the first is the loss, the others belong to the kernel weigh
 
 
 class Weighting(Protocol):

@@ -35,8 +35,6 @@ def test_bad_base_and_model():
         tiltsam.SAM(torch.optim.SparseAdam(params))
     with pytest.raises(TypeError, match=r"model .*list"):
         tiltsam.SAM(sgd(params), model=params)
-    with pytest.raises(TypeError, match=r"rho .*Net"):
-        tiltsam.SAM(sgd(params), rho=Problem().model)
     with pytest.raises(TypeError, match=r"sampler .*HMC"):
         tiltsam.TSAM(sgd(params), sampler=tiltsam.samplers.HMC)
     with pytest.raises(RuntimeError, match="no step"):
@@ -289,3 +287,7 @@ def test_settings_given_by_position_are_refused():
         tiltsam.SAM(base, 0.05)
     with pytest.raises(TypeError, match=r"by name, as in TSAM\(base, t=20\.0\)"):
         tiltsam.TSAM(base, 20.0, 0.1)
+    with pytest.raises(TypeError, match=r"by name, as in SAM\(base, model=model\)$"):
+        tiltsam.SAM(base, nn.Linear(2, 1))
+    with pytest.raises(TypeError, match=r"by name, as in TSAM\(base, t=t\)$"):
+        tiltsam.TSAM(base, lambda step: 20.0)

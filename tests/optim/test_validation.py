@@ -227,6 +227,20 @@ def test_batch_norm_without_model_warns_once(make):
     assert warnings_of(batch_norm_net(), make) == [(RuntimeWarning, True, True)]
 
 
+def test_first_step_warns_before_the_update():
+    """Where warnings are errors, the step is undone."""
+    problem = Problem(batch_norm_net())
+    optimizer = tiltsam.SAM(sgd(problem.model.parameters()))
+    before = problem.model[0].weight.detach().clone()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            with pytest.raises(RuntimeWarning, match="model="):
+                optimizer.step(problem.closure)
+            assert torch.equal(problem.model[0].weight, before)
+            assert optimizer.param_groups[0]["steps_taken"] == 0
+
+
 @pytest.mark.parametrize("case", ["model", "buffers_once", "one pass", "eval", "no statistics", "none"])
 def test_batch_norm_does_not_warn(case):
     model = batch_norm_net()

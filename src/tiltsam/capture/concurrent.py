@@ -77,7 +77,7 @@ def average_samples_concurrently(
     with ExitStack() as joins:
         for j, (replica, memory) in enumerate(zip(replicas, scratch, strict=True)):
             with _forked(memory.stream, joins), weights_at(step.space.params, memory.point):
-                replica.evaluator.current_sample = j
+                replica.begin_sample(j)
                 draw = step.sampler.sample(replica, j, step.sampler.begin(replica))
                 draws.append((replica, draw, replica.perturbation_norm()))
     record = step.space.step_record(optimizer.weighting(step.space), step.num_samples)

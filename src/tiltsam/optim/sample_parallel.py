@@ -29,7 +29,7 @@ def average_samples_over_ranks(
     if samples:
         common = sampler.begin(space)
         for j in samples:
-            space.evaluator.current_sample = j
+            space.begin_sample(j)
             draw = sampler.sample(space, j, common)
             space.add_to_mean(draw, record.add(draw, space.perturbation_norm()), single=False)
     else:

@@ -349,7 +349,7 @@ class SharpnessAware(Optimizer):
         record = space.step_record(self.weighting(space) if num_samples > 1 else None, num_samples)
         common = sampler.begin(space)
         for j in range(num_samples):
-            space.evaluator.current_sample = j
+            space.begin_sample(j)
             draw = sampler.sample(space, j, common)
             share = record.add(draw, space.perturbation_norm())
             space.add_to_mean(draw, share, single=num_samples == 1)

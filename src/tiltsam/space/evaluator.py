@@ -81,7 +81,7 @@ class Evaluator:
     ) -> None:
         """Set the closures of a step: one for all samples, or one for each."""
         self.closures, self.ascent_closure, self.scaler = closures, ascent_closure, scaler
-        self.current_sample = 0  # set by the loop over samples: which closure to run
+        self.current_sample = 0  # which closure to run
         self.num_forwards = self.num_backwards = self.num_ascents = 0
 
     def end_step(self) -> None:

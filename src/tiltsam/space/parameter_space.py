@@ -252,6 +252,10 @@ class ParameterSpace(TensorLists):
 
     # ---------------------------------------------------------------- passes
 
+    def begin_sample(self, sample: int) -> None:
+        """Let the next passes be those of this sample: it may have its own closure."""
+        self.evaluator.current_sample = sample
+
     def evaluate(self, *, ascent: bool = False, after: Evaluation | None = None) -> Evaluation:
         """See :class:`Space`."""
         self._gradient.clear()  # a sampler may still hold the list; its memory is free from here on

@@ -35,7 +35,7 @@ class Scratch(NamedTuple):
 
 
 def allocate_scratch(space: ParameterSpace, number: int) -> list[Scratch]:
-    """Return scratch weights for so many concurrent samples.
+    """Allocate scratch weights for ``number`` samples.
 
     The first uses the memory that eager steps save θ in: a replay never runs during an eager step.
     """

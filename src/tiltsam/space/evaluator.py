@@ -148,7 +148,7 @@ class Evaluator:
         return loss if self.ranks.alone else self.ranks.average(loss)
 
     def _take_gradient(self) -> list[Tensor | None]:
-        """Take the gradient off the parameters: real, local to this process, without overlaps in memory."""
+        """Move the gradients out of ``.grad``: as real tensors, this process's part, with no two sharing memory."""
         gradient: list[Tensor | None] = []
         for p in self.params:
             grad = p.grad

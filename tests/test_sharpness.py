@@ -182,6 +182,14 @@ def test_neighborhood_accepts_numpy_and_tensor_std(std: Any) -> None:
     assert torch.equal(neighborhood(bowl, call, ONE, std, num_samples=3).losses, expected.losses)
 
 
+@pytest.mark.parametrize("t", [-1.0, math.nan, math.inf])
+def test_negative_tilt_is_rejected(t: float) -> None:
+    found = neighborhood(Bowl(LAMBDAS, THETA), call, ONE, 0.1, num_samples=3)
+    for measure in (found.at_tilt, lambda t: t_sharper(found, found, t=t)):
+        with pytest.raises(ValueError, match=f"t .*got {t}"):
+            measure(t)
+
+
 def test_from_losses_rejects_one_sample() -> None:
     with pytest.raises(ValueError, match="at least 2"):
         Neighborhood.from_losses(torch.ones(1), torch.ones(1, 1), 0.0, 0.0)

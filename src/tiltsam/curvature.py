@@ -174,7 +174,7 @@ def top_eigenvalues(
             or an argument is out of range.
 
     Example:
-        >>> from tiltsam.flatness.loss_surface import supervised
+        >>> from tiltsam.sharpness import supervised
         >>> data = [(torch.randn(8, 2), torch.randn(8, 1))]
         >>> found = top_eigenvalues(nn.Linear(2, 1), supervised(nn.functional.mse_loss), data, k=2)
         >>> bool(found.converged.all()), bool(found.values[0] >= found.values[1])
@@ -257,7 +257,7 @@ def trace(
             ``num_samples < 2``, or ``deflate`` belongs to other parameters.
 
     Example:
-        >>> from tiltsam.flatness.loss_surface import supervised
+        >>> from tiltsam.sharpness import supervised
         >>> data = [(torch.randn(8, 2), torch.randn(8, 1))]
         >>> found = trace(nn.Linear(2, 1), supervised(nn.functional.mse_loss), data, num_samples=50)
         >>> found.value > 0 and found.error < found.value
@@ -346,7 +346,7 @@ def spectral_density(
             an argument is out of range.
 
     Example:
-        >>> from tiltsam.flatness.loss_surface import supervised
+        >>> from tiltsam.sharpness import supervised
         >>> data = [(torch.randn(8, 2), torch.randn(8, 1))]
         >>> found = spectral_density(nn.Linear(2, 1), supervised(nn.functional.mse_loss), data)
         >>> abs(float(torch.trapezoid(found.values, found.grid)) - 1) < 1e-3
@@ -391,7 +391,7 @@ def by_layer(measure: Callable[..., T], model: nn.Module, *args: Any, **kwargs: 
     returns all layers in one run, see :attr:`Trace.layers`.)
 
     Example:
-        >>> from tiltsam.flatness.loss_surface import supervised
+        >>> from tiltsam.sharpness import supervised
         >>> model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1))
         >>> data = [(torch.randn(8, 2), torch.randn(8, 1))]
         >>> found = by_layer(top_eigenvalues, model, supervised(nn.functional.mse_loss), data, k=1)

@@ -130,7 +130,7 @@ def slice_1d(
         ValueError: If the data is empty, a loss is not finite, or the direction does not fit the model.
 
     Example:
-        >>> from tiltsam.flatness.loss_surface import supervised
+        >>> from tiltsam.sharpness import supervised
         >>> model, data = nn.Linear(2, 1), [(torch.randn(8, 2), torch.randn(8, 1))]
         >>> line = slice_1d(model, supervised(nn.functional.mse_loss), data, random_direction(model))
         >>> line.losses.shape

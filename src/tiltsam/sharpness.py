@@ -10,8 +10,8 @@ in eval mode:
 
 :func:`neighborhood` estimates all four, with standard errors, at one or several ``std``; :func:`t_sharper` compares two
 models. :func:`rounding` measures the loss after the weights are rounded to a few bits, a perturbation that deployed
-models meet. Worst-case sharpness (:mod:`tiltsam.flatness.worst_case`) and the losses that ERM, SAM and TSAM train on
-(:mod:`tiltsam.flatness.objectives`) are re-exported here.
+models meet. Worst-case sharpness (:mod:`tiltsam.flatness.worst_case`), the losses of ERM, SAM and TSAM
+(:mod:`tiltsam.flatness.objectives`) and :func:`~tiltsam.flatness.loss_surface.supervised` are re-exported here.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tiltsam.flatness.loss_surface import Batches, LossFn, LossSurface, ProgressCallback
+from tiltsam.flatness.loss_surface import Batches, LossFn, LossSurface, ProgressCallback, supervised
 from tiltsam.flatness.numerics import at_least_float32, total_norm
 from tiltsam.flatness.objectives import CrossEntry, CrossTable, ErmLoss, SamLoss, TsamLoss, cross_objectives
 from tiltsam.flatness.randomness import Purpose, generator
 from tiltsam.flatness.worst_case import WorstCase, m_sharpness
+from tiltsam.space.validation import check_nonnegative
 from tiltsam.tilting import effective_sample_size, tilted_weights
 
 __all__ = [
@@ -45,6 +46,7 @@ __all__ = [
     "m_sharpness",
     "neighborhood",
     "rounding",
+    "supervised",
     "t_sharper",
 ]
 
@@ -94,6 +96,7 @@ class Neighborhood:
     @classmethod
     def from_losses(cls, std: Tensor, losses: Tensor, center: float, t: float) -> Neighborhood:
         """Return the statistics of losses of shape ``[num_std, num_samples]``."""
+        check_nonnegative("t", t)
         num = losses.shape[1]
         if num < 2:
             raise ValueError(f"num_samples must be at least 2 to estimate an error, got {num}")
@@ -186,7 +189,7 @@ def neighborhood(
         UserWarning: If half-precision weights round the noise by more than a tenth of its length.
 
     Example:
-        >>> from tiltsam.flatness.loss_surface import supervised
+        >>> from tiltsam.sharpness import supervised
         >>> data = [(torch.randn(8, 2), torch.randn(8, 1))]
         >>> around = neighborhood(nn.Linear(2, 1), supervised(nn.functional.mse_loss), data, std=[0.01, 0.1])
         >>> around.mean.shape, bool((around.variance > 0).all())
@@ -195,8 +198,7 @@ def neighborhood(
     stds = _check_stds(std)
     if num_samples < 2:
         raise ValueError(f"num_samples must be at least 2 to estimate an error, got {num_samples}")
-    if not (math.isfinite(t) and t >= 0):
-        raise ValueError(f"t must be a finite number >= 0, got {t}")
+    check_nonnegative("t", t)
     total = len(stds) * num_samples + 1
     with LossSurface(model, loss_fn, batches, parameters=parameters, size_of=size_of, seed=seed) as surface:
         losses = torch.empty(len(stds), num_samples, dtype=torch.float64, device="cpu")
@@ -250,7 +252,7 @@ def t_sharper(
         a single ``t`` is not enough. Check several with :meth:`Neighborhood.at_tilt`.
 
     Example:
-        >>> from tiltsam.flatness.loss_surface import supervised
+        >>> from tiltsam.sharpness import supervised
         >>> data = [(torch.randn(8, 2), torch.randn(8, 1))]
         >>> flat, steep = nn.Linear(2, 1), nn.Sequential(nn.Linear(2, 1), nn.Linear(1, 1))
         >>> t_sharper(flat, steep, supervised(nn.functional.mse_loss), data).sharper.shape
@@ -321,7 +323,7 @@ def rounding(
             :func:`neighborhood`.
 
     Example:
-        >>> from tiltsam.flatness.loss_surface import supervised
+        >>> from tiltsam.sharpness import supervised
         >>> data = [(torch.randn(8, 2), torch.randn(8, 1))]
         >>> rounding(nn.Linear(2, 1), supervised(nn.functional.mse_loss), data).losses.shape
         torch.Size([2])

@@ -13,7 +13,7 @@ from torch import nn
 import tiltsam
 from helpers.cases import METHODS, Net, Problem, sgd
 from tiltsam.capture import capture, captured_step
-from tiltsam.capture.captured_step import CapturedStep, _arrange_state, _Seen
+from tiltsam.capture.captured_step import CapturedStep, _arrange_state, _WarmUp
 
 every_method = pytest.mark.parametrize("method", METHODS, ids=repr)
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -504,15 +504,19 @@ def test_graphs_of_replaced_parameters_are_dropped():
         return step.space, key
 
     space, key = begin()
-    captured._seen[key], captured._graphs["of another shape"], captured._scratch = _Seen(3, 6), object(), [object()]
+    captured._warm_ups[key], captured._graphs["of another shape"], captured._scratch = (
+        _WarmUp(3, 6),
+        object(),
+        [object()],
+    )
     assert begin() == (space, key)
-    assert captured._seen
+    assert captured._warm_ups
     assert captured._graphs
     for frozen in (True, False):
         model.bias.requires_grad_(not frozen)
         assert begin()[0] is not space
     assert begin()[1] == key
-    assert not captured._seen
+    assert not captured._warm_ups
     assert not captured._graphs
     assert not captured._scratch
 
@@ -553,7 +557,7 @@ def test_failed_capture_releases_memory_and_warns_at_the_call(monkeypatch, layer
     captured(*batch)
     step = optimizer.begin(captured._closures(batch)[0])
     captured.reason, captured._space = None, step.space
-    captured._seen[captured._key(batch, step)] = _Seen(3, 6)
+    captured._warm_ups[captured._key(batch, step)] = _WarmUp(3, 6)
 
     @contextmanager
     def fail(*_, **__):
@@ -568,7 +572,7 @@ def test_failed_capture_releases_memory_and_warns_at_the_call(monkeypatch, layer
     monkeypatch.setattr(captured_step, "CapturedRandom", FakeRandom)
     monkeypatch.setattr(CapturedStep, "_warm_up_step", eager)
     monkeypatch.setattr(CapturedStep, "_own_stream", lambda _: None)
-    monkeypatch.setattr(CapturedStep, "_living_pool", lambda _: None)
+    monkeypatch.setattr(CapturedStep, "_shared_pool", lambda _: None)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
     monkeypatch.setattr(torch.cuda, "graph", fail)
     with pytest.warns(RuntimeWarning) as caught:
@@ -578,6 +582,16 @@ def test_failed_capture_releases_memory_and_warns_at_the_call(monkeypatch, layer
     assert "capturing failed" in str(caught[-1].message)
     assert {w.filename for w in caught} == {__file__}
     assert not captured._scratch
+
+
+def test_step_that_cannot_be_captured_on_a_gpu_warns(monkeypatch):
+    problem = Problem()
+    optimizer = tiltsam.SAM(sgd(problem.model.parameters()), skip_nonfinite=True)
+    assert capture(optimizer, problem.model, (problem.x,)).reason == "the parameters are on the cpu"  # no warning
+    monkeypatch.setattr(captured_step, "_device_types", lambda _: {"cuda"})
+    with pytest.warns(RuntimeWarning, match="eagerly, because skip_nonfinite") as caught:
+        assert "skip_nonfinite" in capture(optimizer, problem.model, (problem.x,)).reason
+    assert {w.filename for w in caught} == {__file__}
 
 
 def test_capture_returns_the_documented_class():
@@ -594,7 +608,13 @@ def test_capture_refuses_bad_arguments():
     with pytest.raises(ValueError, match="got 0"):
         capture(tiltsam.SAM(base), problem.loss, (problem.x,), warm_up=0)
     with pytest.raises(TypeError, match="tensor"):
-        capture(tiltsam.SAM(base), problem.loss, ({"x": problem.x},))
+        capture(tiltsam.SAM(base), problem.loss, (1.0,))
+    for nested in ({"x": problem.x}, (problem.x, problem.y), [problem.x]):
+        with pytest.raises(TypeError, match=type(nested).__name__):
+            capture(tiltsam.SAM(base), problem.loss, (problem.x, nested))
+        with pytest.raises(TypeError, match=type(nested).__name__):
+            capture(tiltsam.SAM(base), lambda *_: problem.loss(), (problem.x,))(problem.x, nested)
+    capture(tiltsam.SAM(base), lambda *_: problem.loss(), (problem.x,))(problem.x, True, 1, 1.0, "a", None)
     with pytest.raises(ValueError, match="got 2"):
         capture(tiltsam.SAM(base), [lambda x: problem.loss()] * 2, (problem.x,))(problem.x)
     for bad, got in ((lambda x: (problem.loss(), x), "tuple"), (lambda x: 0.5, "float"), (problem.model, "Tensor")):

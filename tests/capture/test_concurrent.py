@@ -107,7 +107,7 @@ def take_captured_step(optimizer, closures, *, concurrent, streams=None):
             for name in ("num_forwards", "num_backwards", "num_ascents")
         }
         info = StepInfo(loss, record.table, record.sampler_info, valid=record.valid, **passes)
-        optimizer._finish(step, info)
+        optimizer._finish(info)
     return info
 
 

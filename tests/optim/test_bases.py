@@ -83,7 +83,10 @@ def zero(model, **options):
 EVALUATE = "call `optimizer.base.train()` before training and `optimizer.base.eval()` before evaluation"
 BASES = [
     Base("torch.optim.ASGD"),
-    Base("torch.optim.Adadelta", remark="its own `rho` keeps the name; ours is `tilt_rho` in `param_groups`"),
+    Base(
+        "torch.optim.Adadelta",
+        remark="its own `rho` keeps the name; ours is `tilt_rho`: rename the entry of `norm_groups`",
+    ),
     Base("torch.optim.Adafactor"),
     Base("torch.optim.Adagrad"),
     Base("torch.optim.Adam"),

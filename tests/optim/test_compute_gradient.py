@@ -1,9 +1,11 @@
 """compute_gradient: the passes of a step, for trainers that step the base themselves."""
 
+from functools import partial
+
 import pytest
 import torch
 
-from helpers.cases import METHODS, Problem, assert_same, sgd
+from helpers.cases import METHODS, Problem, assert_same, backward, sgd
 
 BY_NAME = {method.name: method for method in METHODS}
 
@@ -112,6 +114,34 @@ def test_compute_gradient_replaces_the_gradient():
         optimizer.compute_gradient(problem.closure)
         gradients.append([p.grad for p in problem.model.parameters() if p.grad is not None])
     assert all(torch.equal(g, h) for g, h in zip(*gradients, strict=True))
+
+
+def test_compute_gradient_with_an_ascent_closure_equals_step():
+    """The first pass is then one of the ascent closure."""
+    halves, whole = Problem(), Problem()
+    a, b = (BY_NAME["tsam"](sgd(problem.model.parameters()), model=problem.model) for problem in (halves, whole))
+
+    def doubled(problem, losses):
+        losses.append(backward(2 * problem.loss()))
+        return losses[-1]
+
+    for seed in range(3):
+        losses = []
+        torch.manual_seed(seed)
+        first = a.compute_gradient(halves.closure, partial(doubled, halves, losses))
+        a.base.step()
+        assert torch.equal(first, losses[0])
+        torch.manual_seed(seed)
+        b.step(whole.closure, partial(doubled, whole, []))
+    assert_same(halves.weights(), whole.weights())
+    assert a.info.num_ascents == len(losses) == 3
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+def test_compute_gradient_returns_a_scalar(shape):
+    w = torch.nn.Parameter(torch.tensor([3.0]))
+    loss = BY_NAME["sam"](sgd([w])).compute_gradient(lambda: backward((w**2).sum()).view(shape))
+    assert (loss.shape, loss.requires_grad, loss.item()) == ((), False, 9.0)
 
 
 def test_compute_gradient_needs_a_closure():

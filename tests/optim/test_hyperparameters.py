@@ -210,6 +210,34 @@ def test_init_refuses_different_t_per_group(which):
         tiltsam.TSAM(sgd(groups), num_samples=3, t=20.0)
 
 
+def test_base_with_settings_of_an_earlier_method():
+    """They win, as in a resume; a warning names those that differ from the new arguments."""
+    group = {"params": nn.Linear(2, 2).parameters()}
+    base = sgd([group])
+    tiltsam.SAM(base, rho=0.05, seed=1)
+    saved = base.state_dict()
+    tiltsam.SAM(base, rho=0.05, seed=1)  # warnings are errors
+    tiltsam.SAM(base, rho=lambda step: 0.5, seed=1)  # a schedule writes its own value at each step
+    loaded = sgd(nn.Linear(2, 2).parameters())
+    loaded.load_state_dict(saved)
+    for earlier in (base, torch.optim.SGD(base.param_groups), loaded):
+        with pytest.warns(RuntimeWarning, match=r"\{'rho': 0.05, 'seed': 1\}") as caught:
+            again = tiltsam.SAM(earlier, rho=0.5, seed=7)
+        assert [warning.filename for warning in caught] == [__file__]
+        assert (again.param_groups[0]["rho"], again.param_groups[0]["seed"]) == (0.05, 1)
+    with pytest.warns(RuntimeWarning, match=r"\{'rho': 0.05\}"):
+        tiltsam.TSAM(base, rho=0.1, t=3.0, seed=1)
+
+
+def test_base_whose_groups_bring_settings_does_not_warn():
+    groups = [{"params": nn.Linear(2, 2).parameters(), "rho": 0.3, "seed": 4}, {"params": nn.Linear(2, 2).parameters()}]
+    base = sgd(groups)
+    base.param_groups[1]["seed"] = 4
+    for _ in range(2):
+        tiltsam.SAM(base, rho=0.05, seed=4)  # warnings are errors
+        assert [group["rho"] for group in base.param_groups] == [0.3, 0.05]
+
+
 def test_settings_named_like_those_of_the_base():
     """Adadelta has a rho, RMSprop an alpha; ours must not overwrite them."""
     problem = Problem()

@@ -197,14 +197,15 @@ def test_step_rolls_back_when_a_pre_hook_raises(method, warm):
     if warm:
         optimizer.step(problem.closure)
     base.register_step_pre_hook(lambda *_: 1 / 0 if broken else None)
-    optimizer._sampler_state.allocate([p for p in problem.model.parameters() if p.requires_grad and p.numel()])
+    params = [p for p in problem.model.parameters() if p.requires_grad and p.numel()]
+    optimizer._sampler_state.allocate(params)
     weights, steps = problem.weights(), optimizer.param_groups[0]["steps_taken"]
-    kept = [v.clone() for v in optimizer._sampler_state.tensors()]
+    kept = [v.clone() for v in optimizer._sampler_state.tensors(params)]
     broken.append(True)
     with pytest.raises(ZeroDivisionError):
         optimizer.step(problem.closure)
     assert_same(problem.weights(), weights)
-    assert all(torch.equal(a, b) for a, b in zip(optimizer._sampler_state.tensors(), kept, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(optimizer._sampler_state.tensors(params), kept, strict=True))
     assert optimizer.param_groups[0]["steps_taken"] == steps
     broken.clear()
     optimizer.step(problem.closure)
@@ -344,7 +345,7 @@ def test_step_can_be_interrupted_at_every_bytecode():
         return loss
 
     def tensors():  # those of the model, and what the sampler keeps
-        return {**model.state_dict(), **dict(enumerate(optimizer._sampler_state.tensors()))}
+        return {**model.state_dict(), **dict(enumerate(optimizer._sampler_state.tensors(list(model.parameters()))))}
 
     def snapshot():
         return {k: v.clone() for k, v in tensors().items()}

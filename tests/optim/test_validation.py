@@ -35,8 +35,6 @@ def test_bad_base_and_model():
         tiltsam.SAM(torch.optim.SparseAdam(params))
     with pytest.raises(TypeError, match=r"model .*list"):
         tiltsam.SAM(sgd(params), model=params)
-    with pytest.raises(TypeError, match=r"rho .*Net"):
-        tiltsam.SAM(sgd(params), rho=Problem().model)
     with pytest.raises(TypeError, match=r"sampler .*HMC"):
         tiltsam.TSAM(sgd(params), sampler=tiltsam.samplers.HMC)
     with pytest.raises(RuntimeError, match="no step"):
@@ -229,6 +227,20 @@ def test_batch_norm_without_model_warns_once(make):
     assert warnings_of(batch_norm_net(), make) == [(RuntimeWarning, True, True)]
 
 
+def test_first_step_warns_before_the_update():
+    """Where warnings are errors, the step is undone."""
+    problem = Problem(batch_norm_net())
+    optimizer = tiltsam.SAM(sgd(problem.model.parameters()))
+    before = problem.model[0].weight.detach().clone()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            with pytest.raises(RuntimeWarning, match="model="):
+                optimizer.step(problem.closure)
+            assert torch.equal(problem.model[0].weight, before)
+            assert optimizer.param_groups[0]["steps_taken"] == 0
+
+
 @pytest.mark.parametrize("case", ["model", "buffers_once", "one pass", "eval", "no statistics", "none"])
 def test_batch_norm_does_not_warn(case):
     model = batch_norm_net()
@@ -289,3 +301,7 @@ def test_settings_given_by_position_are_refused():
         tiltsam.SAM(base, 0.05)
     with pytest.raises(TypeError, match=r"by name, as in TSAM\(base, t=20\.0\)"):
         tiltsam.TSAM(base, 20.0, 0.1)
+    with pytest.raises(TypeError, match=r"by name, as in SAM\(base, model=model\)$"):
+        tiltsam.SAM(base, nn.Linear(2, 1))
+    with pytest.raises(TypeError, match=r"by name, as in TSAM\(base, t=t\)$"):
+        tiltsam.TSAM(base, lambda step: 20.0)

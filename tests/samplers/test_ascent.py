@@ -144,7 +144,9 @@ def test_ascent_from_a_point_that_is_not_finite_is_invalid(sampler):
     [
         (lambda: Ascent(num_steps=0), "got 0"),
         (lambda: Ascent(share_ascent=True, num_steps=2), "got 2"),
+        (lambda: Ascent(num_steps=2.0), r"num_steps .*got 2\.0"),
         (lambda: LineSearch(0), "got 0"),
+        (lambda: LineSearch(2.5), r"num_points .*got 2\.5"),
     ],
 )
 def test_ascent_refuses_bad_arguments(make, value):

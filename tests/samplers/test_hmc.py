@@ -196,9 +196,12 @@ def test_nan_energy_is_rejected():
     ("kwargs", "message"),
     [
         ({"num_steps": 0}, "num_steps.*got 0"),
+        ({"num_steps": 1.5}, r"num_steps.*got 1\.5"),
         ({"num_proposals": 0}, "num_proposals.*got 0"),
         ({"step_size": 0.0}, "step_size.*got 0.0"),
+        ({"step_size": float("inf")}, "step_size.*got inf"),
         ({"sigma": -1.0}, "sigma.*got -1.0"),
+        ({"sigma": float("nan")}, "sigma.*got nan"),
         ({"integrator": "verlet"}, "integrator.*got 'verlet'"),
         ({"boundary": "project"}, "boundary.*got 'project'"),
     ],

@@ -83,6 +83,15 @@ def test_gaussian_std_does_not_depend_on_radius():
     assert epsilon.count_nonzero() == DIM
 
 
-def test_gaussian_refuses_negative_std():
-    with pytest.raises(ValueError, match=r"got -1\.0"):
-        Gaussian(std=-1.0)
+@pytest.mark.parametrize(("sampler", "number"), [(Gaussian(), 0), (Gaussian(clip=True), 1), (Uniform(), 1)], ids=repr)
+def test_norm_of_the_noise_is_computed_only_if_it_counts(monkeypatch, sampler, number):
+    norms, space = [], chains(radius=0.3)
+    monkeypatch.setattr(space, "norm", lambda x: norms.append(x) or x.norm(dim=1))
+    sampler.move(space, 0)
+    assert len(norms) == number
+
+
+@pytest.mark.parametrize("std", [-1.0, float("nan"), float("inf"), True, "1"])
+def test_gaussian_refuses_bad_std(std):
+    with pytest.raises(ValueError, match=f"std .*got {std!r}"):
+        Gaussian(std=std)

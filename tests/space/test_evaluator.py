@@ -341,7 +341,7 @@ def test_each_sample_uses_its_closure_and_ascents_use_theirs():
 
     with torch.no_grad(), space.perturbed([named(0), named(1)], named("ascent")):
         for sample in (0, 1):
-            space.evaluator.current_sample = sample
+            space.begin_sample(sample)
             space.evaluate(ascent=True)
             space.evaluate()
     assert calls == ["ascent", 0, "ascent", 1]

@@ -49,6 +49,7 @@ def test_norm_and_dot_skip_missing_tensors():
     lists = lists_over([torch.zeros(n) for n in (3, 2, 4)])
     assert lists.norm(x) == pytest.approx(7**0.5)
     assert lists.dot(x, y) == 8.0
+    assert lists.dot(x[:1] + [None] * 2, y) == 0.0  # no tensor in both
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -37,7 +37,8 @@ def capture(
     """Return a step that runs as one CUDA graph, called with the parts of a batch.
 
     The first calls are eager steps (real ones: nothing is trained twice or thrown away), then the step is captured. On
-    a CPU, or if capturing fails, steps stay eager with the same results; ``step.reason`` and a warning tell why.
+    a CPU steps stay eager. If a GPU step cannot be captured, a warning and ``step.reason`` say why; results are the
+    same.
 
     Args:
         optimizer: Any method of :data:`tiltsam.METHODS`.
@@ -45,7 +46,7 @@ def capture(
             you like. It must not read values back to the host, must read weights through the model's parameters, and
             must not write to memory that outlives it, except the model's buffers. Or a list with one function per
             sample, each on its own part of the batch (m-SAM).
-        example_batch: A batch, for its shapes and device.
+        example_batch: A batch, for its shapes and device: tensors, and constants (numbers, strings, ``None``).
         ascent_loss_fn: Used for gradients that only give the direction of an ascent, for example on part of the batch.
         concurrent: Run the samples of a captured step concurrently, each on its own copy of the weights: s more copies
             of weights, gradients and activations in memory. Pays if a pass does not fill the GPU. Needs ``model=`` and

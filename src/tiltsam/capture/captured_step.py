@@ -33,8 +33,8 @@ WARM_UP = 3  # eager steps before a capture: cuDNN chooses its kernels, Triton c
 FUSABLE = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)  # their fused kernels read the rate from the device
 
 
-class _Seen(NamedTuple):
-    """What eager steps have shown about a kind of step."""
+class _WarmUp(NamedTuple):
+    """Statistics of the eager steps with one key."""
 
     steps: int = 0
     passes: int = 0
@@ -86,9 +86,9 @@ class CapturedStep:
         self.ascent_loss_fn = ascent_loss_fn
         self.reason: str | None = _obstacle(optimizer)
         """Why steps are eager, or ``None``."""
-        self._concurrent, self._warm_up = concurrent, warm_up
+        self._concurrent, self._num_warm_up = concurrent, warm_up
         self._space: ParameterSpace | None = None  # the space of the captured steps
-        self._seen: dict[Any, _Seen] = {}
+        self._warm_ups: dict[Any, _WarmUp] = {}
         self._graphs: dict[Any, _Graph] = {}
         self._scratch: list[Scratch] = []
         self._pool: Any = None
@@ -96,6 +96,8 @@ class CapturedStep:
         self._rates: list[Tensor] = []  # learning rates on the device, where graphs read them
         self._rate_values: list[float] = []
         _check_batch(tuple(example_batch))
+        if self.reason is not None and "cuda" in _device_types(optimizer):
+            warn(f"steps run eagerly, because {self.reason}")
 
     def __call__(self, *batch: Any) -> Tensor:
         """Take a step; return the aggregate loss, as ``optimizer.step`` does."""
@@ -103,16 +105,17 @@ class CapturedStep:
         closures, ascent_closure = self._closures(batch)
         if self.reason is not None:
             return self.optimizer.step(closures, ascent_closure)
+        # For the key; an eager step begins again, which repeats the same writes.
         step = self.optimizer.begin(closures, ascent_closure)
         with step.space.on_device():
             key = self._key(batch, step)
             self._drop_if_stale(key, step.space)
-            seen = self._seen.get(key, _Seen())
-            if key not in self._graphs and seen.steps >= self._warm_up:
-                self._try_capture(key, batch, step, seen)
+            warm_up = self._warm_ups.get(key, _WarmUp())
+            if key not in self._graphs and warm_up.steps >= self._num_warm_up:
+                self._try_capture(key, batch, step, warm_up)
             if (graph := self._graphs.get(key)) is not None:
                 return self.optimizer.replay(step, partial(self._replay, graph, batch))
-            return self._warm_up_step(key, step, seen)
+            return self._warm_up_step(key, step, warm_up)
 
     def _closures(self, batch: tuple[Any, ...]) -> tuple[list[Closure], Closure | None]:
         """Return closures that run forward and backward on the batch."""
@@ -130,7 +133,7 @@ class CapturedStep:
 
     # ---------------------------------------------------------------- eager steps before the capture
 
-    def _warm_up_step(self, key: Any, step: Step, seen: _Seen) -> Tensor:
+    def _warm_up_step(self, key: Any, step: Step, warm_up: _WarmUp) -> Tensor:
         generator = torch.cuda.default_generators[step.space.device.index]
         offset = generator.get_offset()
         stream = self._own_stream()
@@ -139,7 +142,7 @@ class CapturedStep:
             loss = self.optimizer.step(step.closures, step.ascent_closure)
         torch.cuda.current_stream().wait_stream(stream)
         draws = generator.get_offset() != offset
-        self._seen[key] = _Seen(seen.steps + 1, self.optimizer.info.num_forwards, draws)
+        self._warm_ups[key] = _WarmUp(warm_up.steps + 1, self.optimizer.info.num_forwards, draws)
         return loss
 
     # ---------------------------------------------------------------- replay
@@ -174,16 +177,16 @@ class CapturedStep:
         addresses = tuple(p.data_ptr() for p in step.space.params)
         return shapes, addresses, self.optimizer.capture_key(step, frozenset(changeable))
 
-    def _try_capture(self, key: Any, batch: tuple[Any, ...], step: Step, seen: _Seen) -> None:
+    def _try_capture(self, key: Any, batch: tuple[Any, ...], step: Step, warm_up: _WarmUp) -> None:
         try:
-            self._graphs[key] = self._capture(batch, step, seen)
+            self._graphs[key] = self._capture(batch, step, warm_up)
         except Exception as error:  # whatever the model does that a graph cannot hold
             self.reason = f"capturing failed: {_format_error(error)}"
             self._release()
             step.space.generators.discard()
             warn(f"steps run eagerly, because {self.reason}")
 
-    def _capture(self, batch: tuple[Any, ...], step: Step, seen: _Seen) -> _Graph:
+    def _capture(self, batch: tuple[Any, ...], step: Step, warm_up: _WarmUp) -> _Graph:
         optimizer, space = self.optimizer, step.space
         if not _reads_rate_from_device(optimizer.base) and _has_host_state(optimizer.base):
             raise RuntimeError(f"{type(optimizer.base).__name__} keeps state on the host, which a graph cannot update")
@@ -192,12 +195,12 @@ class CapturedStep:
         graph = torch.cuda.CUDAGraph()
         space.generators.register(graph)
         random = CapturedRandom(
-            graph, space.device, seen.passes if seen.draws and space.model_state.same_dropout else 0
+            graph, space.device, warm_up.passes if warm_up.draws and space.model_state.same_dropout else 0
         )
         concurrent = self._runs_concurrently(step)
         state = CapturedModelState(space.model_state, random, concurrent=concurrent)
         space.gradient_mean.begin_step()
-        replicas = self._replicas(step, state, step.num_samples if concurrent else 1, seen.passes)
+        replicas = self._replicas(step, state, step.num_samples if concurrent else 1, warm_up.passes)
         for replica in replicas:
             replica.evaluator.begin_step(closures, ascent_closure)
         try:
@@ -206,7 +209,7 @@ class CapturedStep:
                 torch.no_grad(),
                 torch.cuda.graph(
                     graph,
-                    pool=self._living_pool(),
+                    pool=self._shared_pool(),
                     stream=self._own_stream(),
                     capture_error_mode="thread_local",  # a loader's thread may pin memory meanwhile
                 ),
@@ -258,7 +261,7 @@ class CapturedStep:
             return False
         return True
 
-    def _living_pool(self) -> Any:
+    def _shared_pool(self) -> Any:
         """Return the memory pool that graphs share; it is released with the last of them."""
         if not self._graphs:
             self._pool = torch.cuda.graph_pool_handle()
@@ -268,11 +271,11 @@ class CapturedStep:
         """Drop graphs whose tensors have moved: a frozen layer or a loaded state changes their addresses."""
         if self._space is not space:
             self._release()
-            self._seen.clear()
+            self._warm_ups.clear()
             self._space = space
         graph = self._graphs.get(key)
         if graph is not None and graph.state_addresses != _state_addresses(self.optimizer.base):
-            del self._graphs[key], self._seen[key]  # warm up again: the base may have to create its state
+            del self._graphs[key], self._warm_ups[key]  # warm up again: the base may have to create its state
 
     def _release(self) -> None:
         """Release graphs and their memory."""
@@ -316,13 +319,21 @@ class CapturedStep:
 
 
 def _check_batch(batch: tuple[Any, ...]) -> None:
+    for x in batch:
+        if not isinstance(x, Tensor | bool | int | float | str | None):
+            got = type(x).__name__
+            raise TypeError(f"parts of a batch must be tensors or constants, got {got}: pass its tensors separately")
     if not any(isinstance(x, Tensor) for x in batch):
         raise TypeError("a batch must hold at least one tensor; pass its parts separately: step(inputs, targets)")
 
 
+def _device_types(optimizer: SharpnessAware) -> set[str]:
+    return {p.device.type for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
+
+
 def _obstacle(optimizer: SharpnessAware) -> str | None:
     """Return why steps of this optimizer cannot be captured, or ``None``."""
-    devices = {p.device.type for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
+    devices = _device_types(optimizer)
     if devices != {"cuda"}:
         return f"the parameters are on the {' and the '.join(sorted(devices - {'cuda'}))}"
     space = optimizer.current_space()

@@ -35,7 +35,7 @@ class Scratch(NamedTuple):
 
 
 def allocate_scratch(space: ParameterSpace, number: int) -> list[Scratch]:
-    """Return scratch weights for so many concurrent samples.
+    """Allocate scratch weights for ``number`` samples.
 
     The first uses the memory that eager steps save θ in: a replay never runs during an eager step.
     """
@@ -77,7 +77,7 @@ def average_samples_concurrently(
     with ExitStack() as joins:
         for j, (replica, memory) in enumerate(zip(replicas, scratch, strict=True)):
             with _forked(memory.stream, joins), weights_at(step.space.params, memory.point):
-                replica.evaluator.current_sample = j
+                replica.begin_sample(j)
                 draw = step.sampler.sample(replica, j, step.sampler.begin(replica))
                 draws.append((replica, draw, replica.perturbation_norm()))
     record = step.space.step_record(optimizer.weighting(step.space), step.num_samples)

@@ -95,7 +95,7 @@ class LossSurface:
             raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
         if isinstance(loss_fn, nn.Module) or getattr(loss_fn, "__module__", None) == nn.functional.__name__:
             raise TypeError(
-                "loss_fn is called as loss_fn(model, batch): pass tiltsam.flatness.loss_surface.supervised(criterion) "
+                "loss_fn is called as loss_fn(model, batch): pass tiltsam.sharpness.supervised(criterion) "
                 f"for a criterion of outputs and targets, got {loss_fn}"
             )
         known = trainable(model)

@@ -1,11 +1,11 @@
-"""The losses that ERM, SAM and TSAM train on, evaluated on any model and any data.
+"""The losses of ERM, SAM and TSAM, evaluated on any model and any data.
 
     ERM    L(theta)
     SAM    L(theta + rho n(grad L(theta)))
     TSAM   (1/t) log mean_j exp(t L(theta + eps_j)),  eps_j = delta_j + rho n(grad L(theta + delta_j)),
            delta_j uniform in the ball of radius R  (Algorithm 2 of the paper)
 
-with ``n(v) = v / (||v|| + 1e-12)``, each for one batch, as in training. :func:`cross_objectives` returns the paper's
+with ``n(v) = v / (||v|| + 1e-12)``, each on one batch. :func:`cross_objectives` returns the paper's
 table: models trained with one, evaluated on all.
 """
 
@@ -69,7 +69,10 @@ class TsamLoss:
     """TSAM's loss over the samples of Algorithm 2. Cost: ``num_samples`` gradients and as many forward passes.
 
     With ``rho=0`` it is the plain Monte-Carlo estimate of the tilted loss over the ball, biased low by order
-    ``1/num_samples``; with ``rho > 0`` the samples are shifted uphill, as in training.
+    ``1/num_samples``; with ``rho > 0`` the samples are shifted uphill.
+
+    The defaults are not those of :class:`tiltsam.TSAM`. To match ``optimizer.info.loss`` but for the draws, pass t − δ
+    (t/2 by default) and the method's ``rho``, ``radius`` and ``num_samples``.
 
     Args:
         t: The tilt.
@@ -169,7 +172,7 @@ def cross_objectives(
         loss_fn: ``loss_fn(model, batch)``, the mean loss of a batch.
         splits: The data sets by name, ``{"train": ..., "test": ...}``; a single one is called ``data``. The ascent is
             on each batch, so use the batch size of training.
-        objectives: The objectives by name; ``ERM``, ``SAM`` and ``TSAM`` with their default settings by default.
+        objectives: The objectives by name; ``ErmLoss()``, ``SamLoss()`` and ``TsamLoss()`` by default.
         seed: Seed of the random draws.
         size_of: Weight of a batch; its number of examples by default.
         progress: Called as ``progress(done, total)`` after each cell of the table.
@@ -182,7 +185,7 @@ def cross_objectives(
         UserWarning: If half-precision weights round a step by more than a tenth of its length.
 
     Example:
-        >>> from tiltsam.flatness.loss_surface import supervised
+        >>> from tiltsam.sharpness import supervised
         >>> data = [(torch.randn(8, 2), torch.randn(8, 1))]
         >>> table = cross_objectives({"a": nn.Linear(2, 1)}, supervised(nn.functional.mse_loss), data)
         >>> table.entry("a", "SAM").loss >= table.entry("a", "ERM").loss

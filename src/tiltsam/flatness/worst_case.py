@@ -95,7 +95,7 @@ def m_sharpness(
         UserWarning: If half-precision weights round a step by more than a tenth of its length.
 
     Example:
-        >>> from tiltsam.flatness.loss_surface import supervised
+        >>> from tiltsam.sharpness import supervised
         >>> data = [(torch.randn(8, 2), torch.randn(8, 1))]
         >>> worst = m_sharpness(nn.Linear(2, 1), supervised(nn.functional.mse_loss), data, rho=0.1, m=4)
         >>> worst.value >= 0, len(worst.rises)

@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any, TypeAlias
 
-import torch
 from torch.optim import Optimizer
+
+from tiltsam.space.validation import warn
 
 __all__ = ["Hyperparameters", "Schedule"]
 
@@ -31,18 +32,33 @@ class Hyperparameters:
     def __init__(self, base: Optimizer, initial: Mapping[str, Any]) -> None:
         if "rho" in initial:
             initial = {"own_rho": False, **initial}  # before rho: it records which groups brought one
-        for name, value in initial.items():
-            if isinstance(value, torch.nn.Module):
-                raise TypeError(f"{name} must be a number, got the model {type(value).__name__}: pass model=...")
         self._base = base
         self._schedules: dict[str, Schedule] = {name: value for name, value in initial.items() if callable(value)}
         self._initial = {name: _as_python(value(0) if callable(value) else value) for name, value in initial.items()}
         self._keys = {name: f"tilt_{name}" if name in base.defaults else name for name in initial}
+        self._warn_of_earlier_settings()
         for group in base.param_groups:  # before fill, which would copy what group 0 brought to the others
             for name, key in self._keys.items():
                 if name not in self.per_group and name != "steps_taken":
                     group.setdefault(key, self._initial[name])
         self.fill()
+
+    def _warn_of_earlier_settings(self) -> None:
+        """Warn if the base was wrapped before, or has loaded the checkpoint of a method, with other settings."""
+        kept = {
+            key: group[key]
+            for group in self._base.param_groups
+            if self._keys["steps_taken"] in group
+            for name, key in self._keys.items()
+            if name not in {"own_rho", "steps_taken", *self._schedules}
+            and not (name == "rho" and group.get("own_rho"))
+            and group.get(key, self._initial[name]) != self._initial[name]
+        }
+        if kept:
+            warn(
+                f"the base has the settings of an earlier method, which win: {kept}. Pass a new base, or set "
+                "param_groups"
+            )
 
     def __contains__(self, name: str) -> bool:
         return name in self._keys

@@ -29,7 +29,7 @@ def average_samples_over_ranks(
     if samples:
         common = sampler.begin(space)
         for j in samples:
-            space.evaluator.current_sample = j
+            space.begin_sample(j)
             draw = sampler.sample(space, j, common)
             space.add_to_mean(draw, record.add(draw, space.perturbation_norm()), single=False)
     else:
@@ -40,7 +40,7 @@ def average_samples_over_ranks(
 def _skip_samples(space: ParameterSpace) -> None:
     """Take part in a step without samples: one pass at θ whose gradient has no weight.
 
-    So the random state of this rank advances as on the others, and it knows which parameters have a gradient.
+    The pass advances this rank's random state as on the other ranks and shows which parameters have a gradient.
     """
     space.reset_to_center()
     at = space.evaluate()
@@ -74,6 +74,6 @@ def _join_samples(
     sample_weights = joined.table()[1]
     total = sample_weights[list(samples)].sum() if samples else space.zero
     space.gradient_mean.sum_over_ranks(total, (seen > 0).tolist())
-    space.ranks.copy_from_first([*space.model_state.buffers(), *space.sampler_state.tensors()])
+    space.ranks.copy_from_first([*space.model_state.buffers(), *space.sampler_state.tensors(space.params)])
     joined.set_sampler_info(record)
     return joined

@@ -76,8 +76,8 @@ class SharpnessAware(Optimizer):
     It shares ``param_groups`` and ``state`` with ``base``: schedulers, hooks, ``add_param_group`` and checkpoints work
     on either. The settings of a method are entries of the parameter groups, under the names of the constructor's
     arguments; if the base already uses a name (Adadelta's ``rho``, RMSprop's ``alpha``) ours is ``tilt_<name>``.
-    ``rho`` may differ between groups; schedules do not change groups that brought their own. All other settings have
-    one value for the whole step.
+    ``rho`` may differ between groups. A schedule skips groups that set their own ``rho``. With a base that has its own
+    ``rho`` (Adadelta) rename the entry to ``tilt_rho``. All other settings have one value for the whole step.
 
     A step of the wrapper contains a step of the base: torch's global step hooks run for both.
 
@@ -90,7 +90,7 @@ class SharpnessAware(Optimizer):
         sampler: Where to evaluate.
         settings: Settings of the method and their initial values; a callable is a schedule, evaluated at each step.
         model: Pass it for models with BatchNorm or dropout: buffers are then updated once a step, at its first pass,
-            and all passes of a step use the same dropout masks.
+            and all passes of a step use the same dropout masks (on CPU and CUDA devices).
         seed: Seed of the noise. All noise derives from (seed, step, sample): a resumed run draws what an uninterrupted
             one would have drawn, and the global random state is never used.
         buffers_once: Whether ``model``'s buffers keep the values of the first pass.
@@ -190,6 +190,7 @@ class SharpnessAware(Optimizer):
         """Return the sampler and the number of samples of the coming step.
 
         Override it for a method that does something else at some steps, decided by ``self.setting("steps_taken")``.
+        Called more than once a step: it must have no side effects.
         """
         return self.sampler, self.num_samples
 
@@ -220,10 +221,10 @@ class SharpnessAware(Optimizer):
                 not step. Call ``scaler.update()`` afterwards.
 
         Returns:
-            The aggregate loss: the tilted loss of the samples for TSAM, the loss at the perturbed point for SAM.
-            Detached, on the device of the parameters; NaN if no sample was finite, or without a closure, which is
-            allowed only while rates and gradients are zero (``torch.distributed.checkpoint`` calls ``step()`` then, to
-            create the base's state).
+            The aggregate loss: for SAM the loss at the perturbed point, for TSAM the tilted loss of the samples with
+            tilt t − δ (t/2 by default), the tilt of their weights. Detached, on the device of the parameters; NaN if no
+            sample was finite, or without a closure, which is allowed only while rates and gradients are zero
+            (``torch.distributed.checkpoint`` calls ``step()`` then, to create the base's state).
 
         Raises:
             RuntimeError: If called inside the closure of a step, or if the weights could not be restored after an
@@ -252,7 +253,7 @@ class SharpnessAware(Optimizer):
         them all, so what it does must not depend on where the interrupt arrived.
         """
         if self._stepping:
-            raise RuntimeError(f"{type(self).__name__}.step must not be called inside its own closure")
+            raise self._nested_step_error()
         grad_enabled = torch.is_grad_enabled()
         try:
             self._stepping = True
@@ -260,8 +261,10 @@ class SharpnessAware(Optimizer):
                 step = self.begin(closures, ascent_closure, scaler)
                 with step.space.on_device():
                     info = self._aggregate(step)
+                    if not self._has_stepped:
+                        self._warn_at_first_step(step, info)
                     update(step, info)
-                self._finish(step, info)
+                self._finish(info)
             self._stepping = False
         except BaseException as error:
             self._stepping = False
@@ -346,7 +349,7 @@ class SharpnessAware(Optimizer):
         record = space.step_record(self.weighting(space) if num_samples > 1 else None, num_samples)
         common = sampler.begin(space)
         for j in range(num_samples):
-            space.evaluator.current_sample = j
+            space.begin_sample(j)
             draw = sampler.sample(space, j, common)
             share = record.add(draw, space.perturbation_norm())
             space.add_to_mean(draw, share, single=num_samples == 1)
@@ -386,30 +389,39 @@ class SharpnessAware(Optimizer):
         :meta private:
         """
         if self._stepping:
-            raise RuntimeError(f"{type(self).__name__}.step must not be called inside its own closure")
+            raise self._nested_step_error()
         with torch.no_grad():
             info = run()
-            self._finish(step, info)
+            self._finish(info)
         return info.loss
 
-    def _finish(self, step: Step, info: StepInfo) -> None:
+    def _nested_step_error(self) -> RuntimeError:
+        return RuntimeError(f"{type(self).__name__}.step must not be called inside its own closure")
+
+    def _warn_at_first_step(self, step: Step, info: StepInfo) -> None:
+        """Warn about what the passes have shown; before the update, in case warnings are errors."""
+        if self.model is None and self._model_options["buffers_once"] and info.num_forwards > 1:
+            warn_missing_model(step.space.params)
+        if self.model is None and step.space.ranks.splits_samples:
+            warn_split_samples_without_model()
+        if step.scaler is None:
+            warn_missing_scaler(info.loss, info.gradient_norms)
+
+    def _finish(self, info: StepInfo) -> None:
         """Count the step and keep its info."""
         self._info = info
         self._valid += info.valid
         if len(self._valid) > _MAX_PENDING:
             self._count_nonfinite()
         self._hyperparameters.count_step()
-        if not self._has_stepped:
-            self._has_stepped = True
-            if self.model is None and self._model_options["buffers_once"] and info.num_forwards > 1:
-                warn_missing_model(step.space.params)
-            if self.model is None and step.space.ranks.splits_samples:
-                warn_split_samples_without_model()
-            if step.scaler is None:
-                warn_missing_scaler(info.loss, info.gradient_norms)
+        self._has_stepped = True
 
     def compute_gradient(
-        self, closure: Closure | Sequence[Closure], *, scaler: torch.amp.GradScaler | None = None
+        self,
+        closure: Closure | Sequence[Closure],
+        ascent_closure: Closure | None = None,
+        *,
+        scaler: torch.amp.GradScaler | None = None,
     ) -> Tensor:
         """Run the passes of a step and replace ``.grad`` by the aggregate, without stepping the base.
 
@@ -418,12 +430,13 @@ class SharpnessAware(Optimizer):
 
         Args:
             closure: As for :meth:`step`.
+            ascent_closure: As for :meth:`step`.
             scaler: The scaler that the closure uses. The gradient is left scaled, as after any backward; if a pass
                 overflowed it becomes infinite, so that the scaler skips the step and lowers its scale.
 
         Returns:
-            The loss of the first pass: for SAM the one at the weights, which a plain step would report. The aggregate
-            loss is ``optimizer.info.loss``.
+            The loss of the first pass, a scalar: for SAM the one at the weights, which a plain step would report. This
+            rank's loss, in the closure's dtype. The aggregate loss is ``optimizer.info.loss``.
 
         Example:
             >>> w = torch.nn.Parameter(torch.tensor([3.0]))
@@ -439,9 +452,11 @@ class SharpnessAware(Optimizer):
         """
         self._opt_called = True  # otherwise a scheduler warns that it was stepped before the optimizer
         first: list[Tensor] = []
-        closures = [_remember_first(one, first) for one in check_closures(closure, None, type(self).__name__)]
-        self._run(closures, None, scaler, self._leave_gradient)
-        return first[0]
+        closures = check_closures(closure, ascent_closure, type(self).__name__)
+        remembering = [_remember_first(one, first) for one in closures]
+        ascent = _remember_first(ascent_closure, first) if ascent_closure is not None else None
+        self._run(remembering, ascent, scaler, self._leave_gradient)
+        return first[0].reshape(())
 
     def _leave_gradient(self, step: Step, info: StepInfo) -> None:
         """Leave the mean of the gradients to a trainer that steps the base."""

@@ -1,4 +1,4 @@
-"""What a step measured on its way."""
+"""What a step measured."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ __all__ = ["StepInfo"]
 class StepInfo:
     """Losses, sample weights, norms and passes of a step.
 
-    Tensors stay on the device and are assembled when they are read, so a step whose info is not read pays nothing.
+    Tensors stay on the device and are assembled when read. Without Triton ``‖ε_j‖`` costs one more reading of the
+    weights per sample, except where the ascent starts at θ.
     """
 
     loss: Tensor
-    """The aggregate loss whose gradient the base optimizer received."""
+    """The aggregate loss of the samples; its gradient is what the base receives, except for GSAM and LookSAM."""
     _make_table: Callable[[], Tensor] = field(repr=False)
     """Returns (6, s): losses, sample weights, start losses, perturbation norms, gradient norms and validity."""
     _make_sampler_info: Callable[[], Mapping[str, Tensor]] = field(repr=False)

@@ -87,7 +87,8 @@ def check_call(
         )
     check_base(given, cls.__name__, wrapper_class)
     if len(args) > 1 and parameters[names[1]].kind is inspect.Parameter.KEYWORD_ONLY:
-        raise TypeError(f"settings must be given by name, as in {cls.__name__}(base, {names[1]}={args[1]!r})")
+        name = "model" if isinstance(args[1], torch.nn.Module) else names[1]
+        raise TypeError(f"settings must be given by name, as in {_call(cls.__name__, 'base', {name: args[1]})}")
     if adaptive:
         raise TypeError(f"{cls.__name__} has no adaptive=True. Write:\n\n    optimizer = {method}")
 

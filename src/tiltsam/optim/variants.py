@@ -382,7 +382,8 @@ def norm_groups(model: nn.Module) -> list[dict[str, Any]]:
 
     Methods then perturb the normalisation layers only (SAM-ON, Mueller et al., NeurIPS 2023) and train all parameters.
     Layers are torch's own (BatchNorm, InstanceNorm, LayerNorm, GroupNorm, RMSNorm) and those of a class whose name ends
-    in ``Norm``. The noise of TSAM and RSAM still reaches all parameters.
+    in ``Norm``. TSAM's noise still moves all parameters; RSAM's does so only in the pass that computes the ascent.
+    With a base that has its own ``rho`` (Adadelta) rename the entry to ``tilt_rho``.
 
     Raises:
         ValueError: If the model has no such layer with trainable parameters.

@@ -5,14 +5,14 @@ once for each of the s samples; it moves ``space.point`` to θ+ε_j, evaluates t
 sampler uses the :class:`~tiltsam.space.Space` protocol and nothing else, and draws random numbers only from the
 generator of its sample. ``docs/add-a-method.md`` writes one.
 
-==================  =====================  ==================================================================
-sampler             passes for s samples   draws
-==================  =====================  ==================================================================
-Center              s                      ε = 0 (plain training)
-Uniform, Gaussian   s                      exactly μ: consistent with sample weights softmax(t L)
-Ascent              2s (or s + 1)          Algorithm 2: biased, its density is unknown; the paper's choice, cheap
-HMC                 s (1 + N proposals)    μ exp(δL) in the limit of many proposals: consistent
-==================  =====================  ==================================================================
+==================  =================================  ===============================================================
+sampler             passes for s samples               draws
+==================  =================================  ===============================================================
+Center              s                                  ε = 0 (plain training)
+Uniform, Gaussian   s                                  exactly μ: consistent with sample weights softmax(t L)
+Ascent              2s (or s + 1)                      Algorithm 2: biased, density unknown; the paper's choice, cheap
+HMC                 s (1 + num_steps · num_proposals)  μ exp(δL) in the limit of many proposals: consistent
+==================  =================================  ===============================================================
 
 "Consistent" means that the aggregate tends to the gradient of the tilted loss as s grows. ``AdaptiveAscent``,
 ``LineSearch``, ``RandomAscent`` and ``CenterThenAscent`` belong to ASAM, ESAM2, RSAM and PGN, those of

@@ -10,6 +10,7 @@ import torch
 from tiltsam.samplers.base import BaseSampler, Draw, Start, draw_after_ascent, draw_at
 from tiltsam.samplers.noise import Uniform
 from tiltsam.space.protocol import EPS, Evaluation, Space
+from tiltsam.space.validation import check_count
 
 __all__ = ["AdaptiveAscent", "Ascent", "CenterThenAscent", "LineSearch", "RandomAscent"]
 
@@ -37,8 +38,7 @@ class Ascent(BaseSampler):
     num_steps: int = 1
 
     def __post_init__(self) -> None:
-        if self.num_steps < 1:
-            raise ValueError(f"num_steps must be >= 1, got {self.num_steps}")
+        check_count("num_steps", self.num_steps)
         if self.share_ascent and self.num_steps > 1:
             raise ValueError(f"num_steps must be 1 with share_ascent=True, got {self.num_steps}")
 
@@ -105,8 +105,7 @@ class LineSearch(BaseSampler):
     deterministic: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if self.num_points < 1:
-            raise ValueError(f"num_points must be >= 1, got {self.num_points}")
+        check_count("num_points", self.num_points)
 
     def sample(self, space: Space, index: int, common: None) -> Draw:
         """Search along the gradient, evaluate at the worst point found."""

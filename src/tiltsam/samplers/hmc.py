@@ -23,6 +23,7 @@ from torch import Tensor
 
 from tiltsam.samplers.base import BaseSampler, Draw, draw_at
 from tiltsam.space.protocol import Evaluation, Space, Spread, Vector
+from tiltsam.space.validation import check_count, check_nonnegative
 
 __all__ = ["HMC"]
 
@@ -59,11 +60,11 @@ class HMC(BaseSampler):
 
     def __post_init__(self) -> None:
         for name in ("num_steps", "num_proposals"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
+            check_count(name, getattr(self, name))
         for name in ("step_size", "sigma"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be > 0, got {getattr(self, name)}")
+            check_nonnegative(name, value := getattr(self, name))
+            if value == 0:
+                raise ValueError(f"{name} must be > 0, got {value}")
         if self.integrator not in INTEGRATORS:
             raise ValueError(f"integrator must be one of {', '.join(INTEGRATORS)}; got {self.integrator!r}")
         if self.boundary not in BOUNDARIES:
@@ -80,7 +81,7 @@ class HMC(BaseSampler):
         position = space.vector("position")
         space.normal_(position, index)
         ball = Spread(radius=space.radius)
-        space.scale_(position, ball.scale(space.norm(position), lambda: space.uniform(index), space.dim))
+        space.scale_(position, ball.scale(lambda: space.norm(position), lambda: space.uniform(index), space.dim))
         here = _evaluate_at_position(space)
         start_loss, valid = here.loss, here.finite
         infos = []

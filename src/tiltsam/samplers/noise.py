@@ -9,36 +9,44 @@ import torch
 
 from tiltsam.samplers.base import BaseSampler, Draw, draw_at
 from tiltsam.space.protocol import Space, Spread
+from tiltsam.space.validation import check_nonnegative
 
 __all__ = ["Center", "Gaussian", "Uniform"]
 
 
-@dataclass(frozen=True)
-class Center(BaseSampler):
-    """ε = 0: plain training. One pass a sample."""
+class _OnePass(BaseSampler):
+    """A sampler that moves the point and evaluates there."""
 
     tilted: ClassVar[bool] = False
+
+    def move(self, space: Space, index: int) -> None:
+        """``point <- θ + δ``."""
+        raise NotImplementedError
+
+    def sample(self, space: Space, index: int, common: None) -> Draw:
+        """Move, evaluate."""
+        self.move(space, index)
+        return draw_at(space.evaluate())
+
+
+@dataclass(frozen=True)
+class Center(_OnePass):
+    """ε = 0: plain training. One pass a sample."""
+
     deterministic: ClassVar[bool] = True
 
     def move(self, space: Space, index: int) -> None:
         """``point <- θ``."""
         space.reset_to_center()
 
-    def sample(self, space: Space, index: int, common: None) -> Draw:
-        """Evaluate at θ."""
-        self.move(space, index)
-        return draw_at(space.evaluate())
-
 
 @dataclass(frozen=True)
-class Uniform(BaseSampler):
+class Uniform(_OnePass):
     """ε uniform in the ball of radius R (naive sampling, appendix of the paper). One pass a sample.
 
     Consistent: with sample weights softmax(t L) the aggregate tends to the gradient of the tilted loss as s grows, with
     a bias that falls like 1/s. At R = 0 no noise is drawn and the point is θ, bit for bit.
     """
-
-    tilted: ClassVar[bool] = False
 
     def move(self, space: Space, index: int) -> None:
         """``point <- θ + δ``."""
@@ -47,14 +55,9 @@ class Uniform(BaseSampler):
         else:
             space.reset_to_center()
 
-    def sample(self, space: Space, index: int, common: None) -> Draw:
-        """Evaluate at a random point."""
-        self.move(space, index)
-        return draw_at(space.evaluate())
-
 
 @dataclass(frozen=True)
-class Gaussian(BaseSampler):
+class Gaussian(_OnePass):
     """ε ~ N(0, std² I) (naive sampling under Gaussian μ). One pass a sample; consistent like :class:`Uniform`.
 
     Args:
@@ -64,11 +67,10 @@ class Gaussian(BaseSampler):
 
     std: float | None = None
     clip: bool = False
-    tilted: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        if self.std is not None and self.std < 0:
-            raise ValueError(f"std must be >= 0, got {self.std}")
+        if self.std is not None:
+            check_nonnegative("std", self.std)
 
     def move(self, space: Space, index: int) -> None:
         """``point <- θ + δ``."""
@@ -78,8 +80,3 @@ class Gaussian(BaseSampler):
             return
         std = space.radius / space.dim**0.5 if self.std is None else torch.full_like(space.radius, self.std)
         space.add_noise(index, Spread(std=std, max_norm=space.radius if self.clip else None))
-
-    def sample(self, space: Space, index: int, common: None) -> Draw:
-        """Evaluate at a random point."""
-        self.move(space, index)
-        return draw_at(space.evaluate())

@@ -81,7 +81,7 @@ class Evaluator:
     ) -> None:
         """Set the closures of a step: one for all samples, or one for each."""
         self.closures, self.ascent_closure, self.scaler = closures, ascent_closure, scaler
-        self.current_sample = 0  # set by the loop over samples: which closure to run
+        self.current_sample = 0  # which closure to run
         self.num_forwards = self.num_backwards = self.num_ascents = 0
 
     def end_step(self) -> None:
@@ -148,7 +148,7 @@ class Evaluator:
         return loss if self.ranks.alone else self.ranks.average(loss)
 
     def _take_gradient(self) -> list[Tensor | None]:
-        """Take the gradient off the parameters: real, local to this process, without overlaps in memory."""
+        """Move the gradients out of ``.grad``: as real tensors, this process's part, with no two sharing memory."""
         gradient: list[Tensor | None] = []
         for p in self.params:
             grad = p.grad

@@ -36,10 +36,10 @@ class GradientMean:
         self.begin_step()
 
     def begin_step(self) -> None:
-        """Forget what was added: no parameter has a gradient yet.
+        """Reset the mean.
 
-        If the last step had one sample and ``.grad`` is still its gradient, release it: kept until the step succeeds,
-        to be restored after an error, it would need the memory of one more vector.
+        If ``.grad`` still aliases the gradient of the last one-sample step, release it: keeping it to restore after an
+        error would cost one more vector of memory.
         """
         for p, g in zip(self._params, self._single or (), strict=False):
             if g is not None and p.grad is not None and local_part(p.grad).data_ptr() == g.data_ptr():

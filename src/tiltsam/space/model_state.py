@@ -28,8 +28,8 @@ class ModelState:
     Args:
         model: The model; ``None`` leaves buffers and random states alone.
         buffers_once: Buffers keep the values of the first pass.
-        same_dropout: All passes start from the random state of the first. After the step the global generators have
-            advanced by one pass, as with the base optimizer.
+        same_dropout: All passes start from the random state of the first, on CPU and CUDA devices. After the step the
+            global generators have advanced by one pass, as with the base optimizer.
         devices: Devices of the parameters: each GPU among them has a random state.
     """
 

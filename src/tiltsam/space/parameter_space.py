@@ -114,7 +114,7 @@ class ParameterSpace(TensorLists):
             self.evaluator.begin_step(closures, ascent_closure, scaler)
             self.model_state.begin_step()
             if self.sampler_state.names:
-                self.sampler_state.begin_step()
+                self.sampler_state.begin_step(self.params)
             self._unfinished = True
             self._gradients_before = [p.grad for p in self.params + self._empty]
             if moves:
@@ -125,7 +125,7 @@ class ParameterSpace(TensorLists):
             self._restore()
             self.model_state.end_step()
         except BaseException:
-            self.roll_back()
+            self.roll_back()  # for callers other than SharpnessAware._run, which repeats it if it is interrupted
             raise
         finally:
             self.evaluator.end_step()
@@ -188,7 +188,7 @@ class ParameterSpace(TensorLists):
                 self._gradients_before = None
             if self._unfinished:
                 self.model_state.roll_back()
-                self.sampler_state.roll_back()
+                self.sampler_state.roll_back(self.params)
                 self._unfinished = False
 
     def _local_tensors(self) -> list[Tensor]:
@@ -204,7 +204,7 @@ class ParameterSpace(TensorLists):
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
     def replica(self, point: list[Tensor]) -> Self:
-        """Return a space over the same parameters and numbers whose point is ``point`` and whose center is θ itself.
+        """Return a space over the same parameters and settings whose point is ``point`` and whose center is θ itself.
 
         For captured steps: the parameters are made to use the memory of ``point`` while their kernels are recorded, so
         θ neither moves nor has to be saved. Later changes to the settings are seen.
@@ -247,10 +247,14 @@ class ParameterSpace(TensorLists):
         """See :class:`Space`."""
         numbers = self.scalars.tensors
         if name not in numbers:
-            raise LookupError(f"the method has no number {name!r}; it has {', '.join(sorted(numbers))}")
+            raise LookupError(f"the method has no numeric setting {name!r}; it has {', '.join(sorted(numbers))}")
         return numbers[name]
 
     # ---------------------------------------------------------------- passes
+
+    def begin_sample(self, sample: int) -> None:
+        """Let the next passes be those of this sample: it may have its own closure."""
+        self.evaluator.current_sample = sample
 
     def evaluate(self, *, ascent: bool = False, after: Evaluation | None = None) -> Evaluation:
         """See :class:`Space`."""
@@ -335,7 +339,7 @@ class ParameterSpace(TensorLists):
         """See :class:`Space`. The noise is drawn into the point itself: no other vector holds it."""
         point = self.point
         self.normal_(point, sample)
-        self.scale_(point, spread.scale(self.norm(point), lambda: self.uniform(sample), self.dim))
+        self.scale_(point, spread.scale(lambda: self.norm(point), lambda: self.uniform(sample), self.dim))
         self.add_(point, self._center)
 
     def add_filter_noise(self, sample: int, gamma: Tensor) -> None:
@@ -379,11 +383,13 @@ class ParameterSpace(TensorLists):
 
     def state_vector(self, name: str) -> list[Tensor]:
         """See :class:`Space`."""
-        return self.sampler_state.vector(name)
+        return self.sampler_state.vector(name, self.params)
 
     def zero_unperturbed_(self, x: Sequence[Tensor | None]) -> None:
         """See :class:`Space`."""
-        for block, here, _ in self._pairs(x, x, by_group=True) if self.scalars.unperturbed else ():
+        if not self.scalars.unperturbed:
+            return
+        for block, here, _ in self._pairs(x, x, by_group=True):
             if block.group in self.scalars.unperturbed:
                 torch._foreach_zero_(here)
 

@@ -84,15 +84,15 @@ class Spread(NamedTuple):
     max_norm: Tensor | None = None
     """Largest norm of Gaussian noise: longer draws are shortened to it; ``None`` for no bound."""
 
-    def scale(self, norm: Tensor, uniform: Callable[[], Tensor], dim: int) -> Tensor:
-        """Return the factor for standard normal noise of this norm.
+    def scale(self, norm: Callable[[], Tensor], uniform: Callable[[], Tensor], dim: int) -> Tensor:
+        """Return the factor for standard normal noise of this norm, which is computed only if it counts.
 
         It is ``R U^(1/d)/norm`` for the ball and ``min(std, max_norm/norm)`` for the Gaussian.
         """
         if self.radius is not None:
-            return self.radius * uniform() ** (1 / dim) / (norm + EPS)
+            return self.radius * uniform() ** (1 / dim) / (norm() + EPS)
         assert self.std is not None
-        return self.std if self.max_norm is None else torch.minimum(self.std, self.max_norm / (norm + EPS))
+        return self.std if self.max_norm is None else torch.minimum(self.std, self.max_norm / (norm() + EPS))
 
 
 class Space(Protocol):
@@ -137,7 +137,7 @@ class Space(Protocol):
         ...
 
     def setting(self, name: str) -> Tensor:
-        """Return a number of the method, such as RSAM's ``gamma``."""
+        """Return a numeric setting of the method, such as RSAM's ``gamma``."""
         ...
 
     # ---------------------------------------------------------------- passes

@@ -21,9 +21,9 @@ _PREFIX = "tilt_"  # no base uses entries of this prefix
 class SamplerState:
     """Vectors over the parameters, zero at first.
 
-    In a state dict they are entries ``tilt_<name>`` of each parameter's state, sharded as the parameter is. They cannot
-    be part of ``base.state``: a base takes a parameter with an empty state for a new one, and fails on a state that
-    holds only foreign entries.
+    In a state dict they are entries ``tilt_<name>`` of each parameter's state, sharded as the parameter is. They are
+    kept out of ``base.state``: a base treats an empty state as a new parameter and fails on one that holds only our
+    entries.
 
     Args:
         names: Names of the vectors.
@@ -32,7 +32,6 @@ class SamplerState:
     def __init__(self, names: Sequence[str] = ()) -> None:
         self.names = tuple(names)
         self._vectors: dict[Tensor, dict[str, Tensor]] = {}
-        self._params: Sequence[Tensor] = ()
         self._before: list[Tensor] = []
 
     def check_base(self, base: Optimizer) -> None:
@@ -45,7 +44,6 @@ class SamplerState:
 
     def allocate(self, params: Sequence[Tensor]) -> None:
         """Allocate missing vectors over these parameters."""
-        self._params = params
         for p in params if self.names else ():
             vectors = self._vectors.setdefault(p, {})
             for name in self.names:
@@ -54,27 +52,27 @@ class SamplerState:
                 elif (vectors[name].device, vectors[name].dtype) != (p.device, p.dtype):
                     vectors[name] = vectors[name].to(p.device, p.dtype)
 
-    def vector(self, name: str) -> list[Tensor]:
-        """Return a vector, as a vector of a space."""
+    def vector(self, name: str, params: Sequence[Tensor]) -> list[Tensor]:
+        """Return a vector over these parameters, as a vector of a space."""
         if name not in self.names:
             raise LookupError(f"the sampler keeps no vector {name!r}: write state_names = ({name!r},)")
-        return [as_real(local_part(self._vectors[p][name])) for p in self._params]
+        return [as_real(local_part(self._vectors[p][name])) for p in params]
 
-    def tensors(self) -> list[Tensor]:
-        """Return the tensors of all vectors."""
-        return [x for name in self.names for x in self.vector(name)]
+    def tensors(self, params: Sequence[Tensor]) -> list[Tensor]:
+        """Return the tensors of all vectors over these parameters."""
+        return [x for name in self.names for x in self.vector(name, params)]
 
-    def begin_step(self) -> None:
+    def begin_step(self, params: Sequence[Tensor]) -> None:
         """Save the vectors for :meth:`roll_back`."""
-        here = self.tensors() if self.names else []
+        here = self.tensors(params)
         if [(x.shape, x.dtype, x.device) for x in self._before] != [(x.shape, x.dtype, x.device) for x in here]:
             self._before = [torch.empty_like(x) for x in here]
         for saved, x in zip(self._before, here, strict=True):
             saved.copy_(x)
 
-    def roll_back(self) -> None:
+    def roll_back(self, params: Sequence[Tensor]) -> None:
         """Restore the vectors of :meth:`begin_step`; safe to repeat."""
-        for x, saved in zip(self.tensors(), self._before, strict=True):
+        for x, saved in zip(self.tensors(params), self._before, strict=True):
             x.copy_(saved)
 
     # ---------------------------------------------------------------- checkpoints
@@ -86,9 +84,7 @@ class SamplerState:
             return saved  # a base that wraps an optimizer may have a state dict of another form
         state = dict(saved["state"])
         numbered = _numbered_params(saved, base)
-        params = self._params
         self.allocate([p for _, p in numbered if p.requires_grad])  # loaders read which entries exist
-        self._params = params
         for i, p in numbered:
             entries = {_PREFIX + name: value for name, value in self._vectors.get(p, {}).items()}
             if entries:
@@ -118,7 +114,7 @@ class SamplerState:
                     self._vectors[p][name].zero_()
 
     def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_params": (), "_before": []}  # set again at the next step
+        return {**self.__dict__, "_before": []}  # saved again at the next step
 
 
 def _numbered_params(saved: dict[str, Any], base: Optimizer) -> list[tuple[Any, Tensor]]:

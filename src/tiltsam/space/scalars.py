@@ -1,4 +1,4 @@
-"""Numbers of a step on the device, written by the host and read by kernels, so that a graph can be replayed."""
+"""Numeric settings on the device, written by the host and read by kernels, so that a graph can be replayed."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ __all__ = ["DeviceScalars"]
 
 
 class DeviceScalars:
-    """Named 0-dim tensors, and one ``rho`` per parameter group.
+    """Numeric settings: named 0-dim tensors, and one ``rho`` per parameter group.
 
     Args:
         num_groups: Number of parameter groups.
-        dtype: Dtype of the numbers.
-        device: Device of the numbers.
+        dtype: Dtype of the settings.
+        device: Device of the settings.
     """
 
     def __init__(self, num_groups: int, dtype: torch.dtype, device: torch.device) -> None:
         self.dtype, self.device = dtype, device
         self._values: dict[str, float] = {}
         self.tensors: dict[str, Tensor] = {}
-        """The numbers by name."""
+        """The settings by name."""
         self._rho_values = [0.0] * num_groups
         self._rho = torch.zeros(num_groups, dtype=dtype, device=device)
         self.rho = self._rho[0]
@@ -37,7 +37,7 @@ class DeviceScalars:
         self.set("radius", 0.0)
 
     def set(self, name: str, value: float) -> None:
-        """Write a number, clamped to the range of the dtype. Fills in place, so it never waits for the device."""
+        """Write a setting, clamped to the range of the dtype. Fills in place, so it never waits for the device."""
         value = min(value, torch.finfo(self.dtype).max)
         if name not in self.tensors:
             self.tensors[name] = torch.full((), value, dtype=self.dtype, device=self.device)

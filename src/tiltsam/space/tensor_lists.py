@@ -207,7 +207,8 @@ class TensorLists:
         if self.sharding.mesh is not None:
             both = ((i, a, b) for i, (a, b) in enumerate(zip(x, y, strict=True)) if a is not None and b is not None)
             return self._total({i: (a.to(self.dtype) * b).sum() for i, a, b in both})
-        return torch.stack([dot(a, b, self.dtype).to(self.device) for _, a, b in self._pairs(x, y)]).sum()
+        parts = [dot(a, b, self.dtype).to(self.device) for _, a, b in self._pairs(x, y)]
+        return torch.stack(parts).sum() if parts else self.zero
 
     def _total(self, numbers: Mapping[int, Tensor]) -> Tensor:
         """Sum one number per tensor; numbers of split tensors are summed over their ranks, too."""

@@ -8,7 +8,7 @@ For losses ``x_1 .. x_s`` and a real tilt ``t``
     tilted variance  sum_j w_j (x_j - tilted mean)^2       (Definitions 3.4, 3.5: t-sharpness)
 
 At ``t = 0`` these are the plain mean, uniform weights, the mean and the (biased) variance; as ``t`` grows the tilted
-loss tends to the maximum, as it falls to the minimum: a tilt of -t over x is one of t over -x, with its sign changed.
+loss tends to the maximum. As t → −∞ it tends to the minimum, because tilted_loss(x, −t) = −tilted_loss(−x, t).
 Everything is computed by :class:`StreamingTilt`, a log-sum-exp shifted by the running maximum of the *losses* (not of
 ``t`` times the losses: the difference of two losses is exact where the difference of two huge products is rounding
 error), so ``t = 1e6`` with losses of 1e4 stays finite and accurate. A tilt beyond the range of float32 is clamped to

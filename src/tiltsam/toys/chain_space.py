@@ -99,7 +99,7 @@ class ChainSpace:
     def add_noise(self, sample: int, spread: Spread) -> None:
         """Set ``point`` to the center plus noise."""
         self.normal_(self.point, sample)
-        self.scale_(self.point, spread.scale(self.norm(self.point), lambda: self.uniform(sample), self.dim))
+        self.scale_(self.point, spread.scale(lambda: self.norm(self.point), lambda: self.uniform(sample), self.dim))
         self.point.add_(self.center)
 
     def ascend(self, at: Evaluation, rho: Tensor) -> None:

@@ -17,6 +17,7 @@ __all__ = ["Function", "Minimum", "Path", "descend", "flow", "jumps", "minimise"
 Function: TypeAlias = Callable[[Tensor], Tensor]
 """A function of one variable, elementwise on a float64 tensor of any shape."""
 
+_GAP = 0.1  # a minimiser that moves further between neighbouring parameters jumps
 _FAN = 33  # points per round in a bracket; each round keeps 1/32 of it, or 2/32 around a minimum
 
 
@@ -138,7 +139,6 @@ def jumps(
     lo: float,
     hi: float,
     num_points: int = 20,
-    gap: float = 0.1,
     tol: float = 1e-6,
 ) -> list[tuple[float, float, float]]:
     """Return where a global minimiser jumps as a parameter (``t`` or ``rho``) grows from ``lo`` to ``hi``.
@@ -148,7 +148,6 @@ def jumps(
         lo: Smallest parameter.
         hi: Largest parameter.
         num_points: Number of values to scan first; two jumps between neighbours are seen as one.
-        gap: A change larger than this between neighbours is a jump.
         tol: Precision of the parameter at a jump.
 
     Returns:
@@ -159,7 +158,7 @@ def jumps(
     found = []
     for k in range(num_points - 1):
         (a, before), (b, after) = (grid[k], minimisers[k]), (grid[k + 1], minimisers[k + 1])
-        if abs(after - before) <= gap:
+        if abs(after - before) <= _GAP:
             continue
         while b - a > tol:
             middle = (a + b) / 2

@@ -20,6 +20,8 @@ Integrand: TypeAlias = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """``(row, x) -> (log_weight, factors)``, for the integrals of ``exp(log_weight) * factors[k]``."""
 
 _ORDER = 16  # exact for polynomials of degree 31 on each panel
+_RTOL = 1e-12  # raised where log_weight itself is less precise
+_MAX_DEPTH = 60  # bisections; the remaining panels, 2**-60 wide, are then accepted
 _EPS = torch.finfo(torch.float64).eps
 
 
@@ -49,12 +51,10 @@ def gauss_legendre(order: int) -> tuple[Tensor, Tensor]:
     return nodes, 2.0 * vectors[0].square()
 
 
-def adaptive_nodes(
-    integrand: Integrand, edges: Tensor, *, num_judged: int, rtol: float = 1e-12, max_depth: int = 60
-) -> Nodes:
+def adaptive_nodes(integrand: Integrand, edges: Tensor, *, num_judged: int) -> Nodes:
     """Return nodes that resolve ``exp(log_weight) * factors[k]`` for every row and for ``k < num_judged``.
 
-    A panel is accepted once its two halves agree with the whole to ``rtol`` of the row's integral of absolute values,
+    A panel is accepted once its two halves agree with the whole to 1e-12 of the row's integral of absolute values,
     and no needle between their nodes can be as high as the row's maximum; otherwise its halves are tried. A jump costs
     one panel per bit of precision unless it lies on an edge.
 
@@ -62,8 +62,6 @@ def adaptive_nodes(
         integrand: See :data:`Integrand`; ``row`` and ``x`` have shape (panels, order), ``factors`` one more in front.
         edges: Edges of the initial panels, ascending along the last dimension: (rows, panels + 1).
         num_judged: How many of the factors decide on acceptance; the first must be 1. The others are carried along.
-        rtol: Relative tolerance, raised where ``log_weight`` itself is less precise.
-        max_depth: Largest number of bisections; the remaining panels, ``2**-60`` wide, are then accepted.
 
     Raises:
         ArithmeticError: If the integrand is too rough to be resolved.
@@ -77,7 +75,7 @@ def adaptive_nodes(
     whole = _panel_sums(log_weight, factors[:num_judged], weight, top[row])
     accepted = whole.new_zeros(whole.shape[0], num_rows)  # integrals of absolute values over accepted panels
     parts: list[Nodes] = []
-    for depth in range(max_depth + 1):
+    for depth in range(_MAX_DEPTH + 1):
         middle = (left + right) / 2
         left, right = torch.stack([left, middle], 1).reshape(-1), torch.stack([middle, right], 1).reshape(-1)
         row = row.repeat_interleave(2)
@@ -91,8 +89,8 @@ def adaptive_nodes(
         size = torch.maximum(size, 1e-3 * size[:1])[:, row[::2]]  # a factor near 0 everywhere may be rounding error
         noise = 8 * _EPS * float(log_weight.abs().max())  # rounding error of log_weight; bisection cannot remove it
         error = (whole - halves[:, ::2] - halves[:, 1::2]).abs()
-        done = (error <= max(rtol, noise) * size).all(0) & ~_may_hide_needle(log_weight, top[row]).view(-1, 2).any(1)
-        if depth == max_depth:
+        done = (error <= max(_RTOL, noise) * size).all(0) & ~_may_hide_needle(log_weight, top[row]).view(-1, 2).any(1)
+        if depth == _MAX_DEPTH:
             done = torch.ones_like(done)
         ready = done.repeat_interleave(2)
         parts.append(

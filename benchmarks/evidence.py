@@ -462,34 +462,36 @@ def draw(groups: Mapping[str, Sequence[Comparison]], path: Path) -> None:
     """
     import matplotlib.pyplot as plt
 
-    rows = [row for heading, comparisons in groups.items() for row in (heading, *comparisons)]
-    height = 0.75 + 0.24 * len(rows)  # in inches, as are the margins: labels left, numbers right
+    num_rows = sum(1 + len(comparisons) for comparisons in groups.values())
+    height = 0.75 + 0.24 * num_rows  # in inches, as are the margins: labels left, numbers right
     figure = plt.figure(figsize=(10.5, height))
     axes = figure.add_axes((3.4 / 10.5, 0.5 / height, 3.7 / 10.5, 1 - 0.5 / height))
+
+    def write(text: str, x: int, y: int, points: int, **style: Any) -> None:
+        """Write text next to the axes, some points from their left (x = 0) or right (x = 1) edge."""
+        place = {"xycoords": axes.get_yaxis_transform(), "xytext": (points, 0), "textcoords": "offset points"}
+        axes.annotate(text, (x, y), va="center", fontsize=8, annotation_clip=False, **place, **style)
+
+    for points, title in zip((8, 128), ("score, points", "test loss"), strict=True):
+        write(title, 1, -1, points, color="0.4")
+    labels: list[str] = []
     edges = [0.0]
-    numbers, labels = [(-1.0, ["score, points", "test loss"])], []
-    for y, row in enumerate(rows):
-        if isinstance(row, str):
-            place = {"xycoords": axes.get_yaxis_transform(), "xytext": (-240, 0), "textcoords": "offset points"}
-            axes.annotate(row, (0, y), va="center", fontsize=8, weight="bold", annotation_clip=False, **place)
-            labels.append("")
-            continue
-        label, first, second = row
-        mean = difference("accuracy", first, second)
-        interval = confidence_interval(mean)
-        axes.plot(interval, [y, y], color="C0", linewidth=1.4)
-        axes.plot(mean.value, y, "o", color="C0", markersize=5, markerfacecolor="C0" if mean.runs > 2 else "white")
-        edges += interval if mean.runs > 2 else [mean.value]
-        numbers.append((y, [format_difference(metric, first, second) for metric in METRICS]))
-        labels.append(f"{label} ({mean.runs})")
-    for y, texts in numbers:
-        for offset, text in zip((8, 128), texts, strict=True):  # points right of the axes
-            place = {"xycoords": axes.get_yaxis_transform(), "xytext": (offset, 0), "textcoords": "offset points"}
-            axes.annotate(text, (1, y), va="center", fontsize=8, color="0.4" if y < 0 else "0", **place)
+    for heading, comparisons in groups.items():
+        write(heading, 0, len(labels), -240, weight="bold")
+        labels.append("")
+        for label, first, second in comparisons:
+            y, mean = len(labels), difference("accuracy", first, second)
+            interval = confidence_interval(mean)
+            axes.plot(interval, [y, y], color="C0", linewidth=1.4)
+            axes.plot(mean.value, y, "o", color="C0", markersize=5, markerfacecolor="C0" if mean.runs > 2 else "white")
+            edges += interval if mean.runs > 2 else [mean.value]
+            for points, metric in zip((8, 128), METRICS, strict=True):
+                write(format_difference(metric, first, second), 1, y, points)
+            labels.append(f"{label} ({mean.runs})")
     axes.axvline(0, color="0.3", linewidth=0.8)
     margin = 0.05 * (max(edges) - min(edges))
-    axes.set_yticks(range(len(rows)), labels, fontsize=8)
-    axes.set(xlim=(min(edges) - margin, max(edges) + margin), ylim=(len(rows) - 0.5, -1.4))
+    axes.set_yticks(range(num_rows), labels, fontsize=8)
+    axes.set(xlim=(min(edges) - margin, max(edges) + margin), ylim=(num_rows - 0.5, -1.4))
     axes.set_xlabel("difference in test score, points, with its 95% interval; number of seeds in brackets", fontsize=8)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)

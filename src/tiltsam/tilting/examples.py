@@ -128,8 +128,8 @@ class ExampleTilt:
         """
         if losses.dim() != 1 or losses.numel() == 0:
             raise ValueError(
-                f"losses must be 1-D and not empty, got shape {tuple(losses.shape)}: pass one loss per example, averaged "
-                "over tokens or pixels: tilt(cross_entropy(logits, targets, reduction='none'))"
+                f"losses must be 1-D and not empty, got shape {tuple(losses.shape)}: pass one loss per example, "
+                "averaged over tokens or pixels: tilt(cross_entropy(logits, targets, reduction='none'))"
             )
         if (groups is None) != (self.num_groups is None):
             raise ValueError("groups and num_groups must be given together")

@@ -49,7 +49,7 @@ def pack(runs: Path, record: Path) -> int:
     """
     path = record / "runs.jsonl.gz"
     lines = {run["place"]: run for run in read_runs(path)} if path.exists() else {}
-    for folder in find_run_folders([runs]):
+    for folder in find_run_folders([runs]).runs:
         run: Run = {"place": folder.relative_to(runs).as_posix()}
         for name in FILES:
             if (folder / f"{name}.json").exists():

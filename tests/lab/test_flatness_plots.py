@@ -95,7 +95,7 @@ def test_first_model_of_each_method_has_its_color_and_a_solid_line() -> None:
     from tiltsam.lab.palette import METHOD_COLORS, OKABE_ITO
 
     line = Slice1D(torch.tensor([0.0, 1.0]), torch.tensor([0.0, 1.0]))
-    names = ["erm seed 0", "erm seed 1", "SAM seed 0", "sam seed 1", "mine", "yours"]
+    names = ["erm seed 0", "erm:lr=0.1 seed 0", "SAM, s=1", "sam:rho=0.5,lr=0.1", "mine", "yours"]
     drawn = plot_slices(dict.fromkeys(names, line)).get_lines()
     styles = [x._unscaled_dash_pattern for x in drawn]
     assert styles[0] == styles[2]

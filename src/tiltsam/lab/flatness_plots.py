@@ -8,6 +8,7 @@ models have the colours of Okabe and Ito, which are safe for colour-blind reader
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -188,7 +189,7 @@ def _styles(names: Iterable[str]) -> dict[str, dict[str, Any]]:
     styles: dict[str, dict[str, Any]] = {}
     drawn: Counter[str] = Counter()
     for number, name in enumerate(names):
-        first = name.split()[0].lower() if name.split() else ""
+        first = re.split(r"[\s:,]", name.strip(), maxsplit=1)[0].lower()
         method = first if first in METHOD_COLORS else ""
         color = METHOD_COLORS.get(method, OKABE_ITO[number % len(OKABE_ITO)])
         dash = _DASHES[drawn[method] % len(_DASHES)]

@@ -39,6 +39,8 @@ def test_best_of_needs_a_lead_beyond_the_error():
         (-1.163e-4, 4.2e-5, None, "(-1.16 ± 0.42)e-4"),
         (0.0, 4.2e-5, None, "(0.0 ± 4.2)e-5"),
         (0.0, 0.0, None, "0"),
+        (0.4, 1.0, None, "0.4 ± 1.0"),
+        (7.5, 12.0, None, "8 ± 12"),
         (1.2345e-7, math.nan, None, "1.23e-07"),
     ],
 )

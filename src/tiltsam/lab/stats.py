@@ -112,7 +112,7 @@ def format_mean(mean: Mean, digits: int | None = None) -> str:
         return "–"
     error = mean.error if math.isfinite(mean.error) else None
     if digits is None:
-        digits = _digits(error, 2) if error else _digits(mean.value, 4)
+        digits = _digits(error, 2) if error else 0 if float(mean.value).is_integer() else _digits(mean.value, 4)
     if error is None or (error == 0 and digits == 0):  # a count that is the same in all runs needs no error
         return f"{mean.value:.{digits}f}" if digits <= 4 else f"{mean.value:.3g}"
     if digits <= 4:
@@ -123,7 +123,5 @@ def format_mean(mean: Mean, digits: int | None = None) -> str:
 
 
 def _digits(x: float, significant: int) -> int:
-    """Return the digits after the point that leave so many significant ones; none for an integer."""
-    if x == 0 or float(x).is_integer():
-        return 0
+    """Return the digits after the point that show this many significant ones."""
     return max(significant - 1 - math.floor(math.log10(abs(x))), 0)

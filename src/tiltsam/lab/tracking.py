@@ -72,10 +72,12 @@ class EventFiles(Tracker):
     def __init__(self, name: TrackerName, record: Record) -> None:
         super().__init__(name, record)
         self._writer: Any = None
+        self._steps = record.folder / "tensorboard" / "steps.json"  # of the newest line in the event files
 
     def complete(self) -> None:
-        """Write a finished run, unless it has event files."""
-        if not (self._record.folder / "tensorboard").exists():
+        """Write a finished run, unless its event files have all of it."""
+        rows = self._record.metrics()
+        if rows and not (self._steps.exists() and json.loads(self._steps.read_text()) == rows[-1]["steps"]):
             self.update()
 
     def write(self, metrics: dict[str, float], steps: int) -> None:
@@ -85,6 +87,7 @@ class EventFiles(Tracker):
         for tag, value in metrics.items():
             self._writer.add_scalar(tag, value, steps)
         self._writer.flush()
+        write_json(self._steps, steps)
 
     def close(self) -> None:
         """Close the file."""

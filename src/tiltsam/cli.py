@@ -393,7 +393,7 @@ def _add_sweep(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--choose-by",
         choices=get_args(ChoiceName),
         default="loss",
-        help="choose the lowest validation loss; the highest validation score, which is better if labels are wrong; or "
+        help="choose the lowest validation loss; the highest validation score, which is better with noisy labels; or "
         "the highest mean accuracy of the classes, for long-tailed tasks (default: loss)",
     )
     parser.add_argument(

@@ -56,9 +56,9 @@ def test_run_display_prints_the_setup_once(terminal, capsys):
         screen.setup(TrainConfig("npz:a.npz"), {"num_train": "?", "num_classes": 1, "num_test": 9, "model": "mlp"})
     lines = [line.strip() for line in capsys.readouterr().out.splitlines() if "examples" in line]
     assert lines == [
-        "digits: 1,078 train, 120 validation, 599 test examples; 10 classes; 20% of the labels wrong; mlp, 70,403 "
+        "digits: 1,078 train, 120 validation, 599 test examples; 10 classes; 20% noisy labels; mlp, 70,403 "
         "parameters",
-        "npz:a.npz: 9 test examples; a regression; mlp",
+        "npz:a.npz: 9 test examples; regression; mlp",
     ]
 
 

@@ -100,7 +100,7 @@ class RunDisplay(LiveDisplay):
         return f"{self._names.get(config.key(), config.method)} seed {config.seed}"
 
     def setup(self, config: TrainConfig, setup: Mapping[str, Any]) -> None:
-        """Print what is trained on what, unless it is the same as for an earlier run."""
+        """Print the sizes of the splits, classes, label noise and model, unless an earlier run had the same."""
         line = f"{config.task}: {_describe_setup(setup)}"
         if setup and line not in self._setups:
             self._setups.add(line)
@@ -129,8 +129,8 @@ def _describe_setup(setup: Mapping[str, Any]) -> str:
     classes, noise, parameters = (numbers.get(name) for name in ("num_classes", "noise", "num_parameters"))
     parts = [
         f"{', '.join(splits)} examples" if splits else "",
-        "" if classes is None else "a regression" if classes == 1 else f"{classes} classes",
-        f"{noise:.0%} of the labels wrong" if noise else "",
+        "" if classes is None else "regression" if classes == 1 else f"{classes} classes",
+        f"{noise:.0%} noisy labels" if noise else "",
         f"{setup.get('model', '')}" + (f", {parameters:,} parameters" if parameters else ""),
     ]
     return "; ".join(part for part in parts if part)

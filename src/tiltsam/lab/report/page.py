@@ -148,7 +148,7 @@ def _section(section: TaskSection, number: int, plots: list[Plot], *, titled: bo
 
 
 def task_facts(task: TaskSummary) -> dict[str, str]:
-    """Return what was trained on what: task, examples, classes, label noise, model, budget.
+    """Return the task, examples, classes, label noise, model and budget.
 
     Facts that differ between runs list all their values. Records of earlier versions lack some facts.
     """
@@ -167,7 +167,7 @@ def task_facts(task: TaskSummary) -> dict[str, str]:
         facts["test share"] = f"{splits['test'][0] / sum(map(sum, splits.values())):.0%}"
     facts["classes"] = _either(sizes("num_classes"))
     if facts["classes"] == "1":
-        facts["classes"] = "none: the target is a number"
+        facts["classes"] = "none (regression)"
     noise = [f"{value:.0%}" if value else "none added" for value in values("noise") if is_number(value)]
     facts["label noise"] = " or ".join(noise) + (
         " of training and validation labels" if noise and noise != ["none added"] else ""

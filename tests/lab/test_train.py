@@ -439,7 +439,7 @@ def test_damaged_checkpoint_falls_back_to_previous(tmp_path):
     assert places == ["000002", "000003"]  # the last two
     newest = record.folder / "checkpoints" / "000003" / "model.safetensors"
     newest.write_bytes(newest.read_bytes()[:-7] + b"damaged")
-    with pytest.warns(RuntimeWarning, match=r"000003 is damaged .*model.safetensors.*the one before"):
+    with pytest.warns(RuntimeWarning, match=r"000003 is damaged .*model.safetensors"):
         checkpoint = record.load()
     assert checkpoint.state["epoch"] == 2
     with pytest.warns(RuntimeWarning, match="damaged"):
@@ -447,6 +447,15 @@ def test_damaged_checkpoint_falls_back_to_previous(tmp_path):
     unbroken = Record(tmp_path / "unbroken")
     Trainer(config, unbroken, data).run(lambda p: None, 100.0)
     assert same(weights(record), weights(unbroken))
+
+
+def test_damaged_checkpoints_are_reported_before_training_starts_again(tmp_path):
+    record = Record(tmp_path)
+    train(small(method="sam"), record, until=0.1)
+    (only,) = (tmp_path / "checkpoints").iterdir()
+    (only / "manifest.json").write_text("{}")
+    with pytest.warns(RuntimeWarning, match="damaged and skipped"), pytest.warns(RuntimeWarning, match="beginning"):
+        assert record.load() is None
 
 
 def test_begin_removes_drafts_of_killed_processes(tmp_path):
@@ -491,6 +500,7 @@ def test_metrics_of_a_killed_attempt_are_dropped(tmp_path):
     pytest.importorskip("tensorboard")
     board, writer = EventFiles("tensorboard", Record(tmp_path)), Mock()
     board._writer = writer
+    (tmp_path / "tensorboard").mkdir()
     board.update()
     assert [call.args for call in writer.add_scalar.call_args_list] == [
         ("train/loss", row["train_loss"], row["steps"]) for row in rows

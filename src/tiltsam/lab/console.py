@@ -120,6 +120,8 @@ class RunDisplay(LiveDisplay):
             self._line(f"{config.task} {name}  {100 * min(progress.done, 1):3.0f}%  {note}", last=progress.done >= 1)
         else:
             self._draw(name, min(progress.done, 1.0), 1.0, note)
+            if progress.done >= 1:  # the next run replaces the bar
+                self.print(f"{name}  {note}")
 
 
 def _describe_setup(setup: Mapping[str, Any]) -> str:
@@ -167,7 +169,7 @@ class MeasurementBars:
     """Shows the progress of measurements, one after the other, on standard error. A context manager.
 
     Called with the name of a measurement, it returns the callback that the measurement takes as ``progress``. Bars are
-    drawn by rich and removed at the end; without a terminal or rich, one line is printed per model.
+    drawn by rich and removed at the end; without a terminal, one line is printed per model.
 
     Example:
         >>> with MeasurementBars() as bars:
@@ -179,11 +181,9 @@ class MeasurementBars:
         self._bar: Any = None
         self._model = ""
         if sys.stderr.isatty():
-            try:
-                from rich.console import Console
-                from rich.progress import Progress as RichProgress
-            except ImportError:
-                return
+            from rich.console import Console
+            from rich.progress import Progress as RichProgress
+
             self._bar = RichProgress(console=Console(stderr=True), transient=True)
 
     def __enter__(self) -> Self:

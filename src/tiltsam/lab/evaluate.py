@@ -1,6 +1,6 @@
 """The loss and the metrics of a task, the evaluation of a model, and BatchNorm statistics for it.
 
-Outputs are logits (n, classes) for a classification, and values (n, 1) for a regression, which is a task with one class.
+Outputs are logits (n, classes) for a classification, and values (n, 1) for a regression, a task with one class.
 """
 
 from __future__ import annotations

@@ -317,7 +317,7 @@ class Trainer:
             return numbers
 
     def setup(self) -> dict[str, Any]:
-        """Return the sizes of the splits, classes, label noise and model, for the report: a config lacks its defaults."""
+        """Return the sizes of the splits, classes, label noise and model, which the report shows: ``setup.json``."""
         config, data = self.config, self.data
         task = find_task(config.task)
         return {
@@ -409,9 +409,10 @@ class Trainer:
         self._warned_small_ess = True
         tilt, between = self.config.example_tilt, self.config.class_tilt
         name = f"example_tilt {tilt:g}" if between is None else f"example_tilt {tilt:g} with class_tilt {between:g}"
+        bound = " or set --example-ess" if between is None else ""  # which cannot be combined with class_tilt
         warnings.warn(
             f"{name} leaves an effective sample size of {means['example_ess']:.0%} of the batch: move example_tilt "
-            f"towards 0{' or set --example-ess' if between is None else ''}",  # which cannot be combined with class_tilt
+            f"towards 0{bound}",
             RuntimeWarning,
             stacklevel=2,
         )

@@ -57,6 +57,6 @@ def test_paired_difference_uses_the_shared_seeds():
 def test_confidence_interval_is_students():
     stats = pytest.importorskip("scipy.stats")
     values = [0.2, 0.5, 0.9, 0.4]
-    low, high = stats.ttest_1samp(values, 0.0).confidence_interval(0.9)
-    assert confidence_interval(mean_of(values), 0.9) == pytest.approx((low, high), rel=1e-12)
+    low, high = stats.ttest_1samp(values, 0.0).confidence_interval(0.95)
+    assert confidence_interval(mean_of(values)) == pytest.approx((low, high), rel=1e-12)
     assert all(math.isnan(bound) for bound in confidence_interval(mean_of([1.0])))

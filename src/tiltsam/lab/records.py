@@ -214,9 +214,10 @@ class Record:
         with drafted(self.folder / "diverged.txt") as draft:
             draft.write_text(reason + "\n")
 
-    def diverged(self) -> bool:
-        """Return whether the run is marked as diverged."""
-        return (self.folder / "diverged.txt").exists()
+    def diverged(self) -> str:
+        """Return why the run diverged; empty if it is not marked as diverged."""
+        path = self.folder / "diverged.txt"
+        return path.read_text().strip() if path.exists() else ""
 
     def result(self) -> dict[str, Any] | None:
         """Return the result, or ``None`` if the run has not finished.

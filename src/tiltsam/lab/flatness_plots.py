@@ -110,14 +110,12 @@ def plot_density(
     return ax
 
 
-def plot_slices(slices: Mapping[str, Slice1D], ax: Axes | None = None, *, logarithmic: bool = False) -> Axes:
+def plot_slices(slices: Mapping[str, Slice1D], ax: Axes | None = None) -> Axes:
     """Plot the loss along lines, one curve per name."""
     ax = _axes(ax)
     styles = _styles(slices)
     for name, line in slices.items():
         ax.plot(line.positions.numpy(), line.losses.numpy(), label=name, **styles[name])
-    if logarithmic:
-        ax.set_yscale("log")
     kinds = {line.label for line in slices.values()}
     ax.set_xlabel(f"position along the {kind}" if len(kinds) == 1 and (kind := kinds.pop()) else "position")
     ax.set_ylabel("loss")
@@ -125,7 +123,7 @@ def plot_slices(slices: Mapping[str, Slice1D], ax: Axes | None = None, *, logari
     return ax
 
 
-def write_figures(flats: Sequence[Flatness], folder: str | Path, *, dpi: int = 150) -> list[Path]:
+def write_figures(flats: Sequence[Flatness], folder: str | Path) -> list[Path]:
     """Write a PNG of each kind of measurement into ``folder``, created if missing; return the paths.
 
     ``neighborhood.png`` (mean and variance against the noise, plain and t-weighted), ``spectrum.png``, ``slices.png``.
@@ -139,7 +137,7 @@ def write_figures(flats: Sequence[Flatness], folder: str | Path, *, dpi: int = 1
     def save(figure: Any, name: str) -> None:
         _one_legend(figure)
         written.append(folder / name)
-        figure.savefig(written[-1], dpi=dpi)
+        figure.savefig(written[-1], dpi=150)
 
     figure = Figure(figsize=(9.5, 7), layout="constrained")
     statistics = ["mean", "variance", "tilted_mean", "tilted_variance"]

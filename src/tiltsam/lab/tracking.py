@@ -1,9 +1,9 @@
 """A run's metrics for a tracker: TensorBoard, trackio or Weights & Biases.
 
 A tracker shows a copy of the record, each epoch once, also of a run that was killed and resumed or was started without
-a tracker. TensorBoard's event files, in the run's folder, are written again from the start (``purge_step``). The others
-keep what they received: ``RUN/wandb.json`` or ``RUN/trackio.json`` has the id of the run there and the steps of the
-newest line sent.
+a tracker. TensorBoard's event files, in the run's folder, are written again from the start (``purge_step``) by each
+process that adds to them; ``RUN/tensorboard/steps.json`` has the steps of the newest line. The others keep what they
+received: ``RUN/wandb.json`` or ``RUN/trackio.json`` has the id of the run there and the steps of the newest line sent.
 """
 
 from __future__ import annotations

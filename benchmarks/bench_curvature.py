@@ -18,11 +18,10 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import platform
 import subprocess
-import sys
 import time
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -277,56 +276,41 @@ def _warm_up(model: Any, data: Any) -> None:
     torch.autograd.grad(grads, params, params)
 
 
-def environment(device: str) -> dict[str, Any]:
-    """Return the versions and the processor."""
-    from importlib import metadata
-
-    code = "import torch; print(torch.__version__, torch.cuda.get_device_name() if torch.cuda.is_available() else '')"
-    torch_version = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.split(
-        maxsplit=1
-    )
-    cpu = next(
-        (
-            line.split(":")[1].strip()
-            for line in Path("/proc/cpuinfo").read_text().splitlines()
-            if line.startswith("model name")
-        ),
-        platform.machine(),
-    )
-    peers = {}
+def peer_versions() -> dict[str, str]:
+    """Return the versions of the tools."""
+    versions = {}
     for name in ["scipy", "numpy", "curvlinops-for-pytorch", "hessian-eigenthings", "pyhessian"]:
         try:
-            peers[name] = metadata.version(name)
+            versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
-            peers[name] = "not installed"
-    return {
-        "python": platform.python_version(),
-        "torch": torch_version[0],
-        "device": torch_version[1].strip() if device == "cuda" and len(torch_version) > 1 else cpu,
-        "threads": 1,
-        "packages": peers,
-    }
+            versions[name] = "not installed"
+    return versions
 
 
-def table(results: list[dict[str, Any]]) -> list[str]:
+def table(results: list[dict[str, Any]]) -> list[list[str]]:
+    """Return the cells of a table, headings first."""
     best = next((r.get("values") for r in results if r["case"] == "reference"), None)
-    lines = [
-        f"{'case':<48}{'products':>9}{'seconds':>9}{'ms/prod':>9}{'peak MB':>9}{'converged':>11}{'worst error':>13}"
-    ]
+    rows = [["case", "products", "seconds", "ms/product", "peak MB", "converged", "worst error"]]
     for result in results:
         if result["case"] == "reference":
             continue
         label = CASES[result["case"]][0]
         if "error" in result:
-            lines.append(f"{label:<48}  {result['error']}")
+            rows.append([f"{label}: {result['error']}", *["–"] * 6])
             continue
         error = max(abs(a - b) / abs(b) for a, b in zip(result["values"], best, strict=True)) if best else math.nan
-        state = {True: "yes", False: "no", None: "unknown"}[result["converged"]]
-        lines.append(
-            f"{label:<48}{result['products']:>9}{result['seconds']:>9.1f}"
-            f"{1e3 * result['seconds_per_product']:>9.0f}{result['peak_mb']:>9.0f}{state:>11}{error:>13.1e}"
+        rows.append(
+            [
+                label,
+                f"{result['products']}",
+                f"{result['seconds']:.1f}",
+                f"{1e3 * result['seconds_per_product']:.0f}",
+                f"{result['peak_mb']:.0f}",
+                {True: "yes", False: "no", None: "unknown"}[result["converged"]],
+                f"{error:.1e}",
+            ]
         )
-    return lines
+    return rows
 
 
 def main() -> None:
@@ -343,29 +327,36 @@ def main() -> None:
         print(json.dumps(run_case(args.case, args.device, args.batch, args.budget, args.repeats)))
         return
 
+    # Not at the top: the process of a case loads only what the case needs.
+    import torch
+
+    from tiltsam.lab.console import format_markdown
+    from timing import environment, in_fresh_process
+
     def fresh(case: str, budget: int) -> dict[str, Any]:
-        command = [sys.executable, __file__, "--case", case, "--device", args.device]
-        command += ["--batch", str(args.batch), "--budget", str(budget), "--repeats", str(args.repeats)]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            return {"case": case, "error": done.stderr.strip().splitlines()[-1][:200]}
-        result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        options = {"device": args.device, "batch": args.batch, "budget": budget, "repeats": args.repeats}
+        flags = [text for name, value in options.items() for text in (f"--{name}", str(value))]
+        try:
+            result: dict[str, Any] = in_fresh_process(Path(__file__).name, "--case", case, *flags)
+        except subprocess.CalledProcessError as error:
+            return {"case": case, "error": error.stderr.strip().splitlines()[-1][:200]}
         return result
 
     head = f"top {K} eigenvalues, relative residual {TOL:g}, ResNet-18, one batch of {args.batch} images, {args.device}"
+    about = environment(torch.device(args.device)) | {"threads": 1, "packages": peer_versions()}
     results = [fresh("reference", 400)]
     budget = 400
     for case in args.cases:
         results.append(fresh(case, budget))
         if case == "ours":
             budget = results[-1].get("products", budget)
-        print(table([results[0], results[-1]])[-1], flush=True)
+        print(" ".join(table([results[0], results[-1]])[-1]), flush=True)
         if args.out:  # after every case, in case the run is interrupted
             args.out.mkdir(parents=True, exist_ok=True)
-            record = {"environment": environment(args.device), "batch": args.batch, "tol": TOL, "results": results}
+            record = {"environment": about, "batch": args.batch, "tol": TOL, "results": results}
             (args.out / "results.json").write_text(json.dumps(record, indent=1) + "\n")
-            (args.out / "log.txt").write_text("\n".join([head, *table(results)]) + "\n")
-    print("\n".join([head, *table(results)]))
+            (args.out / "log.txt").write_text(f"{head}\n\n{format_markdown(table(results))}\n")
+    print(f"\n{head}\n\n{format_markdown(table(results))}")
 
 
 if __name__ == "__main__":

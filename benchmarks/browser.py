@@ -108,10 +108,6 @@ class Browser:
         ActionChains(self.driver).send_keys(getattr(Keys, key)).perform()
         self.draw()
 
-    def screenshot(self, path: Path) -> None:
-        """Write what the window shows as PNG."""
-        path.write_bytes(self.driver.get_screenshot_as_png())
-
     def _actions(self, selector: str) -> Any:
         """Scroll an element into view, and return actions that begin with moving the mouse to its middle."""
         from selenium.webdriver import ActionChains

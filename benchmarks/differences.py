@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from record import read_runs
-from tiltsam.lab.stats import Mean, confidence_interval, mean_of, paired_difference
+from tiltsam.lab.stats import format_interval, format_mean, mean_of, paired_difference
 
 METRICS = {  # key of a result, factor, digits
     "at the end": ("score", 100, 2),
@@ -43,10 +43,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         values, others = ({s: factor * r["result"][key] for s, r in runs.items()} for runs in (first, second))
         if args.minus:
             difference = paired_difference(values, others)
-            low, high = confidence_interval(difference)
-            print(f"{label}: {format_mean(difference, digits, '+')} [{low:+.{digits}f}, {high:+.{digits}f}]")
+            mean, interval = format_mean(difference, digits, "+"), f" {format_interval(difference, digits)}"
+            print(f"{label}: {mean} ({difference.runs} seeds){interval}")
         else:
-            print(f"{label}: {format_mean(mean_of(list(values.values())), digits)}")
+            print(f"{label}: {format_mean(mean_of(list(values.values())), digits)} ({len(values)} seeds)")
 
 
 def select_runs(
@@ -79,11 +79,6 @@ def select_runs(
     if not found:
         raise SystemExit(f"no finished run matches {query!r}")
     return found
-
-
-def format_mean(mean: Mean, digits: int, sign: str = "") -> str:
-    """Return ``value ± error (runs)``."""
-    return f"{mean.value:{sign}.{digits}f} ± {mean.error:.{digits}f} ({mean.runs} seeds)"
 
 
 def _is_json(text: str) -> bool:

@@ -26,9 +26,9 @@ from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.console import format_markdown
 from tiltsam.lab.files import drafted, write_json
 from tiltsam.lab.records import Record, find_run_folders
-from tiltsam.lab.stats import mean_of
+from tiltsam.lab.stats import format_mean, mean_of
 
-FILES = ("config", "environment", "flatness", "result")
+FILES = ("config", "setup", "environment", "flatness", "result")
 # The settings that tables show, in this order.
 SHOWN = ("lr", "rho", "radius", "t", "num_samples", "alpha", "lam", "num_points", "ascent_fraction", "every")
 NOISE_LEVELS = (0.01, 0.05, 0.1)
@@ -36,7 +36,7 @@ MOST_SEEDS = 10
 
 Table = list[list[str]]
 Run = dict[str, Any]
-"""A line of ``runs.jsonl.gz``: place, config, environment, metrics, result, flatness, diverged."""
+"""A line of ``runs.jsonl.gz``: place, metrics, why it diverged, and the content of those :data:`FILES` that exist."""
 
 
 # ---------------------------------------------------------------- runs
@@ -49,7 +49,7 @@ def pack(runs: Path, record: Path) -> int:
     """
     path = record / "runs.jsonl.gz"
     lines = {run["place"]: run for run in read_runs(path)} if path.exists() else {}
-    for folder in find_run_folders([runs]):
+    for folder in find_run_folders([runs]).runs:
         run: Run = {"place": folder.relative_to(runs).as_posix()}
         for name in FILES:
             if (folder / f"{name}.json").exists():
@@ -80,7 +80,7 @@ def restore(record: Path, runs: Path) -> int:
             if name in run:
                 write_json(target.folder / f"{name}.json", run[name])
         if run["diverged"]:
-            target.diverge("the loss was not finite")
+            target.diverge(run["diverged"])
         count += 1
     return count
 
@@ -93,7 +93,7 @@ def read_runs(path: Path) -> Iterator[Run]:
 
 def _extent(run: Run) -> tuple[bool, float, int]:
     """Return what orders two states of a run: finished, epochs, number of files."""
-    ended = "result" in run or run["diverged"]
+    ended = "result" in run or bool(run["diverged"])
     return ended, max((row["epoch"] for row in run["metrics"]), default=0.0), len(run)
 
 
@@ -211,8 +211,8 @@ def _final_table(study: Mapping[str, Any], runs: Mapping[str, Run]) -> Table:
         if against is not None and label != reference:
             others = against.final_scores(seeds)
             if paired := [score - others[seed] for seed, score in scores.items() if seed in others]:
-                difference = _mean(paired, "+")
-        lost = sum(setting.run(seed)["diverged"] for seed in range(seeds))
+                difference = format_mean(mean_of(paired), 2, "+")
+        lost = sum(bool(setting.run(seed)["diverged"]) for seed in range(seeds))
         steps = setting.finished[max(scores)]["metrics"][-1]["steps"]
         table.append(
             [
@@ -220,8 +220,8 @@ def _final_table(study: Mapping[str, Any], runs: Mapping[str, Run]) -> Table:
                 setting.shown,
                 f"{setting.config.epochs:g}",
                 f"{steps * study['trials'][label]['step_cost'] / 1e3:.3g}",
-                _mean(list(scores.values())),
-                _mean(setting.best_scores(seeds)),
+                format_mean(mean_of(list(scores.values())), 2),
+                format_mean(mean_of(setting.best_scores(seeds)), 2),
                 difference,
                 f"{len(scores)}" + (f", {lost} diverged" if lost else ""),
             ]
@@ -245,7 +245,7 @@ def _variants_table(study: Mapping[str, Any], runs: Mapping[str, Run]) -> Table:
                 for seed in scores
             ]
             samples = study["variants"][label].get("num_samples", 1)
-            means = [_mean(list(scores.values())), _mean(setting.best_scores(study["seeds"]))]
+            means = [format_mean(mean_of(x), 2) for x in (list(scores.values()), setting.best_scores(study["seeds"]))]
             table.append([label, *means, f"{mean_of(sizes).value:.3f}", str(samples), str(len(scores))])
     return table
 
@@ -284,11 +284,6 @@ def _cross_table(seeds: Mapping[str, Sequence[Mapping[str, Any]]]) -> Table:
         means = [mean_of([e["loss"] for e in mine if (e["split"], e["objective"]) == c]).value for c in columns]
         table.append([model, *(f"{mean:.3f}" for mean in means), str(len(seeds))])
     return table
-
-
-def _mean(values: Sequence[float], sign: str = "") -> str:
-    mean = mean_of(values)
-    return f"{mean.value:{sign}.2f}" + (f" ± {mean.error:.2f}" if mean.runs > 1 else "")
 
 
 def _mean_of_three(values: Sequence[float]) -> str:

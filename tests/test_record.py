@@ -3,6 +3,7 @@
 import dataclasses
 import gzip
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -42,9 +43,20 @@ def test_packed_runs_are_restored(runs, tmp_path):
     assert record.restore(tmp_path / "record", tmp_path / "again") == 2
     before, after = (read_runs([out])[0] for out in (runs, tmp_path / "again"))
     for one, two in zip(before, after, strict=True):
-        assert (one.config, one.rows, one.result) == (two.config, two.rows, two.result)
+        assert (one.config, one.rows, one.result, one.setup) == (two.config, two.rows, two.result, two.setup)
+        assert one.setup["num_train"] == 1078
     assert record.restore(tmp_path / "record", tmp_path / "again") == 0
     assert not list((tmp_path / "again").rglob("*.safetensors"))
+
+
+def test_restore_keeps_why_a_run_diverged(runs, tmp_path):
+    folder = tmp_path / "runs" / "digits" / "erm-1" / "seed-0"
+    shutil.copytree(Record.of(runs, dataclasses.replace(CONFIG, seed=1)).folder, folder)
+    Record(folder).diverge("the loss is not finite in epoch 3")
+    record.pack(tmp_path / "runs", tmp_path / "record")
+    record.restore(tmp_path / "record", tmp_path / "again")
+    ((run,), _) = read_runs([tmp_path / "again"])
+    assert run.diverged == "the loss is not finite in epoch 3"
 
 
 def test_pack_keeps_what_was_further(runs, tmp_path):

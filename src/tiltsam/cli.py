@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import errno
 import inspect
 import math
 import os
@@ -51,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             args = _parse(argv)
             command = args.command
             with _plain_warnings(command):
-                _needs(command)
+                _check_packages(command)
                 args.run(args)
             print(end="", flush=True)
     except KeyboardInterrupt as error:
@@ -105,7 +106,15 @@ def build_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.Argument
     toys.add_argument("--no-figures", action="store_true", help="print the tables only")
     toys.set_defaults(run=_toys)
 
-    _add_lab(commands)
+    _add_train(commands)
+    _add_compare(commands)
+    _add_sharpness(commands)
+    _add_report(commands)
+    _add_reproduce(commands)
+    _add_sweep(commands)
+
+    tasks = commands.add_parser("tasks", help="list the tasks and their data files", epilog="example: tiltsam tasks")
+    tasks.set_defaults(run=_tasks)
     methods = commands.add_parser("methods", help="list the methods and their cost", epilog="example: tiltsam methods")
     methods.set_defaults(run=_methods)
     return parser, dict(commands.choices)
@@ -114,11 +123,13 @@ def build_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.Argument
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser, commands = build_parser()
     arguments = list(sys.argv[1:] if argv is None else argv)
-    file = next((text for text in arguments if text.endswith(".toml")), None)
-    if arguments[:1] == ["sweep"] and file is not None:
-        arguments.remove(file)
-        arguments[1:1] = _read_arguments(Path(file))  # first, so that other arguments win
     args, unknown = parser.parse_known_args(arguments)
+    if args.command == "sweep" and args.task.endswith(".toml"):
+        sweep = commands["sweep"]
+        in_file, unknown_in_file = sweep.parse_known_args(_read_arguments(Path(args.task), sweep))
+        task = in_file.task
+        args, unknown = sweep.parse_known_args(arguments[1:], in_file)  # they win over those of the file
+        args.command, args.task, unknown = "sweep", task, [*unknown_in_file, *unknown]
     if unknown:  # print the usage of the command, not that of tiltsam
         command = commands[args.command]
         flags = [flag.partition("=")[0] for flag in unknown if flag.startswith("--")]
@@ -140,15 +151,14 @@ def _plain_warnings(command: str) -> Iterator[None]:
         yield
 
 
-def _needs(command: str) -> None:
+def _check_packages(command: str) -> None:
     """Raise if the lab's packages are missing, before a run instead of when its model is saved."""
-    missing = [name for name in ("numpy", "safetensors") if find_spec(name) is None]
+    missing = [name for name in ("numpy", "rich", "safetensors") if find_spec(name) is None]
     if missing and command not in ("methods", "report", "toys"):
         raise UserError(f"needs {' and '.join(missing)}: pip install '.[lab]'")
 
 
-def _add_lab(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    from tiltsam.lab.config import COMPARED
+def _add_train(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     from tiltsam.lab.devices import ParallelMode
     from tiltsam.lab.flags import add_arguments
 
@@ -182,7 +192,15 @@ def _add_lab(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         metavar="FRACTION",
         help="pause when this fraction of the budget is used up; the same command without --until resumes",
     )
+    _add_task(train)
+    _add_folders(train)
+    _add_log(train)
     train.set_defaults(run=_train)
+
+
+def _add_compare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    from tiltsam.lab.config import COMPARED
+    from tiltsam.lab.flags import add_arguments
 
     compare = commands.add_parser(
         "compare",
@@ -198,22 +216,20 @@ def _add_lab(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         nargs="+",
         default=list(COMPARED),
         metavar="METHOD",
-        help="methods, maybe with settings of their own, as in asam:rho=5 or tsam:num_samples=3,t=100 (default: "
+        help="methods, optionally with settings, as in asam:rho=5 or tsam:num_samples=3,t=100 (default: "
         f"{' '.join(COMPARED)})",
     )
     compare.add_argument(
         "--seeds", type=int, default=2, metavar="INT", help="runs per method: seeds 0, 1, … (default: %(default)s)"
     )
     add_arguments(compare, leave_out=("task", "method", "seed"))
+    _add_task(compare)
+    _add_folders(compare)
+    _add_log(compare)
     compare.set_defaults(run=_compare)
 
-    for command in (train, compare):
-        command.add_argument(
-            "task", metavar="TASK", help="a name printed by tiltsam tasks, or images:DIR, text:FILE, npz:FILE"
-        )
-        _add_folders(command)
-        _add_log(command)
 
+def _add_sharpness(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     sharpness = commands.add_parser(
         "sharpness",
         help="measure the flatness of trained models",
@@ -238,12 +254,11 @@ def _add_lab(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     sharpness.add_argument("--no-figures", action="store_true", help="print the table only")
     sharpness.set_defaults(run=_sharpness)
 
-    _add_report(commands)
-    _add_reproduce(commands)
-    _add_sweep(commands)
 
-    tasks = commands.add_parser("tasks", help="list the tasks and their data files", epilog="example: tiltsam tasks")
-    tasks.set_defaults(run=_tasks)
+def _add_task(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "task", metavar="TASK", help="a name printed by tiltsam tasks, or images:DIR, text:FILE, npz:FILE"
+    )
 
 
 def _add_folders(parser: argparse.ArgumentParser) -> None:
@@ -361,14 +376,14 @@ def _add_sweep(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         nargs="+",
         default=list(COMPARED),
         metavar="METHOD",
-        help="methods, maybe with settings of their own that no grid changes, as in tsam:num_samples=1 (default: "
+        help="methods, optionally with settings that no grid changes, as in tsam:num_samples=1 (default: "
         f"{' '.join(COMPARED)})",
     )
     parser.add_argument(
         "--grid",
         nargs="+",
         action="extend",
-        required=True,
+        default=[],
         metavar="GRID",
         help="NAME=VALUE,VALUE,… for every method that has the setting; METHOD:NAME=… for one; NAME=LOW..HIGH is a "
         "log-uniform range; paper is the paper's grid",
@@ -393,7 +408,7 @@ def _add_sweep(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--choose-by",
         choices=get_args(ChoiceName),
         default="loss",
-        help="choose the lowest validation loss; the highest validation score, which is better if labels are wrong; or "
+        help="choose the lowest validation loss; the highest validation score, which is better with noisy labels; or "
         "the highest mean accuracy of the classes, for long-tailed tasks (default: loss)",
     )
     parser.add_argument(
@@ -426,8 +441,8 @@ def _add_sweep(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.set_defaults(run=_sweep)
 
 
-def _read_arguments(path: Path) -> list[str]:
-    """Return the arguments in a TOML file: ``task``, and flags without their dashes.
+def _read_arguments(path: Path, parser: argparse.ArgumentParser) -> list[str]:
+    """Return the arguments in a TOML file: ``task``, and flags of the parser without their dashes.
 
     Raises:
         UserError: If the file cannot be read.
@@ -445,8 +460,14 @@ def _read_arguments(path: Path) -> list[str]:
     arguments = [content.pop("task")]
     for name, value in content.items():
         flag = f"--{name.replace('_', '-')}"
-        if isinstance(value, bool):
-            arguments.append(flag if value else flag.replace("--", "--no-", 1))
+        if value is False:
+            negated = flag.replace("--", "--no-", 1)
+            if negated in parser._option_string_actions:
+                arguments.append(negated)
+            elif flag not in parser._option_string_actions:
+                arguments.append(flag)  # reported as unrecognized
+        elif value is True:
+            arguments.append(flag)
         elif isinstance(value, dict):  # [grid]
             rows = {k: v if isinstance(v, list) else [v] for k, v in value.items()}
             arguments += [flag, *(f"{k}={','.join(map(text, v))}" for k, v in rows.items())]
@@ -458,7 +479,7 @@ def _read_arguments(path: Path) -> list[str]:
 
 
 def _train(args: argparse.Namespace) -> None:
-    from tiltsam.lab.config import TILT_HAS_NO_EFFECT, tilt_has_no_effect
+    from tiltsam.lab.config import warn_if_tilt_has_no_effect
     from tiltsam.lab.console import RunDisplay
     from tiltsam.lab.data import find_task
     from tiltsam.lab.devices import connect_ranks
@@ -475,12 +496,9 @@ def _train(args: argparse.Namespace) -> None:
             raise UserError(f"another process is training this run in {record.folder}")
         callbacks: dict[str, Any] = {}
         if distributed.is_main:
-            samples = config.all_options().get("num_samples", 1)
-            remarks = distributed.warnings(samples)
-            if tilt_has_no_effect(config):
-                remarks.append(f"{config.method} has {TILT_HAS_NO_EFFECT}")
-            for remark in remarks:
-                print(f"tiltsam train: {remark}", file=sys.stderr, flush=True)
+            if idle := distributed.idle_ranks(config.all_options().get("num_samples", 1)):
+                warnings.warn(idle, stacklevel=2)
+            warn_if_tilt_has_no_effect(config, config.method)
             display = held.enter_context(RunDisplay())
             report = partial(display.report, config)
             setup = partial(display.setup, config)
@@ -503,7 +521,7 @@ def _train(args: argparse.Namespace) -> None:
 
 
 def _demo(args: argparse.Namespace) -> None:
-    # With a fifth of the labels wrong, a larger rho than on clean data is better. ASAM measures it in units of weights.
+    # With noisy labels a larger rho is better than with clean ones. ASAM measures it in units of weights.
     methods = "erm sam asam:rho=5 esam2 pgn rsam tsam:num_samples=1 tsam:num_samples=3"
     flags = f"--seeds 2 --rho 0.5 --passes {args.passes} --methods {methods}"
     _compare(_parse(["compare", "digits", *flags.split(), "--out", str(args.out)]))
@@ -511,7 +529,7 @@ def _demo(args: argparse.Namespace) -> None:
 
 def _compare(args: argparse.Namespace) -> None:
     from tiltsam.lab.compare import compare, comparison_cells, format_rows
-    from tiltsam.lab.config import TILT_HAS_NO_EFFECT, tilt_has_no_effect
+    from tiltsam.lab.config import warn_if_tilt_has_no_effect
     from tiltsam.lab.console import RunDisplay, print_table
     from tiltsam.lab.data import data_loader, find_task
     from tiltsam.lab.flags import shared_settings
@@ -522,8 +540,7 @@ def _compare(args: argparse.Namespace) -> None:
     find_task(config.task)  # before a folder is created for it
     cells = comparison_cells(config, args.methods, args.seeds, settings)
     for name, runs in cells.items():
-        if tilt_has_no_effect(runs[0]):
-            print(f"tiltsam compare: {name} has {TILT_HAS_NO_EFFECT}", file=sys.stderr, flush=True)
+        warn_if_tilt_has_no_effect(runs[0], name)
     with RunDisplay({runs[0].key(): name for name, runs in cells.items()}) as display:
         rows = compare(
             cells,
@@ -534,6 +551,7 @@ def _compare(args: argparse.Namespace) -> None:
             report=display.report,
             tick=display.report,
             failed=lambda run, error: display.print(f"{display.name(run)}: {error}"),
+            notify=display.print,
         )
     print_table(f"{config.task}: {_seeds(args.seeds)}, mean ± standard error", format_rows(rows))
     if config.reestimate_batchnorm:
@@ -619,9 +637,15 @@ def _reproduce(args: argparse.Namespace) -> None:
     from tiltsam.lab.report import write_report
     from tiltsam.lab.two_tilts import NAME, SEEDS, STUDIES, restrict_methods
 
-    if args.name and args.name.partition("/")[0] == NAME:
-        _two_tilts(args)
-        return
+    if args.name:
+        first, names = args.name.partition("/")[0], (*RECIPES, NAME)
+        if first not in names:
+            close = difflib.get_close_matches(first, names, 1)
+            hint = f"did you mean {close[0]}? " if close else ""
+            raise UserError(f"unknown name {args.name!r}: {hint}names are {', '.join(names)}, or NAME/PART")
+        if first == NAME:
+            _two_tilts(args)
+            return
     if args.name:
         recipes = [find_recipe(args.name).select(methods=args.methods)]
     elif args.list:
@@ -655,6 +679,7 @@ def _reproduce(args: argparse.Namespace) -> None:
                 root=args.data_root,
                 download=args.download,
                 loading=display.loading,
+                setup=display.setup,
                 report=display.report,
                 notify=display.print,
                 measuring=display.stop_before(bars),
@@ -735,7 +760,7 @@ def _sharpness(args: argparse.Namespace) -> None:
     if not (math.isfinite(args.t) and args.t >= 0):
         raise UserError(f"--t must be a finite number of at least 0, got {args.t:g}")
 
-    args.out = args.runs[0] / "flatness" if args.out is None else args.out
+    out = args.runs[0] / "flatness" if args.out is None else args.out
 
     def skipped(message: str) -> None:
         print(f"skipped: {message}", flush=True)
@@ -744,7 +769,7 @@ def _sharpness(args: argparse.Namespace) -> None:
         print(f"already measured: {name}", flush=True)
 
     runs = find_runs(args.runs, skipped=skipped)
-    figures = _figures(args)
+    figures = not args.no_figures and _can_write_figures(out)
     plan = FlatnessPlan(num_samples=args.samples, t=args.t)
     measured = {}
     with MeasurementBars() as bars:
@@ -773,7 +798,7 @@ def _sharpness(args: argparse.Namespace) -> None:
         f"worst case: largest rise of the loss within a radius of {plan.rho:g}; adaptive: within {plan.adaptive_rho:g} "
         f"relative to each weight; t-mean, t-variance: weighted by exp(t·loss), t = {plan.t:g}, under noise"
     )
-    for path in write_figures(flats, args.out) if figures else ():
+    for path in write_figures(flats, out) if figures else ():
         print(f"wrote {path}")
     again = f"run the same tiltsam compare again, which reuses finished runs, or tiltsam report {args.runs[0]}"
     print(f"saved as flatness.json in each run's folder; to add it to the report, {again}")
@@ -794,7 +819,7 @@ def _toys(args: argparse.Namespace) -> None:
     from tiltsam.lab.devices import one_thread
     from tiltsam.lab.theory import estimators, figures, findings
 
-    drawn = _figures(args)
+    drawn = not args.no_figures and _can_write_figures(args.out)
     with one_thread():
         print(findings.render(findings.table()), flush=True)
         qualities = estimators.study()
@@ -812,22 +837,19 @@ def _methods(args: argparse.Namespace) -> None:
         print(f"{name:{width}}  {first}")
 
 
-def _figures(args: argparse.Namespace) -> bool:
-    """Return whether figures can be drawn at the end, and report before the work if they cannot."""
-    if not args.no_figures and find_spec("matplotlib") is None:
-        message = "no figures: matplotlib is not installed: pip install '.[plots]'"
-        print(f"tiltsam {args.command}: {message}", file=sys.stderr, flush=True)
-    elif not args.no_figures:
-        _writable(args.out)
-        return True
-    return False
+def _can_write_figures(folder: Path) -> bool:
+    """Return whether matplotlib is installed, with a warning if not; create the folder, before the work is done.
 
-
-def _writable(folder: Path) -> None:
+    Raises:
+        UserError: If the folder cannot be written.
+    """
+    if find_spec("matplotlib") is None:
+        warnings.warn("no figures: matplotlib is not installed: pip install '.[plots]'", stacklevel=2)
+        return False
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / ".tiltsam-probe"
-        probe.touch()
-        probe.unlink()
     except OSError as error:
         raise UserError(f"cannot write to {folder}: {error.strerror}") from None
+    if not os.access(folder, os.W_OK):
+        raise UserError(f"cannot write to {folder}: {os.strerror(errno.EACCES)}")
+    return True

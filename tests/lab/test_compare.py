@@ -2,6 +2,7 @@
 
 import json
 import re
+from contextlib import ExitStack
 from functools import partial
 
 import pytest
@@ -44,8 +45,24 @@ def test_compare_trains_each_method_with_each_seed_once(tmp_path):
     assert compare(alone, tmp_path, report=lambda *_: pytest.fail("trained again")) == rows[:1]
 
 
-def test_comparison_cells_keep_the_first_of_equal_methods():
-    assert list(comparison_cells(QUICK, ["sam", "sam:rho_schedule=constant", "erm"], 1)) == ["sam", "erm"]
+def test_comparison_cells_refuse_equal_methods():
+    with pytest.raises(ConfigError, match=r"^sam and sam:rho=0\.05 are the same runs"):
+        comparison_cells(QUICK, ["sam", "erm", "sam:rho=0.05"], 1)
+
+
+def test_compare_tells_what_it_waits_for(tmp_path):
+    cells = comparison_cells(QUICK, ["erm", "sam"], 1)
+    lines = []
+    with ExitStack() as elsewhere:
+        assert elsewhere.enter_context(Record.of(tmp_path, cells["sam"][0]).lock())
+
+        def notify(line):
+            lines.append(line)
+            elsewhere.close()
+
+        rows = compare(cells, tmp_path, notify=notify)
+    assert lines == ["waiting for 1 run that other processes train"]
+    assert [row.runs for row in rows] == [1, 1]
 
 
 @pytest.mark.parametrize(
@@ -100,13 +117,13 @@ def test_compare_report_shows_only_the_compared_cells(tmp_path, capsys):
 
 
 def test_compare_methods_with_own_settings(tmp_path, capsys):
-    named = ["sam", "sam:rho=0.4,average=true", "tsam:num-samples=2,t=5", "tsam:num_samples=2,t=5.0"]
+    named = ["sam", "sam:rho=0.4,average=true", "tsam:num-samples=2,t=5"]
     command = ["compare", "digits", "--epochs", "0.2", "--rho", "0.2", "--seeds", "2", "--out", str(tmp_path)]
     assert main([*command, "--methods", *named]) == 0
     shown = capsys.readouterr()
     assert not shown.err
     rows = [line.split("|")[1::5] for line in shown.out.splitlines() if line.startswith("| ")]
-    assert [[cell.strip() for cell in row] for row in rows[1:]] == [[name, "2"] for name in named[:3]]
+    assert [[cell.strip() for cell in row] for row in rows[1:]] == [[name, "2"] for name in named]
     assert "digits sam:rho=0.4,average=true seed 1  100%" in shown.out
     configs = [Record(path.parent).config() for path in files_named("config.json", tmp_path)]
     assert len(configs) == 6

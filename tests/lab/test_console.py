@@ -3,6 +3,7 @@
 import functools
 import hashlib
 import http.server
+import re
 import sys
 import threading
 import time
@@ -28,8 +29,9 @@ ROW = {"epoch": 1, "train_loss": 0.5, "validation_accuracy": 0.8, "test_accuracy
 
 
 @pytest.fixture(params=["terminal", "file"])
-def terminal(request, monkeypatch):
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: request.param == "terminal")
+def terminal(request, monkeypatch, capsys):
+    # The class: capsys has one stream while fixtures are set up, and another in the test.
+    monkeypatch.setattr(type(sys.stdout), "isatty", lambda stream: request.param == "terminal")
     monkeypatch.setenv("COLUMNS", "200")
     return request.param == "terminal"
 
@@ -47,6 +49,15 @@ def test_run_display_shows_loss_score_speed_and_time_left(terminal, capsys):
     assert "loss" not in out
 
 
+def test_run_display_keeps_a_line_per_finished_run(terminal, capsys):
+    with RunDisplay() as screen:
+        for seed in range(3):
+            screen.report(replace(CONFIG, seed=seed), Progress(epoch=2.0, passes=300, seconds=90.0, done=1.0, row=ROW))
+    out = capsys.readouterr().out
+    for seed in range(3):
+        assert re.search(rf"sam seed {seed} .*test accuracy 90.00  3.33 passes/s *\n", out)
+
+
 def test_run_display_prints_the_setup_once(terminal, capsys):
     setup = {"num_train": 1078, "num_validation": 120, "num_test": 599, "num_classes": 10, "noise": 0.2}
     setup |= {"model": "mlp", "num_parameters": 70_403}
@@ -54,11 +65,10 @@ def test_run_display_prints_the_setup_once(terminal, capsys):
         for seed in (0, 1):
             screen.setup(TrainConfig(seed=seed), setup)
         screen.setup(TrainConfig("npz:a.npz"), {"num_train": "?", "num_classes": 1, "num_test": 9, "model": "mlp"})
-    lines = [line.strip() for line in capsys.readouterr().out.splitlines() if "examples" in line]
-    assert lines == [
-        "digits: 1,078 train, 120 validation, 599 test examples; 10 classes; 20% of the labels wrong; mlp, 70,403 "
-        "parameters",
-        "npz:a.npz: 9 test examples; a regression; mlp",
+    out = capsys.readouterr().out.replace("\x1b[2K", "")  # clears the line of the bar
+    assert [line.strip() for line in out.splitlines() if "examples" in line] == [
+        "digits: 1,078 train, 120 validation, 599 test examples; 10 classes; 20% noisy labels; mlp, 70,403 parameters",
+        "npz:a.npz: 9 test examples; regression; mlp",
     ]
 
 

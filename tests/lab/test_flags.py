@@ -92,7 +92,7 @@ def test_help_of_an_option_is_one_sentence(monkeypatch):
             super().__init__(base, model=model)
 
     monkeypatch.setitem(tiltsam.METHODS, "mine", Mine)
-    assert help_of("--width") == "mine: Width of 0.5 i.e. wide. (default: 1.0)"
+    assert help_of("--width") == "mine: Width of 0.5 i.e. wide (default: 1.0)"
     assert help_of("--depth") == "mine: Depth"
 
 

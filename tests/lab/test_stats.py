@@ -39,6 +39,8 @@ def test_best_of_needs_a_lead_beyond_the_error():
         (-1.163e-4, 4.2e-5, None, "(-1.16 ± 0.42)e-4"),
         (0.0, 4.2e-5, None, "(0.0 ± 4.2)e-5"),
         (0.0, 0.0, None, "0"),
+        (0.4, 1.0, None, "0.4 ± 1.0"),
+        (7.5, 12.0, None, "8 ± 12"),
         (1.2345e-7, math.nan, None, "1.23e-07"),
     ],
 )
@@ -55,6 +57,6 @@ def test_paired_difference_uses_the_shared_seeds():
 def test_confidence_interval_is_students():
     stats = pytest.importorskip("scipy.stats")
     values = [0.2, 0.5, 0.9, 0.4]
-    low, high = stats.ttest_1samp(values, 0.0).confidence_interval(0.9)
-    assert confidence_interval(mean_of(values), 0.9) == pytest.approx((low, high), rel=1e-12)
+    low, high = stats.ttest_1samp(values, 0.0).confidence_interval(0.95)
+    assert confidence_interval(mean_of(values)) == pytest.approx((low, high), rel=1e-12)
     assert all(math.isnan(bound) for bound in confidence_interval(mean_of([1.0])))

@@ -1,5 +1,6 @@
 """Sweeps: equal numbers of trials, a choice by validation loss that never reads the test set, nothing done twice."""
 
+import argparse
 import json
 import math
 from collections import Counter
@@ -135,7 +136,7 @@ MISTAKES = [
     (["--grid", "lr=0.1", "--validation", "0"], "got 0"),
     (["--grid", "lr=0.1", "--final-epochs", "0"], "got 0"),
     (["--grid", "epochs=1,2", "--final-epochs", "3"], "final_epochs"),
-    (["--grid", "lr=0.1", "--methods", "erm:epochs=2", "--final-epochs", "3"], "final_epochs"),
+    (["--grid", "lr=0.1", "--methods", "erm:epochs =2", "--final-epochs", "3"], "final_epochs"),
     (["--grid", "lr=0.1", "--storage", "here"], "--storage"),
     (["--grid", "lr=0.1", "--storage", "cobol://h/d"], "cobol"),
     (["--grid", "lr=0.1", "--storage", "sqlite://"], "sqlite:///FILE"),
@@ -182,7 +183,7 @@ def test_samplers_choose_the_lowest_validation_loss(sampler, tmp_path, fake):
 
 
 def test_choose_by_score_ignores_the_loss(tmp_path, fake):
-    """Of wrong validation labels the model that is sure of the right ones has the highest loss."""
+    """With noisy validation labels the model that is sure of the right ones has the highest loss."""
     fake.accuracy = lambda config: config.lr
     fake.loss = lambda config: config.lr
     for choose_by, lr in (("loss", 0.01), ("score", 0.1)):
@@ -246,6 +247,19 @@ def test_uneven_coverage_of_grids_is_noted():
     assert note.startswith(f"{sam}; {tsam}; erm: all 7 (fairer: ")
     assert make_entries(SMALL, ["sam"], PAPER, 7, "grid")[1] == []
     assert make_entries(SMALL, ["erm", "sam"], PAPER, 7, "random")[1] == []
+
+
+def test_tilt_of_one_sample_is_not_tuned():
+    names = ["tsam:num_samples=1", "tsam:num_samples=3", "tsam:num_samples=1,sampler=hmc", "tsam"]
+    entries, notes = make_entries(SMALL, names, PAPER, 42, "random")
+    assert [list(entry.space) for entry in entries] == [
+        ["lr", "rho"],
+        ["lr", "rho", "t"],
+        ["lr", "rho", "t"],
+        ["lr", "rho", "t", "num_samples"],
+    ]
+    assert [entry.trials for entry in entries] == [42] * 4
+    assert "tsam:num_samples=1: has one sample, so t is not tuned" in notes
 
 
 def test_trial_value_is_the_mean_over_seeds(tmp_path, fake):
@@ -557,11 +571,20 @@ def test_toml_file_holds_the_arguments(tmp_path, fake, capsys):
     path = tmp_path / "study.toml"
     path.write_text(
         'task = "digits"\nmethods = ["erm", "sam"]\ntrials = 2\nseeds = 1\nepochs = 1\naverage = true\n'
+        "compile = false\ndownload = false\n"  # the second has no --no-download
         f'out = "{tmp_path / "runs"}"\n[grid]\nlr = [0.03, 0.1]\n"sam:rho" = 0.1\n'
     )
     assert main(["sweep", "--seeds", "2", str(path)]) == 0  # the command line wins, wherever the file is
     assert Counter((run.method, run.average) for run in fake.runs) == {("erm", True): 4, ("sam", True): 4}
     assert "tested with 2 seeds" in capsys.readouterr().out
+
+
+def test_only_the_task_can_be_a_toml_file(tmp_path, fake, capsys):
+    out = tmp_path / "runs.toml"
+    assert main(["sweep", "digits", "--methods", "erm", "--grid", "lr=0.1", "--seeds", "0", "--out", str(out)]) == 0
+    assert fake.runs
+    with pytest.raises(SystemExit):
+        main(["sweep", "digits", str(out), "--grid", "lr=0.1"])
 
 
 @pytest.mark.parametrize("text", ["lr = [", "methods = ['sam']", None])
@@ -570,7 +593,7 @@ def test_damaged_toml_file_is_one_line(text, tmp_path, capsys):
     if text is not None:
         path.write_text(text)
     with pytest.raises(UserError, match=r"study\.toml"):
-        _read_arguments(path)
+        _read_arguments(path, argparse.ArgumentParser())
     assert main(["sweep", str(path)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "study.toml" in line

@@ -61,6 +61,15 @@ def test_resumed_run_writes_every_epoch_once(from_the_start, tmp_path):
 
 
 @needs_tensorboard
+def test_run_finished_without_tracker_is_completed(tmp_path):
+    record = Record(tmp_path)
+    train(CONFIG, record, until=0.5, log="tensorboard")
+    train(CONFIG, record)
+    train(CONFIG, record, log="tensorboard")
+    check(record)
+
+
+@needs_tensorboard
 def test_epochs_without_evaluation_write_nothing(tmp_path):
     train(replace(CONFIG, evaluate_every=2), Record(tmp_path), log="tensorboard")
     check(Record(tmp_path), epochs=3)  # 2, 4 and the last

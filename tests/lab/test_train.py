@@ -215,7 +215,7 @@ def test_example_tilt_learns_from_wrong_labels(tmp_path):
 def test_interrupt_in_the_last_step_keeps_the_result(tmp_path):
     config = small(method="erm", epochs=1)
     press = Mock(side_effect=lambda progress: signal.raise_signal(signal.SIGINT))
-    with pytest.raises(Interrupted, match="had ended"):
+    with pytest.raises(Interrupted, match="after training finished"):
         train(config, Record(tmp_path), report=press)
     assert Record(tmp_path).result() is not None
 
@@ -231,7 +231,7 @@ def test_second_interrupt_ends_at_once(tmp_path, monkeypatch):
         return original(run, batch)
 
     monkeypatch.setattr(Trainer, "take_step", take_step)
-    with pytest.raises(Interrupted, match=f"nothing of {tmp_path} is saved"):
+    with pytest.raises(Interrupted, match=f"{tmp_path} has no checkpoint"):
         train(small(method="erm"), Record(tmp_path))
 
 
@@ -439,7 +439,7 @@ def test_damaged_checkpoint_falls_back_to_previous(tmp_path):
     assert places == ["000002", "000003"]  # the last two
     newest = record.folder / "checkpoints" / "000003" / "model.safetensors"
     newest.write_bytes(newest.read_bytes()[:-7] + b"damaged")
-    with pytest.warns(RuntimeWarning, match=r"000003 is damaged .*model.safetensors.*the one before"):
+    with pytest.warns(RuntimeWarning, match=r"000003 is damaged .*model.safetensors"):
         checkpoint = record.load()
     assert checkpoint.state["epoch"] == 2
     with pytest.warns(RuntimeWarning, match="damaged"):
@@ -447,6 +447,15 @@ def test_damaged_checkpoint_falls_back_to_previous(tmp_path):
     unbroken = Record(tmp_path / "unbroken")
     Trainer(config, unbroken, data).run(lambda p: None, 100.0)
     assert same(weights(record), weights(unbroken))
+
+
+def test_damaged_checkpoints_are_reported_before_training_starts_again(tmp_path):
+    record = Record(tmp_path)
+    train(small(method="sam"), record, until=0.1)
+    (only,) = (tmp_path / "checkpoints").iterdir()
+    (only / "manifest.json").write_text("{}")
+    with pytest.warns(RuntimeWarning, match="damaged and skipped"), pytest.warns(RuntimeWarning, match="beginning"):
+        assert record.load() is None
 
 
 def test_begin_removes_drafts_of_killed_processes(tmp_path):
@@ -491,6 +500,7 @@ def test_metrics_of_a_killed_attempt_are_dropped(tmp_path):
     pytest.importorskip("tensorboard")
     board, writer = EventFiles("tensorboard", Record(tmp_path)), Mock()
     board._writer = writer
+    (tmp_path / "tensorboard").mkdir()
     board.update()
     assert [call.args for call in writer.add_scalar.call_args_list] == [
         ("train/loss", row["train_loss"], row["steps"]) for row in rows
@@ -750,9 +760,9 @@ def test_logit_adjustment_helps_rare_classes(tmp_path):
     [
         (
             {"example_tilt": -50.0, "example_ess": 0.0, "example_tilt_warmup": 0.0},
-            r"^example_tilt -50 leaves .* [0-9]% of the batch: .*tilt or --example-ess$",
+            r"^example_tilt -50 leaves .* [0-9]% of the batch: .* or set --example-ess$",
         ),
-        ({"example_tilt": -50.0, "class_tilt": -50.0}, r"^example_tilt -50 with class_tilt -50 .* use a smaller tilt$"),
+        ({"example_tilt": -50.0, "class_tilt": -50.0}, r"^example_tilt -50 with class_tilt -50 .* towards 0$"),
     ],
 )
 def test_small_example_ess_warns_once(tilts, message, tmp_path):
@@ -764,6 +774,11 @@ def test_small_example_ess_warns_once(tilts, message, tmp_path):
 def test_bounded_example_ess_does_not_warn(tmp_path):
     result = train(small(method="erm", example_tilt=-50.0), Record(tmp_path))  # bounded by default
     assert result["example_ess"] >= 0.3
+
+
+def test_example_ess_with_split_is_relative_to_the_rows_that_the_tilt_sees(tmp_path):
+    config = small(method="tsam", num_samples=8, split=True, example_tilt=-1e-3, example_tilt_warmup=0.0)
+    assert train(config, Record(tmp_path))["example_ess"] == pytest.approx(1, abs=1e-3)
 
 
 def test_regression_has_no_class_accuracies(tmp_path):

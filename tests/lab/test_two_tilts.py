@@ -77,5 +77,5 @@ def test_reproduce_two_tilts_shows_what_is_silenced(tmp_path, capsys):
     assert "ERM, averaged, tilt" in table
     assert "silenced precision" in table
     assert str(folder / "report.html") in out
-    assert {Record(run).config().precision for run in find_run_folders([tmp_path])} == {"bf16"}
+    assert {Record(run).config().precision for run in find_run_folders([tmp_path]).runs} == {"bf16"}
     assert "Silenced" in (folder / "report.html").read_text()

@@ -23,6 +23,8 @@ from tiltsam.lab.train import Progress, train
 
 __all__ = ["ComparisonRow", "compare", "comparison_cells", "format_rows"]
 
+POLL_SECONDS = 1.0  # between checks of runs that other processes train
+
 
 @dataclass(frozen=True)
 class ComparisonRow:
@@ -52,13 +54,12 @@ def comparison_cells(
 
     Args:
         config: The settings that all methods share; its method and seed are replaced.
-        methods: Methods, maybe with their own settings, as in ``asam:rho=5`` or ``tsam:num_samples=3,t=100``. Of
-            several that result in the same runs, the first is kept.
+        methods: Methods, optionally with settings, as in ``asam:rho=5`` or ``tsam:num_samples=3,t=100``.
         seeds: Runs per method, with seeds 0, 1, ….
         settings: Settings of all methods that have them, as in ``{"rho": 0.2}``; a method's own take precedence.
 
     Raises:
-        ConfigError: If there is no such method or setting, or ``seeds`` is less than 1.
+        ConfigError: If there is no such method or setting, two methods are the same runs, or ``seeds`` is less than 1.
 
     Example:
         >>> cells = comparison_cells(TrainConfig("digits"), ["erm", "tsam:t=5"], seeds=1, settings={"rho": 0.2})
@@ -70,8 +71,9 @@ def comparison_cells(
     first: dict[str, str] = {}
     configs = method_configs(config, methods, settings)
     for name, one in configs.items():
-        first.setdefault(one.key(), name)
-    return {name: [replace(configs[name], seed=seed) for seed in range(seeds)] for name in first.values()}
+        if (other := first.setdefault(one.key(), name)) != name:
+            raise ConfigError(f"{other} and {name} are the same runs: leave one out")
+    return {name: [replace(one, seed=seed) for seed in range(seeds)] for name, one in configs.items()}
 
 
 def compare(
@@ -84,7 +86,7 @@ def compare(
     report: Callable[[TrainConfig, Progress], None] = lambda config, progress: None,
     tick: Callable[[TrainConfig, Progress], None] = lambda config, progress: None,
     failed: Callable[[TrainConfig, TrainError], None] = lambda config, error: None,
-    poll_seconds: float = 1.0,
+    notify: Callable[[str], None] = lambda line: None,
 ) -> list[ComparisonRow]:
     """Train every run that has no result yet, first those of one seed, and average over seeds.
 
@@ -96,11 +98,11 @@ def compare(
         out: Folder of the records.
         data: Returns the data of a config; by default a :func:`tiltsam.lab.data.data_loader`.
         log: Also write the metrics to this tracker.
-        setup: Called before each run with what is trained on what; see :func:`tiltsam.lab.train.train`.
+        setup: Called before each run with the content of ``setup.json``; see :func:`tiltsam.lab.train.train`.
         report: Called after every epoch.
         tick: Called about twice a second within an epoch.
         failed: Called when a run fails; the others continue.
-        poll_seconds: Seconds between checks of runs that other processes have locked.
+        notify: Called with a line about runs of other processes that are waited for.
 
     Raises:
         ConfigError: If a setting is out of bounds, before anything is trained.
@@ -115,6 +117,7 @@ def compare(
     data = data or data_loader()
     pending = list(dict.fromkeys(config for seed in zip(*cells.values(), strict=True) for config in seed))
     diverged: list[TrainConfig] = []
+    waiting_for = 0
     while pending:
         elsewhere = []
         for config in pending:
@@ -138,7 +141,11 @@ def compare(
                     failed(config, error)
         pending = [c for c in elsewhere if Record.of(out, c).result() is None]
         if pending:
-            time.sleep(poll_seconds)
+            if len(pending) != waiting_for:
+                waiting_for = len(pending)
+                runs = "1 run" if waiting_for == 1 else f"{waiting_for} runs"
+                notify(f"waiting for {runs} that other processes train")
+            time.sleep(POLL_SECONDS)
     return [
         _row(
             name,

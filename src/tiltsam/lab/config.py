@@ -8,6 +8,7 @@ import hashlib
 import inspect
 import json
 import math
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -29,17 +30,18 @@ __all__ = [
     "NEEDED_OPTION",
     "TrainConfig",
     "field_types",
+    "has_one_sample",
     "has_setting",
     "kinds",
     "method_options",
     "tilt_defaults",
-    "tilt_has_no_effect",
+    "warn_if_tilt_has_no_effect",
 ]
 
 COMPARED = ("erm", "sam", "asam", "esam2", "pgn", "rsam", "tsam")
 """The methods that are compared by default: the paper's, and ASAM."""
 
-TILT_HAS_NO_EFFECT = "one sample, so t has no effect: set num_samples to 3 or more"
+TILT_SETTINGS = ("t", "delta", "t_schedule")  # they have no effect with one sample
 
 _PLAIN = (bool, int, float, str, NoneType)  # what a setting can be
 
@@ -70,17 +72,17 @@ class TrainConfig:
     task: str = "digits"
     """The task: a name printed by `tiltsam tasks`, or images:PATH, text:PATH, npz:PATH."""
     method: str = "tsam"
-    """A name printed by `tiltsam methods`, or your own in tiltsam.METHODS; the flag also takes options, as in
-    tsam:num_samples=1,rho=0.5."""
+    """A name printed by `tiltsam methods`; the flag also takes options, as in tsam:num_samples=1,rho=0.5."""
     model: str = "auto"
     """mlp, cnn, resnet18, resnet34, wrn16-8, vit-s; of timm, untrained: timm:NAME; pretrained: minilm,
     hf:FOLDER-OR-NAME; auto depends on the task."""
     init: Literal["published", "torch"] = "published"
-    """Initial convolutions of residual networks: published, by He's method; torch, its defaults, which are 2.2 times
-    shorter in a ResNet-18 and make a given rho as much stronger. Other models have one initialisation."""
+    """Initial convolutions of residual networks: published, by He's method; torch: PyTorch's default initialisation,
+    whose norm is 2.2 times smaller in a ResNet-18, so that a given rho perturbs 2.2 times as strongly. Other models
+    have one initialisation."""
 
     epochs: float = 60.0
-    """Epochs to train; the command line sets no limit on them if it is given one on passes or seconds."""
+    """Epochs to train; unlimited if --passes or --seconds is given without --epochs."""
     passes: float | None = None
     """Stop after this many forward+backward passes; a forward pass alone counts a third."""
     seconds: float | None = None
@@ -114,7 +116,8 @@ class TrainConfig:
     """Maximum norm of the aggregated gradient; 1 in the paper's text experiments."""
 
     example_tilt: float = 0.0
-    """Tilt over the examples of a batch: a negative one silences noisy labels, a positive one favours hard examples."""
+    """Tilt over the examples of a batch; negative: down-weight examples with a high loss, such as mislabelled ones;
+    positive: up-weight them."""
     example_ess: float | None = None
     """Smallest effective sample size that the example tilt may leave, as a fraction of the batch; 0 sets no bound. By
     default 0.3 for a negative example tilt without a class tilt, else 0."""
@@ -372,11 +375,16 @@ def has_setting(method: str, name: str) -> bool:
     return name in options or name in field_types()
 
 
-def tilt_has_no_effect(config: TrainConfig) -> bool:
-    """Return whether a config sets a tilt that has no effect, because there is one sample."""
+def has_one_sample(config: TrainConfig) -> bool:
+    """Return whether a tilt would have no effect, because there is one sample."""
     options = config.all_options()
-    single = options.get("num_samples") == 1 and options.get("sampler") != "hmc"  # HMC samples with it
-    return single and any(config.settings().get(name) for name in ("t", "delta", "t_schedule"))
+    return options.get("num_samples") == 1 and options.get("sampler") != "hmc"  # HMC samples with it
+
+
+def warn_if_tilt_has_no_effect(config: TrainConfig, name: str) -> None:
+    """Warn if a config sets a tilt, but has one sample; the name is that of its method."""
+    if has_one_sample(config) and any(config.settings().get(setting) for setting in TILT_SETTINGS):
+        warnings.warn(f"{name} has one sample, so t has no effect: set num_samples to 3 or more", stacklevel=2)
 
 
 def _with_plain_steps(
@@ -423,5 +431,6 @@ def _check_type(name: str, value: Any, hint: Any) -> None:
     types = {kind for kind in allowed if isinstance(kind, type)} | ({int} if float in allowed else set())
     fits = isinstance(value, tuple(types)) and (bool in types or not isinstance(value, bool))
     if not fits and value not in [kind for kind in allowed if not isinstance(kind, type)]:
-        wanted = " or ".join(kind.__name__ if isinstance(kind, type) else repr(kind) for kind in allowed)
+        names = ["None" if kind is NoneType else getattr(kind, "__name__", repr(kind)) for kind in allowed]
+        wanted = " or ".join(names)
         raise ConfigError(f"{name} must be {wanted}, got {shorten(repr(value), 60)}")

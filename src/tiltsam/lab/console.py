@@ -100,7 +100,7 @@ class RunDisplay(LiveDisplay):
         return f"{self._names.get(config.key(), config.method)} seed {config.seed}"
 
     def setup(self, config: TrainConfig, setup: Mapping[str, Any]) -> None:
-        """Print what is trained on what, unless it is the same as for an earlier run."""
+        """Print the sizes of the splits, classes, label noise and model, unless an earlier run had the same."""
         line = f"{config.task}: {_describe_setup(setup)}"
         if setup and line not in self._setups:
             self._setups.add(line)
@@ -120,6 +120,8 @@ class RunDisplay(LiveDisplay):
             self._line(f"{config.task} {name}  {100 * min(progress.done, 1):3.0f}%  {note}", last=progress.done >= 1)
         else:
             self._draw(name, min(progress.done, 1.0), 1.0, note)
+            if progress.done >= 1:  # the next run replaces the bar
+                self.print(f"{name}  {note}")
 
 
 def _describe_setup(setup: Mapping[str, Any]) -> str:
@@ -129,8 +131,8 @@ def _describe_setup(setup: Mapping[str, Any]) -> str:
     classes, noise, parameters = (numbers.get(name) for name in ("num_classes", "noise", "num_parameters"))
     parts = [
         f"{', '.join(splits)} examples" if splits else "",
-        "" if classes is None else "a regression" if classes == 1 else f"{classes} classes",
-        f"{noise:.0%} of the labels wrong" if noise else "",
+        "" if classes is None else "regression" if classes == 1 else f"{classes} classes",
+        f"{noise:.0%} noisy labels" if noise else "",
         f"{setup.get('model', '')}" + (f", {parameters:,} parameters" if parameters else ""),
     ]
     return "; ".join(part for part in parts if part)
@@ -167,7 +169,7 @@ class MeasurementBars:
     """Shows the progress of measurements, one after the other, on standard error. A context manager.
 
     Called with the name of a measurement, it returns the callback that the measurement takes as ``progress``. Bars are
-    drawn by rich and removed at the end; without a terminal or rich, one line is printed per model.
+    drawn by rich and removed at the end; without a terminal, one line is printed per model.
 
     Example:
         >>> with MeasurementBars() as bars:
@@ -179,11 +181,9 @@ class MeasurementBars:
         self._bar: Any = None
         self._model = ""
         if sys.stderr.isatty():
-            try:
-                from rich.console import Console
-                from rich.progress import Progress as RichProgress
-            except ImportError:
-                return
+            from rich.console import Console
+            from rich.progress import Progress as RichProgress
+
             self._bar = RichProgress(console=Console(stderr=True), transient=True)
 
     def __enter__(self) -> Self:

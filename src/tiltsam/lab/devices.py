@@ -169,15 +169,15 @@ class DistributedContext:
         if self.mode == "data" and batch_size % self.world_size:
             raise ConfigError(f"batch size must be divisible by {self.world_size} processes, got {batch_size}")
 
-    def warnings(self, num_samples: int) -> list[str]:
+    def idle_ranks(self, num_samples: int) -> str | None:
         """Return a warning if some ranks have no sample to work on."""
         if self.mode == "data" or num_samples >= self.world_size:
-            return []
+            return None
         count = f"{num_samples} sample{'s' if num_samples > 1 else ''}"
-        return [
+        return (
             f"{self.world_size} processes share {count}: --parallel samples needs tsam with at least "
             f"--num-samples {self.world_size}"
-        ]
+        )
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Return the model to train: inside DistributedDataParallel if ranks divide batches."""

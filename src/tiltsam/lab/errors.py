@@ -32,7 +32,7 @@ class LabError(Exception):
 
 
 class UserError(LabError):
-    """A command that cannot be run as it was called."""
+    """Invalid use of a command."""
 
 
 class ConfigError(LabError):

@@ -1,7 +1,6 @@
 """The loss and the metrics of a task, the evaluation of a model, and BatchNorm statistics for it.
 
-Outputs are logits (n, classes) for a classification, and (n,) or (n, 1) values for a regression, which is a task with
-one class.
+Outputs are logits (n, classes) for a classification, and values (n, 1) for a regression, a task with one class.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ def task_loss(
     gce_q: float | None = None,
     logit_shift: Tensor | None = None,
 ) -> Tensor:
-    """Return the loss of a task: the mean squared error of a regression, else the cross-entropy or one in its place.
+    """Return the mean squared error of a regression, otherwise the cross-entropy or the loss that replaces it.
 
     Args:
         outputs: The model's outputs, (n, classes).

@@ -6,7 +6,7 @@
     N/manifest.json           the digests of these files
 
 A checkpoint is written to a temporary folder, which is then renamed. One that does not match its manifest is skipped
-with a warning, and the one before is used.
+with a warning.
 """
 
 from __future__ import annotations
@@ -191,7 +191,8 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
 
 def load_checkpoint(folder: Path) -> Checkpoint | None:
     """Return the newest valid checkpoint, or ``None``; warn of damaged ones."""
-    for place in reversed(_checkpoint_folders(folder)):
+    places = _checkpoint_folders(folder)
+    for place in reversed(places):
         try:
             manifest = parse_json((place / "manifest.json").read_text())
             for name in ("model.safetensors", "optimizer.safetensors", "state.json"):
@@ -209,16 +210,20 @@ def load_checkpoint(folder: Path) -> Checkpoint | None:
             )
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             warnings.warn(
-                f"checkpoint {place} is damaged ({error}): using the one before",
+                f"checkpoint {place} is damaged and skipped ({error})",
                 RuntimeWarning,
                 stacklevel=3,
             )
+    if places:
+        warnings.warn(
+            f"{folder} has no valid checkpoint: training starts from the beginning", RuntimeWarning, stacklevel=3
+        )
     return None
 
 
 def _check_state(state: dict[str, Any]) -> None:
     """Raise if a run cannot be resumed from a state; a KeyError names a missing entry."""
-    best = [state["best"][name] for name in state["best"]]
+    best = list(state["best"].values())
     series = state.get("interrupted_epoch", {})
     if len({len(values) for values in series.values() if values}) > 1:
         raise ValueError(f"the series of state.json must have one length, got {list(map(len, series.values()))}")

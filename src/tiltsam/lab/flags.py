@@ -27,6 +27,8 @@ from tiltsam.lab.errors import ConfigError
 __all__ = [
     "add_arguments",
     "field_docs",
+    "format_value",
+    "format_values",
     "from_arguments",
     "given",
     "method_configs",
@@ -79,8 +81,8 @@ def add_arguments(parser: ArgumentParser, *, leave_out: tuple[str, ...] = ()) ->
         if name == "options":
             _add_options(part, leave_out)
         elif name not in leave_out:
-            default = "" if field.default is None else f" (default: {field.default})"
-            _add_flag(part, name, hints[name], docs[name] + default)
+            default = "" if field.default is None else str(field.default)
+            _add_flag(part, name, hints[name], docs[name], default)
 
 
 def _add_options(part: _ActionsContainer, leave_out: tuple[str, ...]) -> None:
@@ -95,12 +97,12 @@ def _add_options(part: _ActionsContainer, leave_out: tuple[str, ...]) -> None:
         sharing: dict[str, list[str]] = {}  # methods by what the option means in them
         for method in methods:
             sharing.setdefault(docs[method] or docs[methods[0]], []).append(method)
-        text = " ".join(f"{', '.join(names)}: {words}" for words, names in sharing.items())
+        text, default = " ".join(f"{', '.join(names)}: {words}" for words, names in sharing.items()), ""
         if defaults := {m: str(p.default) for m, p in zip(methods, parameters, strict=True) if _is_shown(p)}:
             values = {value: [m for m in defaults if defaults[m] == value] for value in defaults.values()}
             by_method = [f"{value} for {', '.join(names)}" for value, names in values.items()]
-            text += f" (default: {'; '.join(values if len(values) == 1 else by_method)})"
-        _add_flag(part, name, parameters[0].annotation, text)
+            default = "; ".join(values if len(values) == 1 else by_method)
+        _add_flag(part, name, parameters[0].annotation, text, default)
 
 
 def _is_shown(parameter: inspect.Parameter) -> bool:
@@ -108,7 +110,9 @@ def _is_shown(parameter: inspect.Parameter) -> bool:
     return parameter.default not in (None, parameter.empty)
 
 
-def _add_flag(part: _ActionsContainer, name: str, hint: Any, text: str) -> None:
+def _add_flag(part: _ActionsContainer, name: str, hint: Any, text: str, default: str) -> None:
+    if default:
+        text = f"{text.removesuffix('.')} (default: {default})"
     flag, text, allowed = f"--{name.replace('_', '-')}", text.replace("%", "%%"), kinds(hint)
     choices = [kind for kind in allowed if not isinstance(kind, type)]
     types = [kind for kind in allowed if isinstance(kind, type) and kind is not NoneType]
@@ -198,7 +202,7 @@ def method_configs(
 
     Args:
         config: The settings that all methods share; its method is replaced.
-        methods: Methods, maybe with their own settings, as :func:`parse_method` takes them.
+        methods: Methods, optionally with settings, as :func:`parse_method` takes them.
         settings: Settings of all methods that have them, as in ``{"rho": 0.2}``; a method's own take precedence.
 
     Raises:
@@ -226,6 +230,20 @@ def parse_setting(name: str, text: str, method: str) -> Any:
         return _parse(field_types()[name] if option is None else option.annotation, text)
     except ArgumentTypeError as error:
         raise ConfigError(str(error)) from None
+
+
+def format_values(values: Mapping[str, Any]) -> str:
+    """Return settings by name as text, such as ``rho=0.2 t=5``."""
+    return " ".join(f"{name}={format_value(value)}" for name, value in values.items())
+
+
+def format_value(value: Any) -> str:
+    """Return the value of a setting as text."""
+    if value is None:
+        return "default"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _parse(hint: Any, text: str) -> Any:

@@ -219,7 +219,7 @@ def find_runs(paths: Sequence[Path], *, skipped: Callable[[str], Any] | None = N
         RecordError: If a folder contains no run.
     """
     runs = []
-    for folder in find_run_folders(paths):
+    for folder in find_run_folders(paths).runs:
         try:
             config = Record(folder).config()
         except _RUN_ERRORS as error:

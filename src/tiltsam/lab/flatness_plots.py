@@ -8,6 +8,7 @@ models have the colours of Okabe and Ito, which are safe for colour-blind reader
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -109,14 +110,12 @@ def plot_density(
     return ax
 
 
-def plot_slices(slices: Mapping[str, Slice1D], ax: Axes | None = None, *, logarithmic: bool = False) -> Axes:
+def plot_slices(slices: Mapping[str, Slice1D], ax: Axes | None = None) -> Axes:
     """Plot the loss along lines, one curve per name."""
     ax = _axes(ax)
     styles = _styles(slices)
     for name, line in slices.items():
         ax.plot(line.positions.numpy(), line.losses.numpy(), label=name, **styles[name])
-    if logarithmic:
-        ax.set_yscale("log")
     kinds = {line.label for line in slices.values()}
     ax.set_xlabel(f"position along the {kind}" if len(kinds) == 1 and (kind := kinds.pop()) else "position")
     ax.set_ylabel("loss")
@@ -124,7 +123,7 @@ def plot_slices(slices: Mapping[str, Slice1D], ax: Axes | None = None, *, logari
     return ax
 
 
-def write_figures(flats: Sequence[Flatness], folder: str | Path, *, dpi: int = 150) -> list[Path]:
+def write_figures(flats: Sequence[Flatness], folder: str | Path) -> list[Path]:
     """Write a PNG of each kind of measurement into ``folder``, created if missing; return the paths.
 
     ``neighborhood.png`` (mean and variance against the noise, plain and t-weighted), ``spectrum.png``, ``slices.png``.
@@ -138,7 +137,7 @@ def write_figures(flats: Sequence[Flatness], folder: str | Path, *, dpi: int = 1
     def save(figure: Any, name: str) -> None:
         _one_legend(figure)
         written.append(folder / name)
-        figure.savefig(written[-1], dpi=dpi)
+        figure.savefig(written[-1], dpi=150)
 
     figure = Figure(figsize=(9.5, 7), layout="constrained")
     statistics = ["mean", "variance", "tilted_mean", "tilted_variance"]
@@ -188,7 +187,7 @@ def _styles(names: Iterable[str]) -> dict[str, dict[str, Any]]:
     styles: dict[str, dict[str, Any]] = {}
     drawn: Counter[str] = Counter()
     for number, name in enumerate(names):
-        first = name.split()[0].lower() if name.split() else ""
+        first = re.split(r"[\s:,]", name.strip(), maxsplit=1)[0].lower()
         method = first if first in METHOD_COLORS else ""
         color = METHOD_COLORS.get(method, OKABE_ITO[number % len(OKABE_ITO)])
         dash = _DASHES[drawn[method] % len(_DASHES)]

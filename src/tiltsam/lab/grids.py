@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 
-from tiltsam.lab.config import TrainConfig
+from tiltsam.lab.config import TILT_SETTINGS, TrainConfig, has_one_sample
 from tiltsam.lab.errors import ConfigError
 from tiltsam.lab.flags import method_configs, parse_method
 
@@ -126,7 +126,7 @@ def make_entries(
 
     Args:
         base: The settings that all entries share.
-        methods: Methods, maybe with their own settings, as in ``tsam:num_samples=1``, which no grid changes.
+        methods: Methods, optionally with settings that no grid changes, as in ``tsam:num_samples=1``.
         grid: Values by name, or by ``METHOD:NAME`` for one method, which takes precedence.
         trials: Trials per entry; by default the size of the largest grid.
         sampler: How the trials are chosen.
@@ -150,6 +150,8 @@ def make_entries(
         raise ConfigError(f"methods must differ, got {', '.join(methods)}")
     configs = method_configs(base, methods, settings)
     spaces = _spaces(configs, fixed, grid)
+    unused = {name: _unused_tilts(configs[name], space) for name, space in spaces.items()}
+    spaces = {name: {k: v for k, v in space.items() if k not in unused[name]} for name, space in spaces.items()}
     sizes = {name: _check_points(name, configs[name], space) for name, space in spaces.items()}
     most = trials or int(max(sizes.values()))
     entries = [Entry(name, configs[name], spaces[name], int(min(most, sizes[name]))) for name in fixed]
@@ -166,6 +168,7 @@ def make_entries(
     ]
     if sampler == "grid":
         notes += _uneven_coverage(entries, sizes)
+    notes += [f"{name}: has one sample, so {', '.join(names)} is not tuned" for name, names in unused.items() if names]
     for entry in entries:
         if ignored := [name for name in fixed[entry.name] if name in {n.rpartition(":")[2] for n in grid}]:
             notes.append(f"{entry.name}: sets {', '.join(ignored)} itself, the grid is not used")
@@ -220,14 +223,20 @@ def _spaces(
     return spaces
 
 
+def _unused_tilts(config: TrainConfig, space: Mapping[str, Values]) -> list[str]:
+    """Return the settings of the tilt in a space if they have no effect at any point of it."""
+    if not has_one_sample(config) or "num_samples" in space or "sampler" in space:
+        return []
+    return [name for name in TILT_SETTINGS if name in space]
+
+
 def _check_points(name: str, config: TrainConfig, space: Mapping[str, Values]) -> float:
     """Let the method check all points, or the corners of ranges; return their number, infinite for a range."""
     axes = [(v.low, v.high) if isinstance(v, Range) else v for v in space.values()]
-    size = 0
-    for size, point in enumerate(itertools.product(*axes), 1):  # noqa: B007
+    for point in itertools.product(*axes):
         try:
             point_config = config.with_settings(dict(zip(space, point, strict=True)))
             point_config.wrap(torch.optim.SGD([torch.zeros(2, requires_grad=True)], lr=point_config.lr))
         except ConfigError as error:
             raise ConfigError(f"{name}: {error}") from None
-    return math.inf if any(isinstance(v, Range) for v in space.values()) else size
+    return math.inf if any(isinstance(v, Range) for v in space.values()) else math.prod(map(len, axes))

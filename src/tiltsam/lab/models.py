@@ -71,28 +71,18 @@ class ResNet(nn.Module):
         depths: Blocks in each of the four stages.
         num_classes: Number of logits.
         image_size: 32 or 64: the stem's stride.
-        channels: Channels of the input.
-        width: Channels of the first stage.
     """
 
-    def __init__(
-        self,
-        depths: tuple[int, int, int, int],
-        num_classes: int = 100,
-        *,
-        image_size: int = 32,
-        channels: int = 3,
-        width: int = 64,
-    ) -> None:
+    def __init__(self, depths: tuple[int, int, int, int], num_classes: int = 100, *, image_size: int = 32) -> None:
         super().__init__()
         stride = 1 if image_size <= 32 else 2
-        self.stem = nn.Conv2d(channels, width, 3, stride, 1, bias=False)
-        self.bn = nn.BatchNorm2d(width)
-        blocks, width_in = [], width
+        self.stem = nn.Conv2d(3, 64, 3, stride, 1, bias=False)
+        self.bn = nn.BatchNorm2d(64)
+        blocks, width_in = [], 64
         for stage, depth in enumerate(depths):
             for block in range(depth):
-                blocks.append(_BasicBlock(width_in, width * 2**stage, 2 if stage and not block else 1))
-                width_in = width * 2**stage
+                blocks.append(_BasicBlock(width_in, 64 * 2**stage, 2 if stage and not block else 1))
+                width_in = 64 * 2**stage
         self.blocks = nn.Sequential(*blocks)
         self.head = nn.Linear(width_in, num_classes)
         _he_normal(self)
@@ -129,15 +119,14 @@ class WideResNet(nn.Module):
         depth: 6n+4, such as 16.
         widen: Multiple of 16, 32 and 64 channels.
         num_classes: Number of logits.
-        channels: Channels of the input.
     """
 
-    def __init__(self, depth: int = 16, widen: int = 8, num_classes: int = 100, *, channels: int = 3) -> None:
+    def __init__(self, depth: int = 16, widen: int = 8, num_classes: int = 100) -> None:
         super().__init__()
         if (depth - 4) % 6:
             raise ValueError(f"depth must be 6n+4, got {depth}")
         widths = [16 * widen, 32 * widen, 64 * widen]
-        self.stem = nn.Conv2d(channels, 16, 3, 1, 1, bias=False)
+        self.stem = nn.Conv2d(3, 16, 3, 1, 1, bias=False)
         blocks, width_in = [], 16
         for stage, width in enumerate(widths):
             for block in range((depth - 4) // 6):
@@ -156,38 +145,23 @@ class WideResNet(nn.Module):
 
 
 class ViT(nn.Module):
-    """A vision transformer with pre-norm blocks and a class token (Dosovitskiy et al. 2021).
+    """The vision transformer ViT-S with pre-norm blocks and a class token (Dosovitskiy et al. 2021).
 
     Args:
         num_classes: Number of logits.
         image_size: Height and width of the input.
         patch_size: Height and width of a patch; divides the image.
-        width: Size of a token.
-        depth: Number of blocks.
-        heads: Attention heads.
-        channels: Channels of the input.
-        dropout: Dropout in the blocks.
     """
 
-    def __init__(
-        self,
-        num_classes: int = 100,
-        *,
-        image_size: int = 32,
-        patch_size: int = 4,
-        width: int = 384,
-        depth: int = 12,
-        heads: int = 6,
-        channels: int = 3,
-        dropout: float = 0.0,
-    ) -> None:
+    def __init__(self, num_classes: int = 100, *, image_size: int = 32, patch_size: int = 4) -> None:
         super().__init__()
+        width, depth, heads = 384, 12, 6
         if image_size % patch_size:
             raise ValueError(f"patch_size must divide image_size {image_size}, got {patch_size}")
-        self.patches = nn.Conv2d(channels, width, patch_size, patch_size)
+        self.patches = nn.Conv2d(3, width, patch_size, patch_size)
         self.token = nn.Parameter(torch.zeros(1, 1, width))
         self.position = nn.Parameter(0.02 * torch.randn(1, 1 + (image_size // patch_size) ** 2, width))
-        block = nn.TransformerEncoderLayer(width, heads, 4 * width, dropout, "gelu", batch_first=True, norm_first=True)
+        block = nn.TransformerEncoderLayer(width, heads, 4 * width, 0.0, "gelu", batch_first=True, norm_first=True)
         self.blocks = nn.TransformerEncoder(block, depth, nn.LayerNorm(width), enable_nested_tensor=False)
         self.head = nn.Linear(width, num_classes)
 
@@ -222,16 +196,16 @@ def vit_small(num_classes: int = 100, *, image_size: int = 32) -> ViT:
     return ViT(num_classes, image_size=image_size, patch_size=image_size // 8)
 
 
-def mlp(num_inputs: int, num_classes: int, width: int = 256) -> nn.Sequential:
-    """Two hidden layers, the first with BatchNorm."""
+def mlp(num_inputs: int, num_classes: int) -> nn.Sequential:
+    """Two hidden layers of width 256, the first with BatchNorm."""
     return nn.Sequential(
         nn.Flatten(),
-        nn.Linear(num_inputs, width),
-        nn.BatchNorm1d(width),
+        nn.Linear(num_inputs, 256),
+        nn.BatchNorm1d(256),
         nn.ReLU(),
-        nn.Linear(width, width),
+        nn.Linear(256, 256),
         nn.ReLU(),
-        nn.Linear(width, num_classes),
+        nn.Linear(256, num_classes),
     )
 
 

@@ -50,6 +50,7 @@ from tiltsam.lab.files import (
 
 __all__ = [
     "Record",
+    "RunFolders",
     "SweepTestRun",
     "check_result",
     "code_digest",
@@ -141,7 +142,7 @@ class Record:
         write_json(self.folder / "environment.json", environment)
 
     def setup(self) -> dict[str, Any]:
-        """Return what is trained on what, as ``setup.json`` has it; empty if the file is missing or damaged."""
+        """Return the content of ``setup.json``; empty if the file is missing or damaged."""
         try:
             return _read_json(self.folder / "setup.json")
         except RecordError:
@@ -213,9 +214,10 @@ class Record:
         with drafted(self.folder / "diverged.txt") as draft:
             draft.write_text(reason + "\n")
 
-    def diverged(self) -> bool:
-        """Return whether the run is marked as diverged."""
-        return (self.folder / "diverged.txt").exists()
+    def diverged(self) -> str:
+        """Return why the run diverged; empty if it is not marked as diverged."""
+        path = self.folder / "diverged.txt"
+        return path.read_text().strip() if path.exists() else ""
 
     def result(self) -> dict[str, Any] | None:
         """Return the result, or ``None`` if the run has not finished.
@@ -405,8 +407,15 @@ def digest_of(package: Path) -> str:
 # ---------------------------------------------------------------- folders of runs
 
 
-def find_run_folders(roots: Iterable[Path]) -> list[Path]:
-    """Return the run folders among and below the given folders, each once.
+class RunFolders(NamedTuple):
+    """What is found among and below some folders."""
+
+    runs: list[Path]
+    sweeps: list[Path]
+
+
+def find_run_folders(roots: Iterable[Path]) -> RunFolders:
+    """Return the folders of runs and of sweeps among and below the given folders, each once.
 
     Runs may be in progress. The folder of a sweep stands for the runs that tested its choices.
 
@@ -417,6 +426,7 @@ def find_run_folders(roots: Iterable[Path]) -> list[Path]:
         RecordError: If one of the folders contains no run.
     """
     runs: dict[Path, Path] = {}
+    all_sweeps: dict[Path, Path] = {}
     for root in roots:
         places, sweeps, seen = [], [], set()
         for place, folders, files in os.walk(root, followlinks=True):  # skips what vanishes meanwhile
@@ -437,7 +447,9 @@ def find_run_folders(roots: Iterable[Path]) -> list[Path]:
             raise RecordError(f"no run in {root}: a run is a folder with config.json, as tiltsam train writes it")
         for folder in sorted(places):
             runs.setdefault(folder.resolve(), folder)
-    return list(runs.values())
+        for folder in sorted(sweeps):
+            all_sweeps.setdefault(folder.resolve(), folder)
+    return RunFolders(list(runs.values()), list(all_sweeps.values()))
 
 
 class SweepTestRun(NamedTuple):

@@ -80,7 +80,7 @@ def budget_used(
 
 
 def rate_factor(config: TrainConfig, done: float) -> float:
-    """Return the factor of the learning rate.
+    """Return the factor that multiplies ``config.lr``.
 
     Args:
         config: The run: its schedule and warm-up.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 __all__ = ["Mean", "best_of", "confidence_interval", "format_interval", "format_mean", "mean_of", "paired_difference"]
 
@@ -49,8 +49,8 @@ def paired_difference(scores: Mapping[Seed, float], reference: Mapping[Seed, flo
     return mean_of([score - reference[seed] for seed, score in scores.items() if seed in reference])
 
 
-def confidence_interval(mean: Mean, level: float = 0.95) -> tuple[float, float]:
-    """Return the two-sided interval of Student's t distribution; NaN for fewer than two runs. Needs scipy.
+def confidence_interval(mean: Mean) -> tuple[float, float]:
+    """Return the two-sided 95% interval of Student's t distribution; NaN for fewer than two runs. Needs scipy.
 
     Example:
         >>> low, high = confidence_interval(mean_of([1.0, 2.0, 3.0]))
@@ -61,7 +61,7 @@ def confidence_interval(mean: Mean, level: float = 0.95) -> tuple[float, float]:
         return math.nan, math.nan
     from scipy.stats import t
 
-    half = float(t.ppf((1 + level) / 2, mean.runs - 1)) * mean.error
+    half = float(t.ppf(0.975, mean.runs - 1)) * mean.error
     return mean.value - half, mean.value + half
 
 
@@ -84,7 +84,7 @@ def best_of(means: Sequence[Mean], *, highest: bool = True) -> int | None:
     return first if lead > math.hypot(means[first].error, means[second].error) else None
 
 
-def format_interval(mean: Mean) -> str:
+def format_interval(mean: Mean, digits: int = 2) -> str:
     """Return the 95% confidence interval as text; ``–`` for fewer than two runs.
 
     Example:
@@ -92,15 +92,16 @@ def format_interval(mean: Mean) -> str:
         '[-0.48, +4.48]'
     """
     low, high = confidence_interval(mean)
-    return "–" if math.isnan(low) else f"[{low:+.2f}, {high:+.2f}]"
+    return "–" if math.isnan(low) else f"[{low:+.{digits}f}, {high:+.{digits}f}]"
 
 
-def format_mean(mean: Mean, digits: int | None = None) -> str:
+def format_mean(mean: Mean, digits: int | None = None, sign: Literal["", "+"] = "") -> str:
     """Return ``value ± error``, without the error where it is not finite; ``–`` if the value is not finite.
 
     Args:
         mean: The mean.
         digits: Digits after the point; by default as many as are significant given the error.
+        sign: ``"+"`` also marks positive values, such as differences.
 
     Example:
         >>> format_mean(Mean(4.87e-5, 2.04e-5, 3))
@@ -112,18 +113,16 @@ def format_mean(mean: Mean, digits: int | None = None) -> str:
         return "–"
     error = mean.error if math.isfinite(mean.error) else None
     if digits is None:
-        digits = _digits(error, 2) if error else _digits(mean.value, 4)
+        digits = _digits(error, 2) if error else 0 if float(mean.value).is_integer() else _digits(mean.value, 4)
     if error is None or (error == 0 and digits == 0):  # a count that is the same in all runs needs no error
-        return f"{mean.value:.{digits}f}" if digits <= 4 else f"{mean.value:.3g}"
+        return f"{mean.value:{sign}.{digits}f}" if digits <= 4 else f"{mean.value:{sign}.3g}"
     if digits <= 4:
-        return f"{mean.value:.{digits}f} ± {error:.{digits}f}"
+        return f"{mean.value:{sign}.{digits}f} ± {error:.{digits}f}"
     power = math.floor(math.log10(max(abs(mean.value), error)))  # a variance of 1e-5 is shorter with an exponent
     more = max(power + digits, 0)
-    return f"({mean.value / 10**power:.{more}f} ± {error / 10**power:.{more}f})e{power}"
+    return f"({mean.value / 10**power:{sign}.{more}f} ± {error / 10**power:.{more}f})e{power}"
 
 
 def _digits(x: float, significant: int) -> int:
-    """Return the digits after the point that leave so many significant ones; none for an integer."""
-    if x == 0 or float(x).is_integer():
-        return 0
+    """Return the digits after the point that show this many significant ones."""
     return max(significant - 1 - math.floor(math.log10(abs(x))), 0)

@@ -25,6 +25,7 @@ from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.data import LoadingCallback, data_loader, find_task, fingerprint, load
 from tiltsam.lab.errors import ConfigError, Diverged, RecordError
 from tiltsam.lab.files import finite_json, write_json
+from tiltsam.lab.flags import format_values, parse_method
 from tiltsam.lab.grids import ChoiceName, Entry, Grid, PrunerName, Range, SamplerName, make_entries
 from tiltsam.lab.processes import run_processes
 from tiltsam.lab.records import Record, task_folder
@@ -152,10 +153,10 @@ class SweepWorker:
         self._report, self._check = report, check
         self._data = data_loader(plan.root, download=plan.download, progress=loading)
         self._reported_at, self._reported = -math.inf, set[str]()
-        self._searches = {entry.name: self._search(entry) for entry in plan.entries}
+        self._searches = {entry.name: self._make_study(entry) for entry in plan.entries}
         self._tests: SharedStudy | None = None
 
-    def _search(self, entry: Entry) -> SharedStudy:
+    def _make_study(self, entry: Entry) -> SharedStudy:
         sampler: optuna.samplers.BaseSampler
         if self.plan.sampler == "grid":
             axes = {name: values for name, values in entry.space.items() if not isinstance(values, Range)}
@@ -171,9 +172,9 @@ class SweepWorker:
 
     def run(self) -> None:
         """Run trials until all have ended, then tests."""
-        self._run_all({self._searches[entry.name]: partial(self._try, entry) for entry in self.plan.entries})
+        self._run_all({self._searches[entry.name]: partial(self._run_trial, entry) for entry in self.plan.entries})
         if (tests := self.tests()) is not None:
-            self._run_all({tests: self._test})
+            self._run_all({tests: self._run_test})
 
     def _run_all(self, objectives: Mapping[SharedStudy, Callable[[Trial], float]]) -> None:
         while left := [study for study in objectives if not study.ended()]:
@@ -188,7 +189,7 @@ class SweepWorker:
             self.report_status()
         self.report_status(force=True)
 
-    def _try(self, entry: Entry, trial: Trial) -> float:
+    def _run_trial(self, entry: Entry, trial: Trial) -> float:
         """Return the mean of the final values over the trial's seeds. Test numbers are not used here."""
         for name, values in entry.space.items():
             if isinstance(values, Range):
@@ -204,7 +205,7 @@ class SweepWorker:
             trial.set_user_attr(f"seed {seed}", numbers)
         return mean_of(final_values).value
 
-    def _test(self, trial: Trial) -> float:
+    def _run_test(self, trial: Trial) -> float:
         """Return the test score of an entry's choice with one seed."""
         chosen = self.chosen()
         name = trial.suggest_categorical("entry", list(chosen))
@@ -219,13 +220,14 @@ class SweepWorker:
             raise RecordError(f"the data of {config.task} changed since this sweep was started: pass another --out")
         config = replace(config, device=self._device)
         record = Record.of(self.plan.out, config)
-        steps = [0]
+        last_step = 0
 
         def report(progress: Progress) -> None:
+            nonlocal last_step
             step = int(min(progress.done, 1.0) * REPORTS) * 100 // REPORTS  # in per cent of the budget
-            if pruned and step > steps[-1] and progress.row.get("epoch") == round(progress.epoch, 6):
+            if pruned and step > last_step and progress.row.get("epoch") == round(progress.epoch, 6):
                 trial.report(self.plan.value(progress.row, self._data(config).metrics[0]), step)  # the data are cached
-                steps.append(step)
+                last_step = step
             self._check()
             self.report_status()
 
@@ -267,12 +269,12 @@ class SweepWorker:
                 configs[entry.name] = entry.config.with_settings(best.params).with_settings(self.plan.final)
         return configs
 
-    def _searched(self) -> bool:
+    def _all_trials_ended(self) -> bool:
         return all(study.ended() for study in self._searches.values())
 
     def tests(self) -> SharedStudy | None:
         """Return the study of the tests, once all trials have ended."""
-        if self._tests is None and self._searched() and self.plan.seeds and (names := list(self.chosen())):
+        if self._tests is None and self._all_trials_ended() and self.plan.seeds and (names := list(self.chosen())):
             grid: dict[str, list[Any]] = {"entry": names, "seed": list(range(self.plan.seeds))}
             sampler = optuna.samplers.GridSampler(grid, seed=0)
             number = len(names) * self.plan.seeds
@@ -284,11 +286,11 @@ class SweepWorker:
         if not force and time.monotonic() - self._reported_at < POLL_SECONDS:
             return
         trials = [
-            (f"{entry.name} {format_settings(trial.params)}".strip(), trial)
+            (f"{entry.name} {format_values(trial.params)}".strip(), trial)
             for entry in self.plan.entries
             for trial in self._searches[entry.name].trials()
         ]
-        num_tests = 0 if self._searched() else len(self.plan.entries) * self.plan.seeds
+        num_tests = 0 if self._all_trials_ended() else len(self.plan.entries) * self.plan.seeds
         tests: list[FrozenTrial] = []
         if (study := self.tests()) is not None:
             tests, num_tests = study.trials(), study.num_trials
@@ -407,11 +409,6 @@ class SweepResult:
         return paired_difference(result.scores, self.entries[0].scores)
 
 
-def format_settings(settings: Mapping[str, Any]) -> str:
-    """Return settings as ``lr=0.1 rho=0.5``."""
-    return " ".join(f"{k}={v:.3g}" if isinstance(v, float) else f"{k}={v}" for k, v in settings.items())
-
-
 def format_results(result: SweepResult) -> list[list[str]]:
     """Return the cells of a table, headings first; scores and differences are times 100."""
     first = result.entries[0].name
@@ -420,7 +417,7 @@ def format_results(result: SweepResult) -> list[list[str]]:
         pruned = sum(trial.state is TrialState.PRUNED for trial in row.trials)
         trials = f"{len(row.trials)}" + (f", {pruned} pruned" if pruned else "")
         best = row.best
-        chosen = ["–", "–"] if best is None else [format_settings(best.params) or "–", f"{best.value:.4f}"]
+        chosen = ["–", "–"] if best is None else [format_values(best.params) or "–", f"{best.value:.4f}"]
         score = format_mean(_times_100(mean_of(list(row.scores.values()))), 2)
         difference, interval = "", ""
         if row.name != first and row.scores:
@@ -529,7 +526,7 @@ def sweep(
     Args:
         base: The settings that all trials share; its method and seed are replaced. For equal passes or seconds, set
             ``epochs=math.inf``. ``device`` may name several, as in ``"cuda:0,cuda:1"``: workers use them in turn.
-        methods: Methods, maybe with their own settings, as in ``"tsam:num_samples=1"``, which no grid changes.
+        methods: Methods, optionally with settings that no grid changes, as in ``"tsam:num_samples=1"``.
         grid: Values by name, ``{"lr": [0.01, 0.1]}``, or by ``"METHOD:NAME"`` for one method; a :class:`Range` with
             the samplers random and tpe. Each method uses the settings that it has.
         out: Folder of the records, of the database and of ``sweeps/NAME/sweep.json``.
@@ -538,8 +535,8 @@ def sweep(
         trials: Trials per entry; by default the size of the largest grid.
         pruner: ``"halving"`` stops the worse half of the trials at 25% and again at 50% of the budget.
         choose_by: ``"loss"`` chooses the lowest validation loss, ``"score"`` the highest validation score, and
-            ``"balanced"`` the highest mean accuracy of the classes, for long-tailed tasks. Where validation labels are
-            wrong, the loss favours models that are unsure, or have learnt nothing.
+            ``"balanced"`` the highest mean accuracy of the classes, for long-tailed tasks. With noisy validation
+            labels, the loss favours models that are unsure, or have learnt nothing.
         trial_seeds: Runs per trial, with seeds 0, 1, …; their losses or scores are averaged.
         seeds: Tests of each choice, with seeds 0, 1, …; 0 tests nothing.
         final_epochs: Epochs of the tests. A final budget replaces that of the trials.
@@ -571,9 +568,13 @@ def sweep(
         0.1
         >>> folder.cleanup()
     """
-    at_least_1 = {"trial_seeds": trial_seeds, "workers": workers, "heartbeat": heartbeat}
-    for name, number in {"seeds": seeds, **at_least_1}.items():
-        if number < (least := int(name in at_least_1)):
+    for name, number, least in (
+        ("seeds", seeds, 0),
+        ("trial_seeds", trial_seeds, 1),
+        ("workers", workers, 1),
+        ("heartbeat", heartbeat, 1),
+    ):
+        if number < least:
             raise ConfigError(f"{name} must be at least {least}, got {number}")
     if not base.validation > 0:
         raise ConfigError(f"validation must be > 0, because a sweep chooses on it, got {base.validation}")
@@ -632,7 +633,7 @@ def _final_budget(
         if not value > 0:
             raise ConfigError(f"final_{name} must be > 0, got {value:g}")
         for entry in entries:
-            if name in entry.space or f"{name}=" in entry.name:
+            if name in entry.space or name in parse_method(entry.name):
                 raise ConfigError(f"{entry.name}: {name} is set or tuned, and final_{name} would change it")
     return {**budget, "epochs": epochs or math.inf} if given else {}
 
@@ -642,7 +643,7 @@ def _write_result(plan: SweepPlan, worker: SweepWorker, notes: Sequence[str]) ->
     for row in result.entries:
         for name, edge in row.edges().items():
             assert row.best is not None
-            chosen = format_settings({name: row.best.params[name]})
+            chosen = format_values({name: row.best.params[name]})
             beyond = "a smaller one" if edge == "smallest" else "a larger one"
             result.notes.append(f"{row.name}: {chosen} is the {edge} value of its grid; {beyond} may be better")
     plan.folder.mkdir(parents=True, exist_ok=True)

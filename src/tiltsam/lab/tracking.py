@@ -1,9 +1,9 @@
 """A run's metrics for a tracker: TensorBoard, trackio or Weights & Biases.
 
 A tracker shows a copy of the record, each epoch once, also of a run that was killed and resumed or was started without
-a tracker. TensorBoard's event files, in the run's folder, are written again from the start (``purge_step``). The others
-keep what they received: ``RUN/wandb.json`` or ``RUN/trackio.json`` has the id of the run there and the steps of the
-newest line sent.
+a tracker. TensorBoard's event files, in the run's folder, are written again from the start (``purge_step``) by each
+process that adds to them; ``RUN/tensorboard/steps.json`` has the steps of the newest line. The others keep what they
+received: ``RUN/wandb.json`` or ``RUN/trackio.json`` has the id of the run there and the steps of the newest line sent.
 """
 
 from __future__ import annotations
@@ -72,10 +72,12 @@ class EventFiles(Tracker):
     def __init__(self, name: TrackerName, record: Record) -> None:
         super().__init__(name, record)
         self._writer: Any = None
+        self._steps = record.folder / "tensorboard" / "steps.json"  # of the newest line in the event files
 
     def complete(self) -> None:
-        """Write a finished run, unless it has event files."""
-        if not (self._record.folder / "tensorboard").exists():
+        """Write a finished run, unless its event files have all of it."""
+        rows = self._record.metrics()
+        if rows and not (self._steps.exists() and json.loads(self._steps.read_text()) == rows[-1]["steps"]):
             self.update()
 
     def write(self, metrics: dict[str, float], steps: int) -> None:
@@ -85,6 +87,7 @@ class EventFiles(Tracker):
         for tag, value in metrics.items():
             self._writer.add_scalar(tag, value, steps)
         self._writer.flush()
+        write_json(self._steps, steps)
 
     def close(self) -> None:
         """Close the file."""

@@ -89,7 +89,8 @@ def train(
         loading: Called with the progress of downloads and of decoding images.
         data: Returns the data of a config; by default :func:`tiltsam.lab.data.load` with the three arguments above.
         log: Also write the metrics to this tracker; see :mod:`tiltsam.lab.tracking`.
-        setup: Called before training with what is trained on what: the content of ``setup.json``.
+        setup: Called before training with the sizes of the splits, classes, label noise and model: the content of
+            ``setup.json``.
         report: Called after every epoch.
         tick: Called about twice a second within an epoch; does not wait for the device.
         checkpoint_seconds: Seconds between checkpoints, which are written at the end of epochs; by default the
@@ -137,9 +138,9 @@ def train(
                     record.diverge(str(error))
                 raise
             except KeyboardInterrupt:
-                raise Interrupted(f"interrupted; {run.saved}", stop.number or signal.SIGINT) from None
+                raise Interrupted(f"interrupted; {run.saved_message}", stop.number or signal.SIGINT) from None
         if stop.number is not None:
-            raise Interrupted(f"interrupted; training in {record.folder} had ended", stop.number)
+            raise Interrupted(f"interrupted after training finished: {record.folder}", stop.number)
         return numbers
 
 
@@ -171,7 +172,7 @@ class Trainer:
 
     Attributes:
         step: Takes one step on a batch and returns its loss: a :class:`tiltsam.CapturedStep`.
-        saved: A sentence that says up to which step the run is saved.
+        saved_message: A sentence that says up to which step the run is saved.
     """
 
     def __init__(
@@ -185,8 +186,8 @@ class Trainer:
         self.model = build(config.model, data, config.init).to(self.device)
         if self.device.type == "cuda":
             self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        self.trained = self.distributed.wrap(self.model)
-        self._passing = torch.compile(self.trained) if config.compile else self.trained
+        self.wrapped = self.distributed.wrap(self.model)
+        self._compiled = torch.compile(self.wrapped) if config.compile else self.wrapped
         self.optimizer = self._optimizer()
         self.average = tiltsam.WeightAverage(self.model) if config.average else None
         self.tilt = self._example_tilt(sync=self.distributed.divides_batches)
@@ -196,12 +197,11 @@ class Trainer:
         group = self.optimizer.param_groups[0]
         self._initial: dict[str, float] = {name: group[name] for name in ("rho", "t") if name in group}
         self.progress = Progress()
-        self.best: dict[str, Any] = {}
-        self.saved = f"nothing of {record.folder} is saved: the same command starts again"
+        self.best_row: dict[str, Any] = {}
+        self.saved_message = f"{record.folder} has no checkpoint yet: the same command starts from the beginning"
         self._interrupted_epoch = EpochSeries()
         self.estimated: dict[str, Tensor] = {}
-        self._final: dict[str, Any] = {}  # what the result has beyond the last row
-        self._warned = False
+        self._warned_small_ess = False
         self.batches = Batches(self.data, config.batch_size)
         self.distributed.check_config(self.batches.size, config.passes)
         part = len(self.distributed.local_batch((self.data.train.targets[: self.batches.size],))[0])
@@ -232,7 +232,7 @@ class Trainer:
         if config.clip is not None:
             max_norm = config.clip
             base.register_step_pre_hook(lambda *_: _clip(self.model, max_norm))
-        return config.wrap(base, model=self.trained, seed=config.seed, parallel=self.distributed.parallel())
+        return config.wrap(base, model=self.wrapped, seed=config.seed, parallel=self.distributed.parallel())
 
     def _example_tilt(self, *, sync: bool) -> tiltsam.ExampleTilt | None:
         config = self.config
@@ -287,7 +287,7 @@ class Trainer:
             if self.distributed.is_main:
                 self.record.begin(self.config, self.device, self.data.fingerprint)
                 write_json(self.record.folder / "setup.json", self.setup())
-            saved = time.perf_counter()
+            last_save = time.perf_counter()
             while self.progress.done < until:
                 means = self._epoch(tick, stop)
                 pause = self.progress.done >= until
@@ -297,19 +297,19 @@ class Trainer:
                     self.progress.row = self._evaluate(means)
                 if due:  # an evaluation because of a pause is not a candidate for the best epoch
                     self._choose(self.progress.row)
-                if not self.distributed.is_main:
-                    continue
-                self._check_example_ess(means)
-                if evaluated:
-                    self.record.log(**self.progress.row)
-                self.optimizer.check_nonfinite()
-                report(self.progress)
-                stopped = stop.number is not None and not pause
-                if self.progress.done < 1 and (pause or stopped or time.perf_counter() - saved >= checkpoint_seconds):
-                    self._save()
-                    saved = time.perf_counter()
-                if stopped:
-                    raise KeyboardInterrupt
+                if self.distributed.is_main:
+                    self._check_example_ess(means)
+                    if evaluated:
+                        self.record.log(**self.progress.row)
+                    self.optimizer.check_nonfinite()
+                    report(self.progress)
+                    stopped = stop.number is not None and not pause
+                    overdue = time.perf_counter() - last_save >= checkpoint_seconds
+                    if self.progress.done < 1 and (pause or stopped or overdue):
+                        self._save()
+                        last_save = time.perf_counter()
+                    if stopped:
+                        raise KeyboardInterrupt
             conclude = self._finish if self.progress.done >= 1 else self._last_row
             numbers: dict[str, Any] = self.distributed.broadcast_object(
                 conclude() if self.distributed.is_main else None
@@ -317,7 +317,7 @@ class Trainer:
             return numbers
 
     def setup(self) -> dict[str, Any]:
-        """Return what is trained on what, for the report: the config does not contain the values of its defaults."""
+        """Return the sizes of the splits, classes, label noise and model, which the report shows: ``setup.json``."""
         config, data = self.config, self.data
         task = find_task(config.task)
         return {
@@ -343,10 +343,11 @@ class Trainer:
         losses: list[Tensor] = []
         sizes: list[Tensor] = []
         example_sizes: list[Tensor] = []
+        parts = self.optimizer.num_samples if config.split else 1  # of a batch, to each of which the tilt is applied
         before, run_ahead = self._interrupted_epoch, RunAheadLimit(self.device)
         start, seconds = time.perf_counter(), progress.seconds
         ticked = start
-        self.trained.train()
+        self.wrapped.train()
         self.distributed.seed_dropout(config.seed, epoch)
         for k, batch in enumerate(self.batches.epoch(config.seed, epoch)):
             if k < len(before.losses):
@@ -373,7 +374,7 @@ class Trainer:
             info = self.optimizer.info
             sizes.append(info.effective_sample_size)
             if self.tilt is not None and self.tilt.effective_sample_size is not None:
-                example_sizes.append(self.tilt.effective_sample_size / len(batch[-1]))
+                example_sizes.append(self.tilt.effective_sample_size * parts / len(batch[-1]))
             progress.passes += passes_of(info, config.ascent_fraction)
             run_ahead.step()
         self._interrupted_epoch = EpochSeries()
@@ -403,14 +404,15 @@ class Trainer:
         """Warn, once, if the tilt over examples leaves little of the batches of an epoch."""
         # A model that predicts one class keeps the share of this class, which is one in num_classes.
         smallest = max(SMALL_ESS, 1.5 / self.data.num_classes) if self.data.num_classes > 1 else SMALL_ESS
-        if self._warned or not means.get("example_ess", 1.0) < smallest:
+        if self._warned_small_ess or not means.get("example_ess", 1.0) < smallest:
             return
-        self._warned = True
+        self._warned_small_ess = True
         tilt, between = self.config.example_tilt, self.config.class_tilt
         name = f"example_tilt {tilt:g}" if between is None else f"example_tilt {tilt:g} with class_tilt {between:g}"
+        bound = " or set --example-ess" if between is None else ""  # which cannot be combined with class_tilt
         warnings.warn(
-            f"{name} leaves an effective sample size of {means['example_ess']:.0%} of the batch: use a smaller tilt"
-            + (" or --example-ess" if between is None else ""),  # which cannot be combined with class_tilt
+            f"{name} leaves an effective sample size of {means['example_ess']:.0%} of the batch: move example_tilt "
+            f"towards 0{bound}",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -445,7 +447,7 @@ class Trainer:
         return self._forward(self.model, self.batches.inputs(part))
 
     def _loss(self, *batch: Tensor) -> Tensor:
-        return self._batch_loss(self._forward(self._passing, batch[:-1]), batch[-1], tilt=self.tilt)
+        return self._batch_loss(self._forward(self._compiled, batch[:-1]), batch[-1], tilt=self.tilt)
 
     def _part_loss(self, sample: int, *batch: Tensor) -> Tensor:
         """Return the loss on the part of the batch that belongs to a sample."""
@@ -478,8 +480,6 @@ class Trainer:
                 for metric, value in evaluate(self._outputs, self.data, getattr(self.data, name)).items():
                     row[f"{name}_{metric}"] = value
                 self._check_finite(row.get(f"{name}_loss", 0.0), f"after epoch {math.ceil(self.progress.epoch)}")
-            if self.progress.done >= 1:
-                self._final = self._final_numbers()
             kept = self.model.state_dict().keys()  # non-persistent buffers are not in it
             self.estimated = {name: b.detach().clone() for name, b in self.model.named_buffers() if name in kept}
         return row
@@ -505,8 +505,8 @@ class Trainer:
     def _choose(self, row: dict[str, Any]) -> None:
         """Keep the row with the best validation score."""
         score = f"validation_{self.data.metrics[0]}"
-        if score in row and (not self.best or row[score] > self.best[score]):
-            self.best = row
+        if score in row and (not self.best_row or row[score] > self.best_row[score]):
+            self.best_row = row
 
     # ---------------------------------------------------------------- saving and resuming
 
@@ -521,14 +521,14 @@ class Trainer:
 
     def _note_saved(self) -> None:
         where = f"step {self.progress.steps} (epoch {self._position():.4g})"
-        self.saved = f"{self.record.folder} is saved up to {where}: the same command resumes there"
+        self.saved_message = f"{self.record.folder} is saved up to {where}: the same command resumes there"
 
     def _checkpoint(self) -> Checkpoint:
         random = {"cpu": torch.get_rng_state()}
         if self.device.type == "cuda":
             random["cuda"] = torch.cuda.get_rng_state(self.device)
         progress = {k: getattr(self.progress, k) for k in ("epoch", "passes", "seconds", "steps", "done")}
-        state = {**progress, "epoch": int(self.progress.epoch), "best": self.best}
+        state = {**progress, "epoch": int(self.progress.epoch), "best": self.best_row}
         if self._interrupted_epoch.losses:
             state["interrupted_epoch"] = dataclasses.asdict(self._interrupted_epoch)
         average = {} if self.average is None else {**self.average.state_dict()["average"], **self.estimated}
@@ -548,9 +548,9 @@ class Trainer:
     def _restore(self, checkpoint: Checkpoint) -> None:
         self.model.load_state_dict(checkpoint.model)
         self.optimizer.load_state_dict(checkpoint.optimizer)
-        self.best = checkpoint.state.pop("best")
+        self.best_row = checkpoint.state.pop("best")
         metric = self.data.metrics[0]
-        if self.best and not {f"validation_{metric}", f"test_{metric}"} <= self.best.keys():
+        if self.best_row and not {f"validation_{metric}", f"test_{metric}"} <= self.best_row.keys():
             raise ValueError(f"the best epoch has no {metric}")
         self._interrupted_epoch = EpochSeries(**checkpoint.state.pop("interrupted_epoch", {}))
         self.progress = Progress(**checkpoint.state)
@@ -572,19 +572,20 @@ class Trainer:
 
     def _finish(self) -> dict[str, Any]:
         """Write the trained model with its re-estimated statistics, and the result."""
-        final = self._last_row()
-        numbers = {
-            **final,
-            **self._final,
-            "captured": getattr(self.step, "reason", None) is None,
-            "metric": self.data.metrics[0],
-            "score": final[f"test_{self.data.metrics[0]}"],
-        }
-        if self.best:
-            numbers["score_at_best_validation"] = self.best[f"test_{self.data.metrics[0]}"]
-            numbers["best_validation"] = self.best[f"validation_{self.data.metrics[0]}"]
+        metric, final = self.data.metrics[0], self._last_row()
         with evaluated_weights(self.model, self.average):
-            self.record.finish({**self.model.state_dict(), **self.estimated}, **numbers)
+            self.model.load_state_dict(self.estimated, strict=False)
+            numbers = {
+                **final,
+                **self._final_numbers(),
+                "captured": getattr(self.step, "reason", None) is None,
+                "metric": metric,
+                "score": final[f"test_{metric}"],
+            }
+            if self.best_row:
+                numbers["score_at_best_validation"] = self.best_row[f"test_{metric}"]
+                numbers["best_validation"] = self.best_row[f"validation_{metric}"]
+            self.record.finish(self.model.state_dict(), **numbers)
         return numbers
 
 

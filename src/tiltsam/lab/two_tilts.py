@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.errors import ConfigError
-from tiltsam.lab.flags import parse_method
+from tiltsam.lab.flags import format_values, parse_method
 from tiltsam.lab.grids import ChoiceName
 from tiltsam.lab.stats import Mean, format_interval, format_mean, mean_of, paired_difference
 
@@ -204,11 +204,15 @@ def run_study(
     if not 0 < scale <= 1:
         raise ConfigError(f"scale must be in (0, 1], got {scale:g}")
     methods = {parse_method(row.entry)["method"] for row in study.rows}
-    unused = {"rho"} if methods == {"erm"} else {"erm:lr"} - {f"{method}:lr" for method in methods}
+    grid = dict(GRID)
+    if methods == {"erm"}:
+        del grid["rho"]
+    if "erm" not in methods:
+        del grid["erm:lr"]
     return sweep(
         replace(study.base, passes=PASSES * scale, device=device, precision=precision),
         [row.entry for row in study.rows],
-        {name: values for name, values in GRID.items() if name not in unused},
+        grid,
         out,
         trials=TRIALS,
         choose_by=study.choose_by,
@@ -235,7 +239,7 @@ def result_rows(study: TiltStudy, result: SweepResult) -> list[list[str]]:
         if row.reference:
             mean = paired_difference(scores, _results(entries[row.reference], study.metric))
             difference, interval = f"{mean.value:+.2f}" if mean.runs else "–", format_interval(mean)
-        chosen = "–" if entry.best is None else " ".join(f"{name}={v:g}" for name, v in entry.best.params.items())
+        chosen = "–" if entry.best is None else format_values(entry.best.params)
         others = [_format(mean_of(list(_results(entry, key).values())), 1) for key in shown.values()]
         mean = mean_of(list(scores.values()))
         table.append([row.name, chosen, _format(mean, 2), difference, interval, *others, f"{len(scores)}"])

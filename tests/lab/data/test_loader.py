@@ -146,16 +146,14 @@ def test_augmentations_are_applied_in_order():
     assert torch.equal(images, normalise(crop(flip(data.train.inputs["image"], two), two), data.mean, data.std))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_normalise(dtype):
+def test_normalise():
     images = random_images(n=200)
     x = images.double() / 255
     mean, std = x.mean((0, 2, 3)), x.std((0, 2, 3), correction=0)
     wanted = (x - mean.view(1, 3, 1, 1)) / std.view(1, 3, 1, 1)
-    out = normalise(images, mean.tolist(), std.tolist(), dtype)
-    assert out.dtype == dtype
-    torch.testing.assert_close(out.double(), wanted, atol=2e-2 if dtype == torch.bfloat16 else 1e-5, rtol=0)
-    torch.testing.assert_close(normalise(x, mean, std, torch.float64), wanted, atol=1e-12, rtol=0)
+    for given in (images, x):
+        out = normalise(given, mean.tolist(), std.tolist())
+        torch.testing.assert_close(out, wanted.float(), atol=1e-5, rtol=0)
 
 
 def test_augmentations_refuse_wrong_shapes():

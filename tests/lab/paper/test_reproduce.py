@@ -106,7 +106,7 @@ def test_plan_changes_settings():
     assert configs["tsam"] == recipe.cells[-1].config.with_settings({"batch_size": 128, "rho": 0.2, "num_samples": 3})
     assert plan.deviations() == ["batch_size 64 → 128", "rho 0.05 → 0.1", "tsam: rho 0.1 → 0.2", "num_samples 5 → 3"]
     several = ReproductionPlan(find_recipe("samples"), changes={"sam:rho": 0.2, "compile": True})
-    assert several.deviations() == ["sam: rho 0.05, 0.1 → 0.2", "compile False → True"]
+    assert several.deviations() == ["sam: rho 0.05, 0.1 → 0.2", "compile false → true"]
     own = ReproductionPlan(recipe, changes={"esam1:lr": 0.1})  # a run of SAM, but not the row SAM
     assert [c.method for c in recipe.cells if own.configs(c)[0].lr == 0.1] == ["esam1"]
 
@@ -214,7 +214,7 @@ def test_data_of_another_size_is_reported(here, narrow, tmp_path, capsys):
 def test_data_of_the_published_size_is_not_reported(narrow, places, monkeypatch):
     monkeypatch.setattr(reproduce_module, "training_examples", lambda config: 6)
     plan = ReproductionPlan(find_recipe("images/dtd-wrn").select(methods=["erm", "esam1"]), 1, 0.01, "cpu")
-    assert reproduce(plan, **places).data == {}
+    assert reproduce(plan, **places).data_differences == {}
 
 
 def test_data_of_the_published_size_with_changed_batches_and_validation(narrow, places, monkeypatch):
@@ -223,9 +223,9 @@ def test_data_of_the_published_size_with_changed_batches_and_validation(narrow, 
     found = reproduce(ReproductionPlan(recipe, 1, 0.01, "cpu", changes={"batch_size": 3, "validation": 0.0}), **places)
     (result,) = found.results(recipe.cells[0])
     assert result["steps"] == 2 * 2
-    assert found.data == {}
+    assert found.data_differences == {}
     monkeypatch.setitem(settings.PUBLISHED_EXAMPLES, "cifar100", 9)
-    assert found.data["cifar100-resnet18"].endswith("2 instead of 3")
+    assert found.data_differences["cifar100-resnet18"].endswith("2 instead of 3")
 
 
 def test_failed_run_is_named_by_its_row(here, narrow, tmp_path, capsys, monkeypatch):
@@ -360,7 +360,8 @@ def test_reproduce_command_shows_finished_runs(here, narrow, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "value"),
     [
-        (["nonsense"], "'nonsense'"),
+        (["nonsense"], "two-tilts"),
+        (["two_tilts"], "did you mean two-tilts?"),
         ([], "images, glue, samples"),
         (["--list", "nonsense"], "'nonsense'"),
         (["--list", "--methods", "nonsense"], "'nonsense'"),

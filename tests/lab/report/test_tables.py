@@ -204,11 +204,12 @@ def test_flatness_column_has_one_notation(tmp_path, variances, heading, texts):
 
 
 def test_runs_of_a_sweep_are_tuned(tmp_path):
-    folder = write_run(tmp_path, method="sam")
-    study = tmp_path / "sweeps" / "study"
+    out = tmp_path / "out"
+    folder = write_run(out, method="sam")
+    study = out / "sweeps" / "study"
     study.mkdir(parents=True)
-    test = {"runs": [{"run": str(folder.relative_to(tmp_path)), "seed": 0, "state": "done"}]}
+    test = {"runs": [{"run": str(folder.relative_to(out)), "seed": 0, "state": "done"}]}
     (study / "sweep.json").write_text(json.dumps({"methods": {"sam": {"test": test}}}))
-    for place in (study, tmp_path):
+    for place in (study, study.parent, out, tmp_path):
         (task,) = summarize(*read_runs([place]))
         assert task.tuning(task.settings[0]) == "tuned by a sweep on validation"

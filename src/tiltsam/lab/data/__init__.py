@@ -97,7 +97,7 @@ def load(
     task = find_task(config.task)
     if config.image_size is not None:
         if task.image_size is None:
-            raise ConfigError(f"image_size must be None for {config.task}, whose images have one size, if any")
+            raise ConfigError(f"image_size must be None for {config.task}: it reads no image files")
         if config.image_size > 4096:
             raise ConfigError(f"image_size must be at most 4096, got {config.image_size}")
     if download and (source := pretrained.source_of(config.model)):
@@ -174,7 +174,7 @@ TASKS: dict[str, Task] = {
     for task in (
         Task(
             "digits",
-            "8x8 handwritten digits, 10 classes, 20% of the labels wrong",
+            "8x8 handwritten digits, 10 classes, 20% noisy labels",
             "none: the data comes with scikit-learn",
             vision.digits,
             noise=PAPER_NOISE,
@@ -199,7 +199,7 @@ TASKS: dict[str, Task] = {
             partial(vision.cifar, num_classes=10),
         ),
         Task("cifar100", "32x32 photographs, 100 classes", *_CIFAR100),
-        Task("cifar100-noisy", "CIFAR-100 with 20% of the labels wrong", *_CIFAR100, noise=PAPER_NOISE),
+        Task("cifar100-noisy", "CIFAR-100 with 20% noisy labels", *_CIFAR100, noise=PAPER_NOISE),
         Task(
             "cifar100-lt",
             "CIFAR-100, long-tailed: 500 training examples of the first class, 5 of the last",

@@ -183,7 +183,7 @@ def assemble(
     metrics: Sequence[str] = ("accuracy",),
     augment: tuple[Augmentation, ...] = (),
 ) -> Data:
-    """Make classes rare, add label noise, split the examples and compute the statistics of images.
+    """Apply the imbalance, add label noise, split the examples and compute the statistics of images.
 
     Args:
         request: Seed, imbalance, noise and validation fraction. An imbalance needs ``num_validation=None``.

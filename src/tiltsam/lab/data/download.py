@@ -162,11 +162,7 @@ def download(remote: Remote, folder: Path, progress: LoadingCallback | None = No
     Raises:
         DataError: If there is no network, the checksum differs, or the folder cannot be written.
     """
-    if not remote.url.startswith(("https://", "http://")):
-        raise DataError(f"the URL must start with http:// or https://, got {remote.url}")
     algorithm, _, expected = remote.checksum.partition(":")
-    if algorithm not in ("md5", "sha256") or not expected:
-        raise DataError(f"{remote.url}: the checksum must be md5:… or sha256:…, got {remote.checksum!r}")
     target = folder / remote.filename
     with _writing(folder), drafted(target) as draft:
         digest = hashlib.new(algorithm, usedforsecurity=False)

@@ -102,8 +102,9 @@ def glue(request: Request, *, name: str) -> Data:
     task = GLUE[name]
     home = request.path / "glue"
     folders = (home / task.folder, home / name)
-    folder = next((f for f in folders if f.is_dir() and not request.download), folders[0])
-    folder = next((f for f in folders if any((f / dev).exists() for dev in task.dev)), folder)
+    with_dev = [folder for folder in folders if any((folder / dev).exists() for dev in task.dev)]
+    existing = [folder for folder in folders if folder.is_dir() and not request.download]
+    folder = [*with_dev, *existing, folders[0]][0]
     train = folder / task.train
     dev = next((folder / name for name in task.dev if (folder / name).exists()), folder / task.dev[0])
     no_dev = train.exists() and not dev.exists() and not request.download

@@ -115,25 +115,21 @@ def flip(images: Tensor, generator: torch.Generator) -> Tensor:
     return torch.where(heads, images.flip(3), images)
 
 
-def normalise(
-    images: Tensor, mean: Sequence[float] | Tensor, std: Sequence[float] | Tensor, dtype: torch.dtype = torch.float32
-) -> Tensor:
-    """Return (x - mean) / std for each channel; uint8 images are scaled to [0, 1] first.
+def normalise(images: Tensor, mean: Sequence[float] | Tensor, std: Sequence[float] | Tensor) -> Tensor:
+    """Return (x - mean) / std for each channel in float32; uint8 images are scaled to [0, 1] first.
 
     Args:
         images: The batch, uint8 or floating point.
         mean: Mean of each channel, in [0, 1]. A tensor on the device saves a copy.
         std: Standard deviation of each channel, positive.
-        dtype: Type of the result. The arithmetic is in float32, or in float64 for float64.
     """
     _check(images)
     if not len(mean) == len(std) == images.shape[1]:
         raise ValueError(f"mean and std must have {images.shape[1]} entries, got {len(mean)} and {len(std)}")
-    work = torch.float64 if dtype == torch.float64 else torch.float32
-    center = torch.as_tensor(mean, dtype=work, device=images.device).view(1, -1, 1, 1)
-    scale = torch.as_tensor(std, dtype=work, device=images.device).view(1, -1, 1, 1)
+    center = torch.as_tensor(mean, dtype=torch.float32, device=images.device).view(1, -1, 1, 1)
+    scale = torch.as_tensor(std, dtype=torch.float32, device=images.device).view(1, -1, 1, 1)
     unit = 255.0 if images.dtype == torch.uint8 else 1.0
-    return ((images.to(work) - unit * center) / (unit * scale)).to(dtype)
+    return (images.float() - unit * center) / (unit * scale)
 
 
 def _integers(high: int, shape: tuple[int, ...], images: Tensor, generator: torch.Generator) -> Tensor:

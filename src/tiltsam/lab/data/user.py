@@ -237,8 +237,12 @@ def load_arrays(request: Request) -> Data:
         num_classes = 1 + int(targets.max())
         _check_gaps(what, targets)
         if targets.min() > 0:
-            remark = f"{num_classes} classes are trained; subtract {targets.min()} if yours start at {targets.min()}"
-            warnings.warn(f"{what} has no class 0: {remark}", stacklevel=2)
+            first = targets.min()
+            warnings.warn(
+                f"{what} has no class 0, but the model gets an output for it ({num_classes} in all): subtract {first} "
+                f"from y if your classes start at {first}",
+                stacklevel=2,
+            )
     return _assemble(request, digest, splits, num_classes)
 
 

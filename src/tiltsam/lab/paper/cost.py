@@ -40,7 +40,7 @@ def num_passes(config: TrainConfig, examples: int | None = None) -> float:
 
 
 def measuring_passes(plan: ReproductionPlan, config: TrainConfig) -> float:
-    """Return about how many passes it takes to measure one trained run, on batches of training's size."""
+    """Estimate the passes that measuring one run takes, in batches of the training size."""
     batches = plan.num_examples / config.batch_size
     if plan.recipe.kind == "neighborhood":
         return (len(PAPER_STDS) * plan.num_draws + 1) * batches / 3

@@ -20,6 +20,7 @@ from tiltsam.lab.data import Data, LoadingCallback, data_key, data_loader
 from tiltsam.lab.devices import resolve_device
 from tiltsam.lab.errors import ConfigError, DataError, RecordError, TrainError
 from tiltsam.lab.files import file_digest, write_json
+from tiltsam.lab.flags import format_value
 from tiltsam.lab.flatness import PAPER_STDS, Flatness, FlatnessPlan, cross_runs, measure_runs, save_flatness
 from tiltsam.lab.paper.recipes import Recipe, RecipeCell, cells_with
 from tiltsam.lab.paper.settings import column_config, training_examples
@@ -119,13 +120,9 @@ class ReproductionPlan:
             lines.append(f"precision {self.precision} instead of fp32")
         for name, value in self.changes.items():
             cells = [c for c in self.recipe.cells if c.has(name) and f"{c.method}:{name}" not in self.changes]
-            if old := dict.fromkeys(_format(v) for cell in cells if (v := cell.value(name)) != value):
-                lines.append(f"{name.replace(':', ': ')} {', '.join(old)} → {_format(value)}")
+            if old := dict.fromkeys(format_value(v) for cell in cells if (v := cell.value(name)) != value):
+                lines.append(f"{name.replace(':', ': ')} {', '.join(old)} → {format_value(value)}")
         return lines
-
-
-def _format(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 @dataclass
@@ -144,19 +141,22 @@ class Reproduction:
     unmeasured: dict[int, str] = field(default_factory=dict)
     """By seed: why it was not measured."""
 
+    def _finished(self, cell: RecipeCell) -> list[tuple[Record, dict[str, Any]]]:
+        records = [Record.of(self.out, config) for config in self.plan.configs(cell)]
+        return [(record, result) for record in records if (result := record.result()) is not None]
+
     def records(self, cell: RecipeCell) -> list[Record]:
         """Return the finished runs of a cell."""
-        records = [Record.of(self.out, config) for config in self.plan.configs(cell)]
-        return [record for record in records if record.result() is not None]
+        return [record for record, _ in self._finished(cell)]
 
     @property
-    def data(self) -> dict[str, str]:
+    def data_differences(self) -> dict[str, str]:
         """By column: how its data differ from the published data set."""
         return {column: text for column in self.plan.recipe.columns if (text := _data_difference(self, column))}
 
     def results(self, cell: RecipeCell) -> list[dict[str, Any]]:
         """Return the final numbers of the finished runs of a cell."""
-        return [result for record in self.records(cell) if (result := record.result()) is not None]
+        return [result for _, result in self._finished(cell)]
 
     def folders(self) -> list[Path]:
         """Return the folders of all runs, finished or not; a folder holds the seeds of a config."""
@@ -172,6 +172,7 @@ def reproduce(
     root: Path | None = None,
     download: bool = False,
     loading: LoadingCallback | None = None,
+    setup: Callable[[TrainConfig, dict[str, Any]], None] = lambda config, setup: None,
     report: Callable[[TrainConfig, Progress], None] = lambda config, progress: None,
     notify: Callable[[str], None] = lambda line: None,
     measuring: Callable[[str], Any] | None = None,
@@ -186,8 +187,9 @@ def reproduce(
         root: Folder of the data sets.
         download: Download missing data sets and models.
         loading: Progress callback of downloads and image decoding.
+        setup: Called before each run with the content of ``setup.json``.
         report: Called about twice a second, and after every epoch.
-        notify: Called with a line about each run or column that fails.
+        notify: Called with a line about each run or column that fails, and about runs of other processes.
         measuring: ``measuring("what is measured")`` returns a progress callback.
 
     Raises:
@@ -206,7 +208,7 @@ def reproduce(
         cells = [cell for cell in recipe.cells if cell.column in columns]
         configs = {f"{cell.column} {cell.row}": plan.configs(cell) for cell in cells}
         try:
-            compare(configs, out, data=load, report=report, tick=report, failed=failed)
+            compare(configs, out, data=load, setup=setup, report=report, tick=report, failed=failed, notify=notify)
         except DataError as error:
             reproduction.missing |= dict.fromkeys(columns, str(error))
             if len(reproduction.missing) == len(recipe.columns) == 1:

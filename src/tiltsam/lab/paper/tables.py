@@ -271,7 +271,7 @@ def print_results(reproduction: Reproduction) -> None:
     print(f"\nours: {ours}; paper: printed error in parentheses; {NO_NUMBER}: no number")
     for line in plan.deviations():
         print(line)
-    for column, difference in reproduction.data.items():
+    for column, difference in reproduction.data_differences.items():
         print(f"{column}: {difference}")
     for column, reason in reproduction.missing.items():
         print(f"{column} was not run: {reason}")
@@ -316,7 +316,7 @@ def write_numbers(reproduction: Reproduction, path: Path) -> None:
         "scale": plan.scale,
         "seeds": plan.seeds,
         "changes": plan.deviations(),
-        "data": reproduction.data,
+        "data": reproduction.data_differences,
         "not_run": reproduction.missing,
         "not_measured": reproduction.unmeasured,
         "cells": cells,

@@ -22,11 +22,12 @@ from importlib.resources import files
 from typing import Any
 
 import tiltsam
+from tiltsam.lab.flags import format_value
 from tiltsam.lab.palette import METHOD_COLORS, METHOD_COLORS_ON_DARK, OTHER_COLOR
 from tiltsam.lab.records import is_number
 from tiltsam.lab.report.plots import Plot, plot_data
 from tiltsam.lab.report.runs import RunProblem
-from tiltsam.lab.report.summary import SettingSummary, TaskSummary, format_value
+from tiltsam.lab.report.summary import SettingSummary, TaskSummary
 from tiltsam.lab.report.tables import ReportTable, TableCell
 from tiltsam.lab.stats import Mean, best_of
 
@@ -148,7 +149,7 @@ def _section(section: TaskSection, number: int, plots: list[Plot], *, titled: bo
 
 
 def task_facts(task: TaskSummary) -> dict[str, str]:
-    """Return what was trained on what: task, examples, classes, label noise, model, budget.
+    """Return the task, examples, classes, label noise, model and budget.
 
     Facts that differ between runs list all their values. Records of earlier versions lack some facts.
     """
@@ -167,7 +168,7 @@ def task_facts(task: TaskSummary) -> dict[str, str]:
         facts["test share"] = f"{splits['test'][0] / sum(map(sum, splits.values())):.0%}"
     facts["classes"] = _either(sizes("num_classes"))
     if facts["classes"] == "1":
-        facts["classes"] = "none: the target is a number"
+        facts["classes"] = "none (regression)"
     noise = [f"{value:.0%}" if value else "none added" for value in values("noise") if is_number(value)]
     facts["label noise"] = " or ".join(noise) + (
         " of training and validation labels" if noise and noise != ["none added"] else ""

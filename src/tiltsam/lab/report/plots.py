@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from tiltsam.lab.flags import format_value
 from tiltsam.lab.palette import METHOD_COLORS
 from tiltsam.lab.records import is_number
 from tiltsam.lab.report.runs import measured
-from tiltsam.lab.report.summary import SettingSummary, TaskSummary, entry_text, format_value
+from tiltsam.lab.report.summary import SettingSummary, TaskSummary, entry_text
 from tiltsam.lab.stats import Mean, mean_of
 
 __all__ = ["DASHES", "Curve", "Plot", "flatness_plots", "plot_data", "task_plots"]
@@ -158,7 +159,7 @@ def _example_ess(task: TaskSummary) -> Plot:
     )
 
 
-def _tilt(task: TaskSummary, score: str, test: str) -> list[Plot]:
+def _tilt(task: TaskSummary, y_label: str, metric_key: str) -> list[Plot]:
     """Plot settings that differ in t only: final score against t, and the curves of the family best on validation."""
     families: dict[str, list[SettingSummary]] = {}
     for setting in task.settings:
@@ -178,7 +179,7 @@ def _tilt(task: TaskSummary, score: str, test: str) -> list[Plot]:
         "tilt",
         "Final score by tilt",
         "tilt t",
-        score,
+        y_label,
         [curve for curve in by_tilt if curve.x],
         "Settings that differ in t only. Bars: one standard error over seeds.",
         ticks=[format_value(t) for t in tilts],
@@ -189,7 +190,7 @@ def _tilt(task: TaskSummary, score: str, test: str) -> list[Plot]:
     weakest = 0.55  # fraction of the method's colour that is still visible on white and on dark
     curves = [
         replace(
-            _metrics_curve(setting, "epoch", test, 100),
+            _metrics_curve(setting, "epoch", metric_key, 100),
             name=f"t = {_t(setting):g}",
             dash=len(family) - 1 - i,
             shade=weakest + (1 - weakest) * i / (len(family) - 1),
@@ -198,7 +199,7 @@ def _tilt(task: TaskSummary, score: str, test: str) -> list[Plot]:
     ]
     note = "Settings that differ in t only. A stronger colour means a larger t."
     drawn = [curve for curve in curves if curve.x]
-    by_epoch = Plot("tilt-curves", "Convergence by tilt", "epoch", score, drawn, note, highest=True)
+    by_epoch = Plot("tilt-curves", "Convergence by tilt", "epoch", y_label, drawn, note, highest=True)
     return [final, by_epoch]
 
 

@@ -119,14 +119,11 @@ def read_runs(folders: Sequence[Path], entries: Mapping[Path, str] | None = None
     """
     runs: list[RunRecord] = []
     problems: list[RunProblem] = []
-    swept = {
-        run.resolve(): test.entry
-        for folder in folders
-        for sweep in _sweeps(folder)
-        for run, test in tested_runs(sweep).items()
-    }
+    found = find_run_folders(folders)
+    tested = [item for sweep in found.sweeps for item in tested_runs(sweep).items()]
+    swept = {place.resolve(): test.entry for place, test in tested}
     typed = swept | {folder.resolve(): entry for folder, entry in (entries or {}).items()}
-    for folder in find_run_folders(folders):
+    for folder in found.runs:
         config = _read_object(folder / "config.json", problems)
         if config is None:
             continue
@@ -135,11 +132,10 @@ def read_runs(folders: Sequence[Path], entries: Mapping[Path, str] | None = None
         run = _read_run(folder, config, own_problems)
         runs.append(replace(run, swept=place in swept, entry=typed.get(place, "")))
         problems += [RunProblem(p.where, p.what, runs[-1].task) for p in own_problems]
-    for sweep in (folder for folder in folders if (folder / "sweep.json").exists()):
-        for place, test in tested_runs(sweep).items():
-            if not (place / "config.json").exists():
-                what = f"no record here; its state in sweep.json is {test.state}"
-                problems.append(RunProblem(f"{test.entry}, seed {test.seed}", what))
+    for place, test in tested:
+        if not (place / "config.json").exists():
+            what = f"no record here; its state in sweep.json is {test.state}"
+            problems.append(RunProblem(f"{test.entry}, seed {test.seed}", what))
     return _drop_duplicates(runs, problems)
 
 
@@ -149,11 +145,6 @@ def measured(content: Any, *path: str) -> list[float]:
         content = content.get(key) if isinstance(content, dict) else None
     entries = content if isinstance(content, list) and content else [content]
     return [float(x) if is_number(x) else math.nan for x in entries]
-
-
-def _sweeps(folder: Path) -> list[Path]:
-    """Return the folder if it is that of a sweep, and the sweeps in its ``sweeps`` folder."""
-    return [place for place in (folder, *folder.glob("sweeps/*")) if (place / "sweep.json").exists()]
 
 
 def _read_run(folder: Path, config: dict[str, Any], problems: list[RunProblem]) -> RunRecord:

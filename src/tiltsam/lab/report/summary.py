@@ -12,14 +12,16 @@ from typing import Any
 
 import tiltsam
 from tiltsam.lab.config import DEFAULTS, NEEDED_OPTION, method_options, tilt_defaults
+from tiltsam.lab.flags import format_value, format_values
 from tiltsam.lab.palette import METHOD_COLORS, OTHER_COLOR
 from tiltsam.lab.records import is_number
 from tiltsam.lab.report.runs import MetricsRow, RunProblem, RunRecord
 from tiltsam.lab.stats import Mean, mean_of
 
-__all__ = ["SettingSummary", "TaskSummary", "entry_text", "format_value", "format_values", "summarize"]
+__all__ = ["SettingSummary", "TaskSummary", "entry_text", "summarize"]
 
-_NOT_PLAIN = ("average", "example_tilt", "class_tilt", "loss", "label_smoothing")
+_NEVER_PLAIN = ("average", "example_tilt", "class_tilt")
+_NOT_PLAIN_IF_DIFFERING = ("loss", "label_smoothing")
 
 NOT_A_SETTING = ("task", "method", "options", "seed", "device")
 """Config fields that do not distinguish the settings of a method on a task."""
@@ -61,8 +63,9 @@ class SettingSummary:
     @property
     def is_plain(self) -> bool:
         """Whether this is training without a method, an average, a tilt, or a loss that only some settings have."""
-        changed = {name for name in _NOT_PLAIN if self.values.get(name) != DEFAULTS[name]}
-        return self.method == "erm" and not changed & {"average", "example_tilt", "class_tilt", *self.differing}
+        differing = [name for name in _NOT_PLAIN_IF_DIFFERING if name in self.differing]
+        is_default = all(self.values.get(name) == DEFAULTS[name] for name in (*_NEVER_PLAIN, *differing))
+        return self.method == "erm" and is_default
 
     @property
     def method_names(self) -> set[str]:
@@ -218,7 +221,7 @@ def _summarize_task(name: str, runs: list[RunRecord], problems: list[RunProblem]
     varying = _varying(values)
     common = set.intersection(*map(set, values))
     by_method = {m: _varying([v for v, method in zip(values, methods, strict=True) if method == m]) for m in methods}
-    entries = [entry if all(run.entry == entry for run in g) else "" for g in ordered for entry in [g[0].entry]]
+    entries = [_common_entry(group) for group in ordered]
     typed = "" not in entries and len(set(entries)) == len(entries)
     settings = []
     for i, (method, body, group) in enumerate(zip(methods, values, ordered, strict=True)):
@@ -246,6 +249,12 @@ def _summarize_task(name: str, runs: list[RunRecord], problems: list[RunProblem]
         *_other_data(name, runs),
     ]
     return TaskSummary(name, metric or "score", settings, shared, problems)
+
+
+def _common_entry(runs: Sequence[RunRecord]) -> str:
+    """Return the entry as typed, if all runs have the same; otherwise an empty text."""
+    entries = {run.entry for run in runs}
+    return entries.pop() if len(entries) == 1 else ""
 
 
 def _values(run: RunRecord) -> dict[str, Any]:
@@ -307,20 +316,6 @@ def entry_text(method: str, values: Mapping[str, Any]) -> str:
     """Return a method and its settings as ``tiltsam compare`` takes them, such as ``sam:rho=0.2,average=true``."""
     settings = ",".join(f"{name}={format_value(value)}" for name, value in values.items())
     return f"{method}:{settings}" if settings else method
-
-
-def format_values(values: Mapping[str, Any]) -> str:
-    """Return values by name as text, such as ``rho=0.2 t=5``."""
-    return " ".join(f"{name}={format_value(value)}" for name, value in values.items())
-
-
-def format_value(value: Any) -> str:
-    """Return a value as text."""
-    if value is None:
-        return "default"
-    if isinstance(value, bool):
-        return str(value).lower()
-    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _missing_runs(task: str, settings: Sequence[SettingSummary]) -> list[RunProblem]:

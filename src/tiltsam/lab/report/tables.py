@@ -146,8 +146,9 @@ def examples_table(task: TaskSummary) -> ReportTable | None:
 
 def _balanced_accuracy(setting: SettingSummary) -> Mean:
     """Return the mean test accuracy of the classes in percent, of a long-tailed task; NaN for others."""
-    few_shot = setting.final("test_few_shot_accuracy")
-    return few_shot if math.isnan(few_shot.value) else setting.final("test_balanced_accuracy", 100)
+    if math.isnan(setting.final("test_few_shot_accuracy").value):
+        return mean_of([])
+    return setting.final("test_balanced_accuracy", 100)
 
 
 def overview_table(tasks: Sequence[TaskSummary]) -> ReportTable:

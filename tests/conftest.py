@@ -10,6 +10,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # of processes that tests start: 
 os.environ.setdefault("HYPOTHESIS_NO_PLUGINS", "1")  # that of trio, which selenium installs, takes long to import
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # runs the kernels on a CPU; before triton is imported
+os.environ["TERM"] = "xterm"  # rich draws no bars on a dumb terminal
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: no test may use the network
 
 

@@ -480,7 +480,7 @@ def _read_arguments(path: Path, parser: argparse.ArgumentParser) -> list[str]:
 
 def _train(args: argparse.Namespace) -> None:
     from tiltsam.lab.config import warn_if_tilt_has_no_effect
-    from tiltsam.lab.console import RunDisplay
+    from tiltsam.lab.console import RunDisplay, print_suspects
     from tiltsam.lab.data import find_task
     from tiltsam.lab.devices import connect_ranks
     from tiltsam.lab.flags import from_arguments
@@ -518,6 +518,7 @@ def _train(args: argparse.Namespace) -> None:
     elif distributed.is_main:
         print(f"test {result['metric']} {100 * result['score']:.2f} after {result['epoch']:g} epochs, ", end="")
         print(f"{result['passes']:.0f} passes, {result['seconds']:.1f} s: {record.folder}")
+        print_suspects([record])
 
 
 def _demo(args: argparse.Namespace) -> None:
@@ -530,7 +531,7 @@ def _demo(args: argparse.Namespace) -> None:
 def _compare(args: argparse.Namespace) -> None:
     from tiltsam.lab.compare import compare, comparison_cells, format_rows
     from tiltsam.lab.config import warn_if_tilt_has_no_effect
-    from tiltsam.lab.console import RunDisplay, print_table
+    from tiltsam.lab.console import RunDisplay, print_suspects, print_table
     from tiltsam.lab.data import data_loader, find_task
     from tiltsam.lab.flags import shared_settings
     from tiltsam.lab.records import Record
@@ -559,6 +560,7 @@ def _compare(args: argparse.Namespace) -> None:
     entries = {Record.of(args.out, run).folder: name for name, runs in cells.items() for run in runs}
     task_folder = next(iter(entries)).parents[1]
     print(f"runs: {task_folder}")
+    print_suspects(map(Record, entries))
     report = write_report(list(entries), task_folder / "report", compare_settings=True, entries=entries)
     print(report.message())
     if not any(row.runs for row in rows):

@@ -5,19 +5,27 @@ from __future__ import annotations
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from tiltsam.flatness.loss_surface import ProgressCallback
 from tiltsam.lab.config import TrainConfig
-from tiltsam.lab.records import is_number
+from tiltsam.lab.records import Record, is_number
 from tiltsam.lab.train import Progress
 
 if TYPE_CHECKING:
     from tiltsam.lab.sweep import SweepStatus  # needs Optuna
 
-__all__ = ["LiveDisplay", "MeasurementBars", "RunDisplay", "SweepDisplay", "format_markdown", "print_table"]
+__all__ = [
+    "LiveDisplay",
+    "MeasurementBars",
+    "RunDisplay",
+    "SweepDisplay",
+    "format_markdown",
+    "print_suspects",
+    "print_table",
+]
 
 LINE_SECONDS = 5.0  # between plain lines; the last line of a run or file is always printed
 
@@ -221,6 +229,17 @@ def _bar() -> Any:
 
     text = "{task.description}  {task.fields[note]}"
     return Progress(TextColumn(text, markup=False), BarColumn(), TaskProgressColumn())
+
+
+def print_suspects(records: Iterable[Record]) -> None:
+    """Print where the training examples are listed whose labels look wrong: one line, of the first run that has any."""
+    found = [(record, count) for record in records if (count := record.suspects())]
+    if not found:
+        return
+    record, count = found[0]
+    what = "1 training example whose label looks" if count == 1 else f"{count:,} training examples whose labels look"
+    others = f" (other runs with such a file: {len(found) - 1})" if len(found) > 1 else ""
+    print(f"{record.folder / 'suspects.csv'}: {what} wrong{others}")
 
 
 def print_table(title: str, cells: Sequence[Sequence[str]]) -> None:

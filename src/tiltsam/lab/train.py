@@ -32,7 +32,9 @@ from tiltsam.lab.evaluate import (
     prior_shift,
     reestimate_batchnorm,
     silenced_examples,
+    silenced_scores,
     split_outputs,
+    suspects,
     task_loss,
 )
 from tiltsam.lab.files import Checkpoint, seconds_between_checkpoints, write_json
@@ -485,11 +487,11 @@ class Trainer:
         return row
 
     def _final_numbers(self) -> dict[str, Any]:
-        """Return what the result has beyond the last row, at the evaluated weights.
+        """Return what the result has beyond the last row, at the evaluated weights, and write ``suspects.csv``.
 
         For a classification the test accuracy of each class, None for one without examples; for a long-tailed task that
         of its rare classes; with a tilt over examples and label noise, how many of the examples that it silences are
-        mislabelled, and the reverse.
+        mislabelled, and the reverse; with a negative tilt, the number of these examples, which the file lists.
         """
         config, data = self.config, self.data
         if data.num_classes == 1:
@@ -498,8 +500,14 @@ class Trainer:
         numbers: dict[str, Any] = {"test_class_accuracies": [None if math.isnan(x) else x for x in by_class.tolist()]}
         if find_task(config.task).imbalance > 1:
             numbers["test_few_shot_accuracy"] = few_shot_accuracy(by_class, data.train.targets)
-        if tilt := self._example_tilt(sync=False):
-            numbers |= silenced_examples(self._outputs, data, tilt, self.batches.size, self._task_loss)
+        tilt = self._example_tilt(sync=False)
+        if tilt is not None and (config.example_tilt < 0 or data.mislabelled is not None):
+            silenced = silenced_examples(self._outputs, data, tilt, self.batches.size, self._task_loss)
+            if data.mislabelled is not None:
+                numbers |= silenced_scores(silenced, data.mislabelled)
+            if config.example_tilt < 0:
+                self.record.write_suspects(suspects(silenced, data))
+                numbers["num_suspects"] = len(silenced.indices)
         return numbers
 
     def _choose(self, row: dict[str, Any]) -> None:

@@ -76,6 +76,24 @@ def test_images_refuses_wrong_folders(tmp_path):
 # -------------------------------------------------------------------------------------------------------------- text:
 
 
+def test_sources_of_training_examples(tmp_path, model):
+    path = tmp_path / "mine.csv"
+    path.write_text("text,label\n" + "".join(f"reply {i},{'yes' if i % 3 else 'no'}\n" for i in range(20)))
+    for name in ("cats", "dogs"):
+        for i in range(9):
+            picture(tmp_path / "pets" / name / f"{i}.png", 10)
+    texts, images = load(f"text:{path}", model=model), load(f"images:{tmp_path / 'pets'}", image_size=8)
+    assert (texts.class_names, images.class_names) == (("no", "yes"), ("cats", "dogs"))
+    for data in (texts, images):
+        assert len(data.rows) == len(data.train) < len(data.sources)
+        for row, target in zip(data.rows.tolist(), data.train.targets.tolist(), strict=True):
+            if data is texts:
+                assert (data.sources[row], target) == (f"reply {row}", int(row % 3 > 0))
+            else:
+                folder = tmp_path / "pets" / data.class_names[target]
+                assert data.sources[row] == str(folder / f"{row % 9}.png")
+
+
 def test_text_csv_of_pairs(tmp_path, model):
     path = tmp_path / "mine.csv"
     path.write_text('text,text2,label\n"he, ""said""\nno",more,yes\n' + "he,no,no\nhe,more,maybe\n" * 5)

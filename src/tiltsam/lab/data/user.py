@@ -68,7 +68,14 @@ def _digest_of_state(path: Path, *_: int) -> str:
 
 
 def _assemble(
-    request: Request, digest: str, splits: Sequence[Split], num_classes: int, augment: tuple[Augmentation, ...] = ()
+    request: Request,
+    digest: str,
+    splits: Sequence[Split],
+    num_classes: int,
+    *,
+    augment: tuple[Augmentation, ...] = (),
+    sources: Sequence[str] = (),
+    class_names: Sequence[str] = (),
 ) -> Data:
     """Assemble the data from training and test examples; without the latter, split off a test set."""
     pool, *test = splits
@@ -80,6 +87,8 @@ def _assemble(
         test_fraction=0.2,
         metrics=("pearson", "spearman") if num_classes == 1 else ("accuracy",),
         augment=augment,
+        sources=sources,
+        class_names=class_names,
     )
     return replace(data, fingerprint=digest)
 
@@ -101,14 +110,17 @@ def load_images(request: Request) -> Data:
     if len(folders) == 2:
         _warn_validation_ignored([str(p) for p in request.path.iterdir() if p.name in VALIDATION_NAMES])
     number = {name: i for i, name in enumerate(folder_classes[0])}
-    splits = []
+    splits, sources = [], []
     for folder, classes in zip(folders, folder_classes, strict=True):
         if unknown := sorted(set(classes) - set(number)):
             raise DataError(f"{folder / unknown[0]} is a class that {folders[0]} lacks")
         files = [(path, number[name]) for name, paths in classes.items() for path in paths]
         splits.append(image_split(request, files, f"images of {folder.name}"))
+        sources.append([str(path) for path, _ in files])
     # No flip: a mirrored letter or traffic sign may be another one.
-    return _assemble(request, digest, splits, len(number), augment=(crop,))
+    return _assemble(
+        request, digest, splits, len(number), augment=(crop,), sources=sources[0], class_names=list(number)
+    )
 
 
 def _image_folders(folder: Path) -> list[Path]:
@@ -133,15 +145,15 @@ def load_text(request: Request) -> Data:
             raise DataError(f"{table.path} and {tables[0].path} must have the same columns")
     if len(set(tables[0].labels)) < 2:
         raise DataError(f"{tables[0].path} must have at least 2 different labels, got only {tables[0].labels[0]!r}")
+    names: list[str] = []
     if is_regression:
-        num_classes = 1
         targets = [torch.tensor(table.values(), dtype=torch.float32) for table in tables]
         _check_values_differ(f"{tables[0].path}: score", targets[0])
     else:
         names = _class_names(tables[0])
-        num_classes = len(names)
         targets = [torch.tensor(table.classes(names)) for table in tables]
-    return _assemble(request, digest, tokenize(request, tables, targets), num_classes)
+    splits = tokenize(request, tables, targets)
+    return _assemble(request, digest, splits, len(names) or 1, sources=tables[0].sources(), class_names=names)
 
 
 def read_table(path: Path) -> tuple[TextTable, bool]:

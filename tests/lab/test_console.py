@@ -65,10 +65,17 @@ def test_run_display_prints_the_setup_once(terminal, capsys):
         for seed in (0, 1):
             screen.setup(TrainConfig(seed=seed), setup)
         screen.setup(TrainConfig("npz:a.npz"), {"num_train": "?", "num_classes": 1, "num_test": 9, "model": "mlp"})
+        own = {"num_train": 144, "num_validation": 16, "num_test": 40, "test_split_off": 0.2, "noise": 0}
+        screen.setup(TrainConfig("npz:b.npz"), own | {"num_classes": 3, "model": "mlp"})
+        screen.setup(TrainConfig("npz:c.npz"), own | {"num_classes": 1, "model": "mlp"})
     out = capsys.readouterr().out.replace("\x1b[2K", "")  # clears the line of the bar
     assert [line.strip() for line in out.splitlines() if "examples" in line] == [
-        "digits: 1,078 train, 120 validation, 599 test examples; 10 classes; 20% noisy labels; mlp, 70,403 parameters",
+        "digits: 1,078 train, 120 validation, 599 test examples; 10 classes; "
+        "20% of the train and validation labels replaced by wrong ones; mlp, 70,403 parameters",
         "npz:a.npz: 9 test examples; regression; mlp",
+        "npz:b.npz: 144 train, 16 validation, 40 test examples; test: 20% split off, its labels as noisy as the "
+        "data's; 3 classes; mlp",
+        "npz:c.npz: 144 train, 16 validation, 40 test examples; test: 20% split off; regression; mlp",
     ]
 
 

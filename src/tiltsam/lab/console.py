@@ -136,11 +136,14 @@ def _describe_setup(setup: Mapping[str, Any]) -> str:
     """Return the content of ``setup.json`` as a line; what a damaged file lacks is left out."""
     numbers = {name: value for name, value in setup.items() if is_number(value)}
     splits = [f"{numbers[f'num_{s}']:,} {s}" for s in ("train", "validation", "test") if numbers.get(f"num_{s}")]
-    classes, noise, parameters = (numbers.get(name) for name in ("num_classes", "noise", "num_parameters"))
+    names = ("num_classes", "test_split_off", "noise", "num_parameters")
+    classes, split_off, noise, parameters = (numbers.get(name) for name in names)
+    as_noisy = "" if classes == 1 else ", its labels as noisy as the data's"
     parts = [
         f"{', '.join(splits)} examples" if splits else "",
+        f"test: {split_off:.0%} split off{as_noisy}" if split_off else "",
         "" if classes is None else "regression" if classes == 1 else f"{classes} classes",
-        f"{noise:.0%} noisy labels" if noise else "",
+        f"{noise:.0%} of the train and validation labels replaced by wrong ones" if noise else "",
         f"{setup.get('model', '')}" + (f", {parameters:,} parameters" if parameters else ""),
     ]
     return "; ".join(part for part in parts if part)

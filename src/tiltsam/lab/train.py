@@ -327,6 +327,7 @@ class Trainer:
             "num_train": len(data.train),
             "num_validation": len(data.validation),
             "num_test": len(data.test),
+            "test_split_off": data.test_split_off,
             "num_classes": data.num_classes,
             "noise": task.noise if config.noise is None else config.noise,
             "model": resolve_name(config.model, data),

@@ -80,6 +80,8 @@ class Data:
     """Digest of the user's files when they were read; empty for a public data set."""
     mislabelled: Tensor | None = None
     """Which training examples have a label that was replaced by a wrong one, (n,) bool; None without label noise."""
+    test_split_off: float = 0.0
+    """Fraction of the user's examples that was split off as the test set; 0 if the test set is one of its own."""
     rows: Tensor | None = None
     """Row of each training example among the examples that were read, (n,) int64, on the CPU; None if unknown."""
     sources: tuple[str, ...] = ()

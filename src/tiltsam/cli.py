@@ -542,7 +542,8 @@ def _compare(args: argparse.Namespace) -> None:
     cells = comparison_cells(config, args.methods, args.seeds, settings)
     for name, runs in cells.items():
         warn_if_tilt_has_no_effect(runs[0], name)
-    with RunDisplay({runs[0].key(): name for name, runs in cells.items()}) as display:
+    unfinished = [run for runs in cells.values() for run in runs if Record.of(args.out, run).result() is None]
+    with RunDisplay({runs[0].key(): name for name, runs in cells.items()}, unfinished) as display:
         rows = compare(
             cells,
             args.out,

@@ -58,6 +58,36 @@ def test_run_display_keeps_a_line_per_finished_run(terminal, capsys):
         assert re.search(rf"sam seed {seed} .*test accuracy 90.00  3.33 passes/s *\n", out)
 
 
+def test_run_display_shows_the_time_left_for_all_runs(terminal, capsys, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("tiltsam.lab.console.time.monotonic", lambda: now[0])
+    erm, sam = replace(CONFIG, method="erm"), CONFIG  # twice the passes in as many epochs
+    with RunDisplay({}, [erm, sam, replace(sam, seed=1)]) as screen:
+        for config, done, seconds, note in (
+            (erm, 0.0, 0, "run 1 of 3"),
+            (erm, 1.0, 10, "run 1 of 3, about 0:40 left"),
+            (sam, 0.5, 10, "run 2 of 3, about 0:30 left"),  # then it diverges
+            (replace(sam, seed=1), 0.5, 10, "run 3 of 3, about 0:08 left"),  # 30 s for four of five units
+            (replace(sam, seed=1), 1.0, 10, "run 3 of 3"),
+        ):
+            now[0] += seconds
+            screen.report(config, Progress(passes=10, seconds=1.0, done=done, row=ROW))
+            if terminal:
+                screen._live.refresh()
+            shown = re.findall(r"run \d of \d(?:, about [\d:]+ left)?", capsys.readouterr().out)
+            assert shown[-1] == note
+
+
+def test_compare_counts_the_runs_that_are_not_finished(tmp_path, capsys):
+    command = ["compare", "digits", "--epochs", "1", "--out", str(tmp_path), "--seeds", "1", "--methods", "erm"]
+    assert main(command) == 0
+    assert "run 1 of" not in capsys.readouterr().out
+    assert main([*command, "sam", "pgn"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"sam seed 0 .* run 1 of 2", out)
+    assert re.search(r"pgn seed 0 .* run 2 of 2$", out, re.MULTILINE)
+
+
 def test_run_display_prints_the_setup_once(terminal, capsys):
     setup = {"num_train": 1078, "num_validation": 120, "num_test": 599, "num_classes": 10, "noise": 0.2}
     setup |= {"model": "mlp", "num_parameters": 70_403}

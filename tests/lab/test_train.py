@@ -5,6 +5,7 @@ import json
 import random
 import signal
 import time
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
@@ -789,6 +790,21 @@ def test_suspects_of_images_are_files(tmp_path):
     with open(record.folder / "suspects.csv", newline="") as file:
         first = next(csv.DictReader(file))
     assert (first["example"], first["label"], first["predicted"]) == (str(wrong), "cats", "dogs")
+
+
+@pytest.mark.parametrize(
+    ("settings", "advice"),
+    [({}, "--model cnn --image-size 32 is"), ({"image_size": 32}, "--model cnn is"), ({"model": "cnn"}, None)],
+    ids=str,
+)
+def test_default_image_model_warns_on_a_cpu(settings, advice, tmp_path, recwarn):
+    for name in ("cats", "dogs"):
+        for i in range(5):
+            picture(tmp_path / name / f"{i}.png", 20)
+    config = TrainConfig(f"images:{tmp_path}", "erm", epochs=1, device="cpu", **settings)
+    warnings.simplefilter("always")
+    Trainer(config, Record(tmp_path), load(config)).warn_if_slow()
+    assert [advice in str(found.message) for found in recwarn] == ([True] if advice else [])
 
 
 def test_long_tailed_task_has_few_shot_accuracy(tmp_path):

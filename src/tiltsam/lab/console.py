@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 from tiltsam.flatness.loss_surface import ProgressCallback
 from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.records import Record, is_number
+from tiltsam.lab.schedules import passes_per_step
 from tiltsam.lab.train import Progress
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ class LiveDisplay:
         self._task: Any = None
         self._name = ""
         self._last_line = 0.0
+        self._start: tuple[float, float] | None = None
 
     def __enter__(self) -> Self:
         if self._live is not None:
@@ -83,6 +85,14 @@ class LiveDisplay:
             self._name = name
         self._live.update(self._task, completed=done, total=total, note=note)
 
+    def _time_left(self, done: float, total: float) -> str:
+        """Return the time left by the progress since the first call, as in ``1:30 left``; empty if it is not known."""
+        now = time.monotonic()
+        if self._start is None:
+            self._start = now, done
+        gained = done - self._start[1]
+        return f"{_clock((now - self._start[0]) * (total - done) / gained)} left" if gained > 0 and done < total else ""
+
     def _line(self, text: str, *, last: bool) -> None:
         if last or time.monotonic() - self._last_line >= LINE_SECONDS:
             self._last_line = time.monotonic()
@@ -96,11 +106,14 @@ class RunDisplay(LiveDisplay):
 
     Args:
         names: Names of runs by the key of their config; by default the method's name.
+        runs: The runs that will be trained; if there are several, their number and the time left for all are shown.
     """
 
-    def __init__(self, names: Mapping[str, str] | None = None) -> None:
+    def __init__(self, names: Mapping[str, str] | None = None, runs: Sequence[TrainConfig] = ()) -> None:
         super().__init__()
         self._names = names or {}
+        self._work = {run: _work(run) for run in runs}
+        self._begun: list[TrainConfig] = []
         self._setups = set[str]()
 
     def name(self, config: TrainConfig) -> str:
@@ -121,7 +134,9 @@ class RunDisplay(LiveDisplay):
             metric, score = next(((k, v) for k, v in row.items() if k.startswith("test_")), ("test_", float("nan")))
             notes = [f"loss {row['train_loss']:.3f}", f"{metric.replace('_', ' ')} {100 * score:.2f}"]
         notes.append(f"{progress.passes / max(progress.seconds, 1e-9):.3g} passes/s")
-        if 0 < progress.done < 1:
+        if len(self._work) > 1 and config in self._work:
+            notes.append(self._describe_total(config, min(progress.done, 1.0)))
+        elif 0 < progress.done < 1:
             notes.append(f"{_clock(progress.seconds * (1 / progress.done - 1))} left")
         name, note = self.name(config), "  ".join(notes)
         if self._live is None:
@@ -130,6 +145,20 @@ class RunDisplay(LiveDisplay):
             self._draw(name, min(progress.done, 1.0), 1.0, note)
             if progress.done >= 1:  # the next run replaces the bar
                 self.print(f"{name}  {note}")
+
+    def _describe_total(self, config: TrainConfig, done: float) -> str:
+        """Return which of the runs this is, and about how long all of them still take."""
+        if config not in self._begun:
+            self._begun.append(config)
+        worked = sum(self._work[run] for run in self._begun if run != config) + done * self._work[config]
+        left = self._time_left(worked, sum(self._work.values()))
+        return f"run {len(self._begun)} of {len(self._work)}" + (f", about {left}" if left else "")
+
+
+def _work(config: TrainConfig) -> float:
+    """Return the cost of a run relative to others: the same for all if passes or seconds limit them."""
+    limited = config.passes is not None or config.seconds is not None
+    return 1.0 if limited else config.epochs * passes_per_step(config)
 
 
 def _describe_setup(setup: Mapping[str, Any]) -> str:
@@ -155,18 +184,10 @@ class SweepDisplay(LiveDisplay):
     ``report`` and ``loading`` are callbacks for :func:`tiltsam.lab.sweep.sweep`.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._start: tuple[float, float] | None = None
-
     def report(self, status: SweepStatus) -> None:
         """Show how many runs have ended, the last results and the time left."""
-        done, now = status.ended + status.running, time.monotonic()
-        if self._start is None:
-            self._start = now, done
-        gained = done - self._start[1]
-        left = (now - self._start[0]) * (status.total - done) / gained if gained > 0 else None
-        note = "" if left is None or done >= status.total else f"{_clock(left)} left"
+        done = status.ended + status.running
+        note = self._time_left(done, status.total)
         if self._live is not None:
             for line in status.news:
                 self.print(line)

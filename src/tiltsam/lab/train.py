@@ -131,6 +131,7 @@ def train(
         run = Trainer(config, record, loaded, distributed)
         if distributed.is_main:
             setup(run.setup())
+            run.warn_if_slow()
         # Several ranks would have to agree on the step to stop after: they end at once.
         with defer_signals() if distributed.world_size == 1 else nullcontext(StopFlag()) as stop:
             try:
@@ -333,6 +334,17 @@ class Trainer:
             "model": resolve_name(config.model, data),
             "num_parameters": sum(p.numel() for p in self.model.parameters()),
         }
+
+    def warn_if_slow(self) -> None:
+        """Warn if the default model is one for GPUs, and the device is a CPU."""
+        config = self.config
+        if self.device.type != "cpu" or config.model != "auto" or resolve_name("auto", self.data) != "resnet18":
+            return
+        size = config.image_size or find_task(config.task).image_size  # None if images cannot be resized
+        smaller = " --image-size 32" if size is not None and size > 32 else ""
+        warnings.warn(
+            f"resnet18, the default model, is slow on a CPU: --model cnn{smaller} is much faster", stacklevel=2
+        )
 
     def _epoch(self, tick: Callable[[Progress], None], stop: StopFlag) -> dict[str, float]:
         """Train an epoch, or what is left of it or of the budget.

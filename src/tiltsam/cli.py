@@ -123,6 +123,10 @@ def build_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.Argument
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser, commands = build_parser()
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments:
+        parser.exit(2, parser.format_help())
+    if (close := difflib.get_close_matches(arguments[0], commands, 1)) and arguments[0] != close[0]:
+        parser.error(f"invalid choice: {arguments[0]!r}; did you mean {close[0]}?")
     args, unknown = parser.parse_known_args(arguments)
     if args.command == "sweep" and args.task.endswith(".toml"):
         sweep = commands["sweep"]
@@ -135,6 +139,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         flags = [flag.partition("=")[0] for flag in unknown if flag.startswith("--")]
         close = [difflib.get_close_matches(flag, command._option_string_actions, 1) for flag in flags]
         hint = f"; did you mean {' and '.join(found[0] for found in close)}?" if close and all(close) else ""
+        if "--resume" in flags and args.command in RESUMES:
+            hint = RESUMES[args.command] + " without it"
         command.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     return args
 

@@ -125,8 +125,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments:
         parser.exit(2, parser.format_help())
-    if (close := difflib.get_close_matches(arguments[0], commands, 1)) and arguments[0] != close[0]:
-        parser.error(f"invalid choice: {arguments[0]!r}; did you mean {close[0]}?")
+    if arguments[0] not in commands and (near := difflib.get_close_matches(arguments[0], commands, 1)):
+        parser.error(f"invalid choice: {arguments[0]!r}; did you mean {near[0]}?")
     args, unknown = parser.parse_known_args(arguments)
     if args.command == "sweep" and args.task.endswith(".toml"):
         sweep = commands["sweep"]

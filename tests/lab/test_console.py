@@ -47,6 +47,9 @@ def test_run_display_shows_loss_score_speed_and_time_left(terminal, capsys):
     out = capsys.readouterr().out
     assert "2:46:30 left" in out
     assert "loss" not in out
+    with RunDisplay() as screen:
+        screen.report(CONFIG, Progress(passes=12_345, seconds=10.0, done=1.0, row=ROW))
+    assert "1,234 passes/s" in capsys.readouterr().out
 
 
 def test_run_display_keeps_a_line_per_finished_run(terminal, capsys):

@@ -133,7 +133,8 @@ class RunDisplay(LiveDisplay):
         if row := progress.row:
             metric, score = next(((k, v) for k, v in row.items() if k.startswith("test_")), ("test_", float("nan")))
             notes = [f"loss {row['train_loss']:.3f}", f"{metric.replace('_', ' ')} {100 * score:.2f}"]
-        notes.append(f"{progress.passes / max(progress.seconds, 1e-9):.3g} passes/s")
+        speed = progress.passes / max(progress.seconds, 1e-9)
+        notes.append(f"{speed:.3g} passes/s" if speed < 1000 else f"{speed:,.0f} passes/s")
         if len(self._work) > 1 and config in self._work:
             notes.append(self._describe_total(config, min(progress.done, 1.0)))
         elif 0 < progress.done < 1:

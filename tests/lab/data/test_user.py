@@ -241,7 +241,7 @@ def test_npz_warns_of_classes_saved_as_floats(tmp_path):
 
 def test_noise_warns_that_own_labels_are_replaced(tmp_path):
     np.savez(tmp_path / "a.npz", x=np.zeros((200, 2)), y=np.arange(200) % 2)
-    with pytest.warns(UserWarning, match=r"^noise 0\.3 replaces labels of your data"):
+    with pytest.warns(UserWarning, match=r"^noise 0\.3 replaces 30% of your"):
         assert load(f"npz:{tmp_path / 'a.npz'}", noise=0.3).mislabelled.any()
     for task, noise in ((f"npz:{tmp_path / 'a.npz'}", 0.0), ("digits", 0.3)):
         load(task, noise=noise)  # without a warning

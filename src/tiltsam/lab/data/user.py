@@ -29,7 +29,7 @@ __all__ = ["fingerprint", "load_arrays", "load_images", "load_text", "read_npz",
 
 MAX_CLASSES = 1 << 16  # more classes than this, and than examples: the labels are something else
 MAX_FLOAT_CLASSES = 100  # floats with at most this many values, all of them whole, are probably classes
-NUMBERED = "save the numbers np.unique(y, return_inverse=True)[1], of train and test together"
+NUMBERED = "number classes by np.unique(y, return_inverse=True)[1], those of train and test together"
 MAX_LISTED = 8  # names of classes in a warning
 TEST_FRACTION = 0.2  # of the examples, if the user has no test set
 VALIDATION_NAMES = {"val", "valid", "validation", "dev"}
@@ -99,8 +99,8 @@ def _assemble(
     )
     if request.noise:
         warnings.warn(
-            f"noise {request.noise:g} replaces labels of your data by wrong ones, for experiments: leave it out to "
-            "train on your labels as they are",
+            f"noise {request.noise:g} replaces {request.noise:.0%} of your training and validation labels by wrong "
+            "ones, for experiments: leave it out to train on your labels as they are",
             stacklevel=2,
         )
     if num_classes > 1:
@@ -323,7 +323,7 @@ def _check_array_size(member: IO[bytes], max_bytes: int) -> None:
         raise ValueError(f"version {version} of the .npy format is not supported")
     shape, _, dtype = read(member)
     if dtype.hasobject:
-        raise ValueError(f"an array has Python objects, which are not read; of classes {NUMBERED}")
+        raise ValueError(f"an array has Python objects, which are not read; {NUMBERED}")
     if math.prod(shape) * dtype.itemsize > max_bytes:
         raise ValueError(f"an array of shape {shape} does not fit into the file")
 

@@ -37,7 +37,15 @@ def test_demo_compares_seven_methods(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"), [((), "COMMAND"), (("train-faster",), "invalid choice"), (("toys", "--in"), "--in")]
+    ("arguments", "says"),
+    [
+        ((), "compare seven methods on digits"),  # the help
+        (("bake",), "invalid choice"),
+        (("trian", "digits"), "'trian'; did you mean train?"),
+        (("toys", "--in"), "--in"),
+        (("train", "digits", "--resume"), "--resume; the same command resumes without it"),
+        (("toys", "--resume"), "--resume\n"),
+    ],
 )
 def test_usage_errors_exit_2(arguments, says, capsys):
     with pytest.raises(SystemExit) as exit_:

@@ -123,6 +123,10 @@ def build_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.Argument
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser, commands = build_parser()
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments:
+        parser.exit(2, parser.format_help())
+    if arguments[0] not in commands and (near := difflib.get_close_matches(arguments[0], commands, 1)):
+        parser.error(f"invalid choice: {arguments[0]!r}; did you mean {near[0]}?")
     args, unknown = parser.parse_known_args(arguments)
     if args.command == "sweep" and args.task.endswith(".toml"):
         sweep = commands["sweep"]
@@ -135,6 +139,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         flags = [flag.partition("=")[0] for flag in unknown if flag.startswith("--")]
         close = [difflib.get_close_matches(flag, command._option_string_actions, 1) for flag in flags]
         hint = f"; did you mean {' and '.join(found[0] for found in close)}?" if close and all(close) else ""
+        if "--resume" in flags and args.command in RESUMES:
+            hint = RESUMES[args.command] + " without it"
         command.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     return args
 
@@ -480,7 +486,7 @@ def _read_arguments(path: Path, parser: argparse.ArgumentParser) -> list[str]:
 
 def _train(args: argparse.Namespace) -> None:
     from tiltsam.lab.config import warn_if_tilt_has_no_effect
-    from tiltsam.lab.console import RunDisplay
+    from tiltsam.lab.console import RunDisplay, print_suspects
     from tiltsam.lab.data import find_task
     from tiltsam.lab.devices import connect_ranks
     from tiltsam.lab.flags import from_arguments
@@ -518,6 +524,7 @@ def _train(args: argparse.Namespace) -> None:
     elif distributed.is_main:
         print(f"test {result['metric']} {100 * result['score']:.2f} after {result['epoch']:g} epochs, ", end="")
         print(f"{result['passes']:.0f} passes, {result['seconds']:.1f} s: {record.folder}")
+        print_suspects([record])
 
 
 def _demo(args: argparse.Namespace) -> None:
@@ -530,7 +537,7 @@ def _demo(args: argparse.Namespace) -> None:
 def _compare(args: argparse.Namespace) -> None:
     from tiltsam.lab.compare import compare, comparison_cells, format_rows
     from tiltsam.lab.config import warn_if_tilt_has_no_effect
-    from tiltsam.lab.console import RunDisplay, print_table
+    from tiltsam.lab.console import RunDisplay, print_suspects, print_table
     from tiltsam.lab.data import data_loader, find_task
     from tiltsam.lab.flags import shared_settings
     from tiltsam.lab.records import Record
@@ -541,7 +548,8 @@ def _compare(args: argparse.Namespace) -> None:
     cells = comparison_cells(config, args.methods, args.seeds, settings)
     for name, runs in cells.items():
         warn_if_tilt_has_no_effect(runs[0], name)
-    with RunDisplay({runs[0].key(): name for name, runs in cells.items()}) as display:
+    unfinished = [run for runs in cells.values() for run in runs if Record.of(args.out, run).result() is None]
+    with RunDisplay({runs[0].key(): name for name, runs in cells.items()}, unfinished) as display:
         rows = compare(
             cells,
             args.out,
@@ -559,6 +567,7 @@ def _compare(args: argparse.Namespace) -> None:
     entries = {Record.of(args.out, run).folder: name for name, runs in cells.items() for run in runs}
     task_folder = next(iter(entries)).parents[1]
     print(f"runs: {task_folder}")
+    print_suspects(map(Record, entries))
     report = write_report(list(entries), task_folder / "report", compare_settings=True, entries=entries)
     print(report.message())
     if not any(row.runs for row in rows):

@@ -47,6 +47,9 @@ def test_run_display_shows_loss_score_speed_and_time_left(terminal, capsys):
     out = capsys.readouterr().out
     assert "2:46:30 left" in out
     assert "loss" not in out
+    with RunDisplay() as screen:
+        screen.report(CONFIG, Progress(passes=12_345, seconds=10.0, done=1.0, row=ROW))
+    assert "1,234 passes/s" in capsys.readouterr().out
 
 
 def test_run_display_keeps_a_line_per_finished_run(terminal, capsys):
@@ -58,6 +61,36 @@ def test_run_display_keeps_a_line_per_finished_run(terminal, capsys):
         assert re.search(rf"sam seed {seed} .*test accuracy 90.00  3.33 passes/s *\n", out)
 
 
+def test_run_display_shows_the_time_left_for_all_runs(terminal, capsys, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("tiltsam.lab.console.time.monotonic", lambda: now[0])
+    erm, sam = replace(CONFIG, method="erm"), CONFIG  # twice the passes in as many epochs
+    with RunDisplay({}, [erm, sam, replace(sam, seed=1)]) as screen:
+        for config, done, seconds, note in (
+            (erm, 0.0, 0, "run 1 of 3"),
+            (erm, 1.0, 10, "run 1 of 3, about 0:40 left"),
+            (sam, 0.5, 10, "run 2 of 3, about 0:30 left"),  # then it diverges
+            (replace(sam, seed=1), 0.5, 10, "run 3 of 3, about 0:08 left"),  # 30 s for four of five units
+            (replace(sam, seed=1), 1.0, 10, "run 3 of 3"),
+        ):
+            now[0] += seconds
+            screen.report(config, Progress(passes=10, seconds=1.0, done=done, row=ROW))
+            if terminal:
+                screen._live.refresh()
+            shown = re.findall(r"run \d of \d(?:, about [\d:]+ left)?", capsys.readouterr().out)
+            assert shown[-1] == note
+
+
+def test_compare_counts_the_runs_that_are_not_finished(tmp_path, capsys):
+    command = ["compare", "digits", "--epochs", "1", "--out", str(tmp_path), "--seeds", "1", "--methods", "erm"]
+    assert main(command) == 0
+    assert "run 1 of" not in capsys.readouterr().out
+    assert main([*command, "sam", "pgn"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"sam seed 0 .* run 1 of 2", out)
+    assert re.search(r"pgn seed 0 .* run 2 of 2$", out, re.MULTILINE)
+
+
 def test_run_display_prints_the_setup_once(terminal, capsys):
     setup = {"num_train": 1078, "num_validation": 120, "num_test": 599, "num_classes": 10, "noise": 0.2}
     setup |= {"model": "mlp", "num_parameters": 70_403}
@@ -65,10 +98,17 @@ def test_run_display_prints_the_setup_once(terminal, capsys):
         for seed in (0, 1):
             screen.setup(TrainConfig(seed=seed), setup)
         screen.setup(TrainConfig("npz:a.npz"), {"num_train": "?", "num_classes": 1, "num_test": 9, "model": "mlp"})
+        own = {"num_train": 144, "num_validation": 16, "num_test": 40, "test_split_off": 0.2, "noise": 0}
+        screen.setup(TrainConfig("npz:b.npz"), own | {"num_classes": 3, "model": "mlp"})
+        screen.setup(TrainConfig("npz:c.npz"), own | {"num_classes": 1, "model": "mlp"})
     out = capsys.readouterr().out.replace("\x1b[2K", "")  # clears the line of the bar
     assert [line.strip() for line in out.splitlines() if "examples" in line] == [
-        "digits: 1,078 train, 120 validation, 599 test examples; 10 classes; 20% noisy labels; mlp, 70,403 parameters",
+        "digits: 1,078 train, 120 validation, 599 test examples; 10 classes; "
+        "20% of the train and validation labels replaced by wrong ones; mlp, 70,403 parameters",
         "npz:a.npz: 9 test examples; regression; mlp",
+        "npz:b.npz: 144 train, 16 validation, 40 test examples; test: 20% split off, its labels as noisy as the "
+        "data's; 3 classes; mlp",
+        "npz:c.npz: 144 train, 16 validation, 40 test examples; test: 20% split off; regression; mlp",
     ]
 
 

@@ -19,6 +19,7 @@ from tiltsam.lab.evaluate import (
     prior_shift,
     reestimate_batchnorm,
     silenced_examples,
+    silenced_scores,
     task_loss,
 )
 from tiltsam.tilting import ExampleTilt
@@ -172,6 +173,7 @@ def test_silenced_examples_equal_naive_twin(t, groups, smoothing):
     )
     x, y = data.train.inputs["x"], data.train.targets
     losses = nn.functional.cross_entropy(x, y, label_smoothing=smoothing, reduction="none").double()
+    plain = nn.functional.cross_entropy(x, y, reduction="none")
     silenced = set()
     order = torch.randperm(50, generator=torch.Generator().manual_seed(0)).tolist()
     for batch in (order[:16], order[16:32], order[32:48], order[48:]):
@@ -182,16 +184,19 @@ def test_silenced_examples_equal_naive_twin(t, groups, smoothing):
                 silenced.add(i)
     hits = len([i for i in silenced if i < 20])
     assert 0 < hits < len(silenced)
-    assert found == {"silenced_precision": hits / len(silenced), "silenced_recall": hits / 20}
+    assert found.indices.tolist() == sorted(silenced, key=lambda i: -plain[i])
+    assert torch.equal(found.predicted, x.argmax(1)[found.indices])
+    assert torch.equal(found.losses, plain[found.indices])
+    scores = {"silenced_precision": hits / len(silenced), "silenced_recall": hits / 20}
+    assert silenced_scores(found, data.mislabelled) == scores
 
 
-def test_silenced_examples_without_any():
-    def found(num_wrong):
-        loss_fn = partial(task_loss, num_classes=4)
-        return silenced_examples(lambda part: part.inputs["x"], labelled(num_wrong), ExampleTilt(0.0), 16, loss_fn)
-
-    assert found(None) == found(0) == {}
-    assert found(20) == {"silenced_recall": 0}  # equal weights
+def test_silenced_scores_without_any():
+    loss_fn, data = partial(task_loss, num_classes=4), labelled(20)
+    found = silenced_examples(lambda part: part.inputs["x"], data, ExampleTilt(0.0), 16, loss_fn)
+    assert not len(found.indices)  # equal weights
+    assert silenced_scores(found, data.mislabelled) == {"silenced_recall": 0}
+    assert silenced_scores(found, torch.zeros(50, dtype=torch.bool)) == {}
 
 
 def test_task_loss_by_number_of_classes():

@@ -98,6 +98,7 @@ def test_example_tilt_silences_wrong_labels_of_texts(folder, tmp_path):
     assert main([*run, "--optimizer", "adamw", "--lr", "0.001"]) == 0
     record = Record(next(tmp_path.rglob("result.json")).parent)
     assert "silenced_recall" in record.result()
+    assert (record.folder / "suspects.csv").read_text().startswith("index,example,label,predicted,loss\n")
     assert json.loads((record.folder / "setup.json").read_text())["noise"] == 0.2
     clean, noisy = (load("glue/sst2", tmp_path, model=f"hf:{folder}", noise=noise) for noise in (0.0, 0.2))
     labels = [torch.cat([data.train.targets, data.validation.targets]) for data in (clean, noisy)]

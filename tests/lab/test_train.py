@@ -1,9 +1,11 @@
 """Training, records and comparison: what is asked is what runs, and nothing is lost on the way."""
 
+import csv
 import json
 import random
 import signal
 import time
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
@@ -14,6 +16,7 @@ import safetensors.torch
 import torch
 
 import tiltsam
+from helpers.lab_files import picture
 from helpers.lab_processes import files_named, start
 from tiltsam.cli import main
 from tiltsam.lab import train as training
@@ -726,6 +729,82 @@ def test_negative_tilt_silences_mislabelled_examples(tmp_path):
     for name, other in {"plain": {"example_tilt": 0.0}, "clean": {"noise": 0.0}}.items():
         result = train(config.with_settings({**other, "epochs": 1}), Record(tmp_path / name))
         assert not [key for key in result if "silenced" in key]
+
+
+def test_negative_tilt_lists_suspects(tmp_path):
+    config = small(method="erm", epochs=5, batch_size=64, noise=0.4, example_tilt=-1.0)
+    record = Record(tmp_path)
+    result = train(config, record)
+    with open(record.folder / "suspects.csv", newline="") as file:
+        suspects = list(csv.DictReader(file))
+    assert result["num_suspects"] == record.suspects() == len(suspects) > 300  # of 1078
+    pool, clean = load(config), load(replace(config, noise=0.0))
+    labels = dict(zip(pool.rows.tolist(), pool.train.targets.tolist(), strict=True))
+    truth = dict(zip(clean.rows.tolist(), clean.train.targets.tolist(), strict=True))
+    wrong = [labels[int(s["index"])] != truth[int(s["index"])] for s in suspects]
+    assert result["silenced_precision"] == sum(wrong) / len(suspects) > 0.8
+    assert sum(wrong[:100]) >= 95
+    assert all(int(s["label"]) == labels[int(s["index"])] for s in suspects)
+    assert sum(int(s["predicted"]) == truth[int(s["index"])] for s in suspects) > 0.8 * len(suspects)
+    losses = [float(s["loss"]) for s in suspects]
+    assert losses == sorted(losses, reverse=True)
+
+
+@pytest.mark.parametrize("settings", [{}, {"example_tilt": 1.0}, {"class_tilt": 1.0}], ids=str)
+def test_no_suspects_without_a_negative_tilt(tmp_path, settings):
+    record = Record(tmp_path)
+    assert "num_suspects" not in train(small(method="erm", noise=0.2, **settings), record)
+    assert not (tmp_path / "suspects.csv").exists()
+    assert record.suspects() == 0
+
+
+def test_suspects_survive_resuming_and_tidying(tmp_path):
+    config = small(method="erm", example_tilt=-1.0, noise=0.2)
+    train(config, Record(tmp_path / "whole"))
+    record = Record(tmp_path / "paused")
+    train(config, record, until=0.5)
+    assert not (record.folder / "suspects.csv").exists()
+    train(config, record)
+    draft = record.folder / ".suspects.csv.123"  # of a killed process
+    draft.write_text("index")
+    count = record.suspects()
+    train(config, record)  # finished
+    assert not draft.exists()
+    assert record.suspects() == count > 0
+    assert (record.folder / "suspects.csv").read_bytes() == (tmp_path / "whole" / "suspects.csv").read_bytes()
+    (record.folder / "suspects.csv").unlink()
+    assert record.suspects() == 0
+
+
+def test_suspects_of_images_are_files(tmp_path):
+    for name, level in (("cats", 20), ("dogs", 220)):
+        for i in range(20):
+            picture(tmp_path / "images" / name / f"{i:02}.png", level)
+    wrong = tmp_path / "images" / "cats" / "05.png"
+    picture(wrong, 220)
+    config = TrainConfig(
+        f"images:{tmp_path / 'images'}", "erm", model="cnn", image_size=8, epochs=10, batch_size=8, example_tilt=-1.0
+    )
+    record = Record(tmp_path / "run")
+    train(config, record)
+    with open(record.folder / "suspects.csv", newline="") as file:
+        first = next(csv.DictReader(file))
+    assert (first["example"], first["label"], first["predicted"]) == (str(wrong), "cats", "dogs")
+
+
+@pytest.mark.parametrize(
+    ("settings", "advice"),
+    [({}, "--model cnn --image-size 32 is"), ({"image_size": 32}, "--model cnn is"), ({"model": "cnn"}, None)],
+    ids=str,
+)
+def test_default_image_model_warns_on_a_cpu(settings, advice, tmp_path, recwarn):
+    for name in ("cats", "dogs"):
+        for i in range(5):
+            picture(tmp_path / name / f"{i}.png", 20)
+    config = TrainConfig(f"images:{tmp_path}", "erm", epochs=1, device="cpu", **settings)
+    warnings.simplefilter("always")
+    Trainer(config, Record(tmp_path), load(config)).warn_if_slow()
+    assert [advice in str(found.message) for found in recwarn] == ([True] if advice else [])
 
 
 def test_long_tailed_task_has_few_shot_accuracy(tmp_path):

@@ -147,7 +147,8 @@ class TrainConfig:
     seed: int = 0
     """Seed of the initial weights, the order of examples, label noise, augmentation and perturbations."""
     noise: float | None = None
-    """Fraction of noisy training labels; by default the task's."""
+    """Replace this fraction of the training and validation labels by wrong ones, for experiments; not a description of
+    your data. By default the task's, 0 for your data."""
     validation: float = 0.1
     """Fraction of the training examples held out for validation."""
     precision: Literal["fp32", "bf16"] = "fp32"

@@ -5,19 +5,28 @@ from __future__ import annotations
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from tiltsam.flatness.loss_surface import ProgressCallback
 from tiltsam.lab.config import TrainConfig
-from tiltsam.lab.records import is_number
+from tiltsam.lab.records import Record, is_number
+from tiltsam.lab.schedules import passes_per_step
 from tiltsam.lab.train import Progress
 
 if TYPE_CHECKING:
     from tiltsam.lab.sweep import SweepStatus  # needs Optuna
 
-__all__ = ["LiveDisplay", "MeasurementBars", "RunDisplay", "SweepDisplay", "format_markdown", "print_table"]
+__all__ = [
+    "LiveDisplay",
+    "MeasurementBars",
+    "RunDisplay",
+    "SweepDisplay",
+    "format_markdown",
+    "print_suspects",
+    "print_table",
+]
 
 LINE_SECONDS = 5.0  # between plain lines; the last line of a run or file is always printed
 
@@ -30,6 +39,7 @@ class LiveDisplay:
         self._task: Any = None
         self._name = ""
         self._last_line = 0.0
+        self._start: tuple[float, float] | None = None
 
     def __enter__(self) -> Self:
         if self._live is not None:
@@ -75,6 +85,14 @@ class LiveDisplay:
             self._name = name
         self._live.update(self._task, completed=done, total=total, note=note)
 
+    def _time_left(self, done: float, total: float) -> str:
+        """Return the time left by the progress since the first call, as in ``1:30 left``; empty if it is not known."""
+        now = time.monotonic()
+        if self._start is None:
+            self._start = now, done
+        gained = done - self._start[1]
+        return f"{_clock((now - self._start[0]) * (total - done) / gained)} left" if gained > 0 and done < total else ""
+
     def _line(self, text: str, *, last: bool) -> None:
         if last or time.monotonic() - self._last_line >= LINE_SECONDS:
             self._last_line = time.monotonic()
@@ -88,11 +106,14 @@ class RunDisplay(LiveDisplay):
 
     Args:
         names: Names of runs by the key of their config; by default the method's name.
+        runs: The runs that will be trained; if there are several, their number and the time left for all are shown.
     """
 
-    def __init__(self, names: Mapping[str, str] | None = None) -> None:
+    def __init__(self, names: Mapping[str, str] | None = None, runs: Sequence[TrainConfig] = ()) -> None:
         super().__init__()
         self._names = names or {}
+        self._work = {run: _work(run) for run in runs}
+        self._begun: list[TrainConfig] = []
         self._setups = set[str]()
 
     def name(self, config: TrainConfig) -> str:
@@ -112,8 +133,11 @@ class RunDisplay(LiveDisplay):
         if row := progress.row:
             metric, score = next(((k, v) for k, v in row.items() if k.startswith("test_")), ("test_", float("nan")))
             notes = [f"loss {row['train_loss']:.3f}", f"{metric.replace('_', ' ')} {100 * score:.2f}"]
-        notes.append(f"{progress.passes / max(progress.seconds, 1e-9):.3g} passes/s")
-        if 0 < progress.done < 1:
+        speed = progress.passes / max(progress.seconds, 1e-9)
+        notes.append(f"{speed:.3g} passes/s" if speed < 1000 else f"{speed:,.0f} passes/s")
+        if len(self._work) > 1 and config in self._work:
+            notes.append(self._describe_total(config, min(progress.done, 1.0)))
+        elif 0 < progress.done < 1:
             notes.append(f"{_clock(progress.seconds * (1 / progress.done - 1))} left")
         name, note = self.name(config), "  ".join(notes)
         if self._live is None:
@@ -123,16 +147,33 @@ class RunDisplay(LiveDisplay):
             if progress.done >= 1:  # the next run replaces the bar
                 self.print(f"{name}  {note}")
 
+    def _describe_total(self, config: TrainConfig, done: float) -> str:
+        """Return which of the runs this is, and about how long all of them still take."""
+        if config not in self._begun:
+            self._begun.append(config)
+        worked = sum(self._work[run] for run in self._begun if run != config) + done * self._work[config]
+        left = self._time_left(worked, sum(self._work.values()))
+        return f"run {len(self._begun)} of {len(self._work)}" + (f", about {left}" if left else "")
+
+
+def _work(config: TrainConfig) -> float:
+    """Return the cost of a run relative to others: the same for all if passes or seconds limit them."""
+    limited = config.passes is not None or config.seconds is not None
+    return 1.0 if limited else config.epochs * passes_per_step(config)
+
 
 def _describe_setup(setup: Mapping[str, Any]) -> str:
     """Return the content of ``setup.json`` as a line; what a damaged file lacks is left out."""
     numbers = {name: value for name, value in setup.items() if is_number(value)}
     splits = [f"{numbers[f'num_{s}']:,} {s}" for s in ("train", "validation", "test") if numbers.get(f"num_{s}")]
-    classes, noise, parameters = (numbers.get(name) for name in ("num_classes", "noise", "num_parameters"))
+    names = ("num_classes", "test_split_off", "noise", "num_parameters")
+    classes, split_off, noise, parameters = (numbers.get(name) for name in names)
+    as_noisy = "" if classes == 1 else ", its labels as noisy as the data's"
     parts = [
         f"{', '.join(splits)} examples" if splits else "",
+        f"test: {split_off:.0%} split off{as_noisy}" if split_off else "",
         "" if classes is None else "regression" if classes == 1 else f"{classes} classes",
-        f"{noise:.0%} noisy labels" if noise else "",
+        f"{noise:.0%} of the train and validation labels replaced by wrong ones" if noise else "",
         f"{setup.get('model', '')}" + (f", {parameters:,} parameters" if parameters else ""),
     ]
     return "; ".join(part for part in parts if part)
@@ -144,18 +185,10 @@ class SweepDisplay(LiveDisplay):
     ``report`` and ``loading`` are callbacks for :func:`tiltsam.lab.sweep.sweep`.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._start: tuple[float, float] | None = None
-
     def report(self, status: SweepStatus) -> None:
         """Show how many runs have ended, the last results and the time left."""
-        done, now = status.ended + status.running, time.monotonic()
-        if self._start is None:
-            self._start = now, done
-        gained = done - self._start[1]
-        left = (now - self._start[0]) * (status.total - done) / gained if gained > 0 else None
-        note = "" if left is None or done >= status.total else f"{_clock(left)} left"
+        done = status.ended + status.running
+        note = self._time_left(done, status.total)
         if self._live is not None:
             for line in status.news:
                 self.print(line)
@@ -221,6 +254,17 @@ def _bar() -> Any:
 
     text = "{task.description}  {task.fields[note]}"
     return Progress(TextColumn(text, markup=False), BarColumn(), TaskProgressColumn())
+
+
+def print_suspects(records: Iterable[Record]) -> None:
+    """Print where the training examples are listed whose labels look wrong: one line, of the first run that has any."""
+    found = [(record, count) for record in records if (count := record.suspects())]
+    if not found:
+        return
+    record, count = found[0]
+    what = "1 training example whose label looks" if count == 1 else f"{count:,} training examples whose labels look"
+    others = f" (other runs with such a file: {len(found) - 1})" if len(found) > 1 else ""
+    print(f"{record.folder / 'suspects.csv'}: {what} wrong{others}")
 
 
 def print_table(title: str, cells: Sequence[Sequence[str]]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,7 @@ from tiltsam.tilting import ExampleTilt
 
 __all__ = [
     "METRICS",
+    "SilencedExamples",
     "class_accuracies",
     "evaluate",
     "evaluated_weights",
@@ -26,7 +28,9 @@ __all__ = [
     "prior_shift",
     "reestimate_batchnorm",
     "silenced_examples",
+    "silenced_scores",
     "split_outputs",
+    "suspects",
     "task_loss",
 ]
 
@@ -126,37 +130,79 @@ def split_outputs(outputs_of: OutputsOf, split: Split) -> Tensor:
     return torch.cat([outputs_of(split[i : i + EVAL_BATCH]) for i in range(0, len(split), EVAL_BATCH)])
 
 
+@dataclass(frozen=True)
+class SilencedExamples:
+    """The training examples that a tilt silences, the largest cross-entropy of the label first."""
+
+    indices: Tensor
+    """Their indices in the training split, (m,) int64."""
+    predicted: Tensor
+    """The class that the model predicts, (m,) int64."""
+    losses: Tensor
+    """The cross-entropy of the label, (m,)."""
+
+
 @torch.no_grad()
 def silenced_examples(
     outputs_of: OutputsOf, data: Data, tilt: ExampleTilt, batch_size: int, loss_fn: LossFunction
-) -> dict[str, float]:
-    """Return how many of the training examples that a tilt silences are mislabelled, and the reverse.
+) -> SilencedExamples:
+    """Return the training examples of a classification that a tilt silences.
 
     An example is silenced if its weight is below half of the mean weight of its batch. The batches are the same in
     every call; the last one may be smaller.
 
     Args:
         outputs_of: Returns the model's outputs for some examples, in eval mode.
-        data: The task, with ``mislabelled``.
+        data: The task.
         tilt: The tilt over the examples of a batch, for one process.
         batch_size: Examples in a batch.
         loss_fn: The training loss of outputs and targets, which passes the losses of the examples to the tilt.
+    """
+    found = []
+    for rows in data.train.fixed_permutation().split(batch_size):
+        part = data.train[rows]
+        outputs = outputs_of(part)
+        loss_fn(outputs, part.targets, tilt=tilt)
+        assert tilt.weights is not None
+        silenced = tilt.weights < 0.5 * tilt.weights.mean()
+        losses = nn.functional.cross_entropy(outputs, part.targets, reduction="none")
+        found.append((rows[silenced], outputs.argmax(1)[silenced], losses[silenced]))
+    indices, predicted, losses = (torch.cat(x) for x in zip(*found, strict=True))
+    order = losses.argsort(descending=True, stable=True)
+    return SilencedExamples(indices[order], predicted[order], losses[order])
+
+
+def silenced_scores(silenced: SilencedExamples, mislabelled: Tensor) -> dict[str, float]:
+    """Return how many of the silenced examples are mislabelled, and the reverse.
+
+    Args:
+        silenced: The examples that a tilt silences.
+        mislabelled: Which training examples are mislabelled, (n,) bool.
 
     Returns:
         ``silenced_precision``, the fraction of the silenced examples that are mislabelled, left out if none is
         silenced; and ``silenced_recall``, the fraction of the mislabelled examples that are silenced. Empty if none is
         mislabelled.
     """
-    if data.mislabelled is None or not data.mislabelled.any():
+    both, wrong = mislabelled[silenced.indices].sum().item(), mislabelled.sum().item()
+    if not wrong:
         return {}
-    silenced = torch.zeros_like(data.mislabelled)
-    for rows in data.train.fixed_permutation().split(batch_size):
-        part = data.train[rows]
-        loss_fn(outputs_of(part), part.targets, tilt=tilt)
-        assert tilt.weights is not None
-        silenced[rows] = tilt.weights < 0.5 * tilt.weights.mean()
-    both, chosen, wrong = (x.sum().item() for x in (silenced & data.mislabelled, silenced, data.mislabelled))
+    chosen = len(silenced.indices)
     return ({"silenced_precision": both / chosen} if chosen else {}) | {"silenced_recall": both / wrong}
+
+
+def suspects(silenced: SilencedExamples, data: Data) -> list[list[str]]:
+    """Return the cells of ``suspects.csv``, headings first; the index is the row in the data that were read."""
+    indices = silenced.indices.cpu()
+    rows = indices if data.rows is None else data.rows[indices]
+    labels, predicted = (
+        [data.class_names[k] if data.class_names else str(k) for k in classes.tolist()]
+        for classes in (data.train.targets.cpu()[indices], silenced.predicted)
+    )
+    table = [["index", *(["example"] if data.sources else []), "label", "predicted", "loss"]]
+    for row, label, other, loss in zip(rows.tolist(), labels, predicted, silenced.losses.tolist(), strict=True):
+        table.append([str(row), *([data.sources[row]] if data.sources else []), label, other, f"{loss:.4f}"])
+    return table
 
 
 @torch.no_grad()

@@ -6,6 +6,7 @@
     RUN/metrics.jsonl       one JSON object per line, appended, never rewritten
     RUN/checkpoints/N/      the last two checkpoints (:mod:`tiltsam.lab.files`)
     RUN/model.safetensors   the trained model, once finished
+    RUN/suspects.csv        training examples that a negative tilt over examples silences, once finished
     RUN/result.json         the final numbers and their digest, once finished
     RUN/diverged.txt        why training diverged, if it did
     RUN/lock                locked by the process that trains the run
@@ -15,6 +16,7 @@ Files that are written once are written atomically, see :mod:`tiltsam.lab.files`
 
 from __future__ import annotations
 
+import csv
 import errno
 import functools
 import hashlib
@@ -24,7 +26,7 @@ import os
 import platform
 import shutil
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -65,7 +67,15 @@ __all__ = [
 
 LONGEST_NAME = 200  # bytes of a folder's name; file systems allow 255, and a sweep appends to it
 # Files that only the process that holds the lock writes: drafts of others may belong to running commands.
-DRAFTED = ("config.json", "setup.json", "environment.json", "model.safetensors", "result.json", "diverged.txt")
+DRAFTED = (
+    "config.json",
+    "setup.json",
+    "environment.json",
+    "model.safetensors",
+    "suspects.csv",
+    "result.json",
+    "diverged.txt",
+)
 LARGEST = 1e100  # accepted number: the squares of larger ones overflow, and float32 ends at 3e38
 ATTEMPTS = 50  # to create and lock a folder that other processes remove meanwhile, 10 ms apart
 
@@ -193,6 +203,16 @@ class Record:
     def metrics(self) -> list[dict[str, Any]]:
         """Return the valid lines, by epoch; see :func:`read_metrics`."""
         return read_metrics(self.folder / "metrics.jsonl")[0]
+
+    def write_suspects(self, table: Sequence[Sequence[str]]) -> None:
+        """Write ``suspects.csv``, before :meth:`finish`."""
+        with drafted(self.folder / "suspects.csv") as draft, open(draft, "w", newline="", encoding="utf-8") as file:
+            csv.writer(file, lineterminator="\n").writerows(table)
+
+    def suspects(self) -> int:
+        """Return how many examples ``suspects.csv`` lists; 0 if there is no such file."""
+        count = (self.result() or {}).get("num_suspects", 0)
+        return int(count) if (self.folder / "suspects.csv").exists() else 0
 
     def finish(self, model: dict[str, Tensor], **numbers: Any) -> None:
         """Write the trained model, then the result: a run with a result is finished."""

@@ -32,7 +32,9 @@ from tiltsam.lab.evaluate import (
     prior_shift,
     reestimate_batchnorm,
     silenced_examples,
+    silenced_scores,
     split_outputs,
+    suspects,
     task_loss,
 )
 from tiltsam.lab.files import Checkpoint, seconds_between_checkpoints, write_json
@@ -129,6 +131,7 @@ def train(
         run = Trainer(config, record, loaded, distributed)
         if distributed.is_main:
             setup(run.setup())
+            run.warn_if_slow()
         # Several ranks would have to agree on the step to stop after: they end at once.
         with defer_signals() if distributed.world_size == 1 else nullcontext(StopFlag()) as stop:
             try:
@@ -325,11 +328,23 @@ class Trainer:
             "num_train": len(data.train),
             "num_validation": len(data.validation),
             "num_test": len(data.test),
+            "test_split_off": data.test_split_off,
             "num_classes": data.num_classes,
             "noise": task.noise if config.noise is None else config.noise,
             "model": resolve_name(config.model, data),
             "num_parameters": sum(p.numel() for p in self.model.parameters()),
         }
+
+    def warn_if_slow(self) -> None:
+        """Warn if the default model is one for GPUs, and the device is a CPU."""
+        config = self.config
+        if self.device.type != "cpu" or config.model != "auto" or resolve_name("auto", self.data) != "resnet18":
+            return
+        size = config.image_size or find_task(config.task).image_size  # None if images cannot be resized
+        smaller = " --image-size 32" if size is not None and size > 32 else ""
+        warnings.warn(
+            f"resnet18, the default model, is slow on a CPU: --model cnn{smaller} is much faster", stacklevel=2
+        )
 
     def _epoch(self, tick: Callable[[Progress], None], stop: StopFlag) -> dict[str, float]:
         """Train an epoch, or what is left of it or of the budget.
@@ -485,11 +500,11 @@ class Trainer:
         return row
 
     def _final_numbers(self) -> dict[str, Any]:
-        """Return what the result has beyond the last row, at the evaluated weights.
+        """Return what the result has beyond the last row, at the evaluated weights, and write ``suspects.csv``.
 
         For a classification the test accuracy of each class, None for one without examples; for a long-tailed task that
         of its rare classes; with a tilt over examples and label noise, how many of the examples that it silences are
-        mislabelled, and the reverse.
+        mislabelled, and the reverse; with a negative tilt, the number of these examples, which the file lists.
         """
         config, data = self.config, self.data
         if data.num_classes == 1:
@@ -498,8 +513,14 @@ class Trainer:
         numbers: dict[str, Any] = {"test_class_accuracies": [None if math.isnan(x) else x for x in by_class.tolist()]}
         if find_task(config.task).imbalance > 1:
             numbers["test_few_shot_accuracy"] = few_shot_accuracy(by_class, data.train.targets)
-        if tilt := self._example_tilt(sync=False):
-            numbers |= silenced_examples(self._outputs, data, tilt, self.batches.size, self._task_loss)
+        tilt = self._example_tilt(sync=False)
+        if tilt is not None and (config.example_tilt < 0 or data.mislabelled is not None):
+            silenced = silenced_examples(self._outputs, data, tilt, self.batches.size, self._task_loss)
+            if data.mislabelled is not None:
+                numbers |= silenced_scores(silenced, data.mislabelled)
+            if config.example_tilt < 0:
+                self.record.write_suspects(suspects(silenced, data))
+                numbers["num_suspects"] = len(silenced.indices)
         return numbers
 
     def _choose(self, row: dict[str, Any]) -> None:

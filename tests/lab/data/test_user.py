@@ -48,10 +48,10 @@ def test_images_split_folders_are_not_classes(tmp_path):
     for name in ("cats", "dogs"):
         picture(tmp_path / "test" / name / "0.png", 10)
     with pytest.warns(UserWarning, match="val"):
-        assert rows(load(f"images:{tmp_path}", image_size=8)) == (1, 1, 2)
+        assert rows(load(f"images:{tmp_path}", image_size=8, validation=0.0)) == (2, 0, 2)
     for name in ("train", "bicycle"):
-        picture(tmp_path / "vehicles" / name / "0.png", 10)
-        picture(tmp_path / "vehicles" / name / "1.png", 10)
+        for i in range(5):
+            picture(tmp_path / "vehicles" / name / f"{i}.png", 10)
     assert load(f"images:{tmp_path / 'vehicles'}", image_size=8).num_classes == 2
 
 
@@ -74,6 +74,24 @@ def test_images_refuses_wrong_folders(tmp_path):
 
 
 # -------------------------------------------------------------------------------------------------------------- text:
+
+
+def test_sources_of_training_examples(tmp_path, model):
+    path = tmp_path / "mine.csv"
+    path.write_text("text,label\n" + "".join(f"reply {i},{'yes' if i % 3 else 'no'}\n" for i in range(20)))
+    for name in ("cats", "dogs"):
+        for i in range(9):
+            picture(tmp_path / "pets" / name / f"{i}.png", 10)
+    texts, images = load(f"text:{path}", model=model), load(f"images:{tmp_path / 'pets'}", image_size=8)
+    assert (texts.class_names, images.class_names) == (("no", "yes"), ("cats", "dogs"))
+    for data in (texts, images):
+        assert len(data.rows) == len(data.train) < len(data.sources)
+        for row, target in zip(data.rows.tolist(), data.train.targets.tolist(), strict=True):
+            if data is texts:
+                assert (data.sources[row], target) == (f"reply {row}", int(row % 3 > 0))
+            else:
+                folder = tmp_path / "pets" / data.class_names[target]
+                assert data.sources[row] == str(folder / f"{row % 9}.png")
 
 
 def test_text_csv_of_pairs(tmp_path, model):
@@ -105,7 +123,7 @@ def write_tables(folder, train, test):
 )
 def test_text_class_order(tmp_path, model, train, test, targets):
     write_tables(tmp_path / "both", train, test)
-    assert load(f"text:{tmp_path / 'both'}", model=model).test.targets.tolist() == targets
+    assert load(f"text:{tmp_path / 'both'}", model=model, validation=0.0).test.targets.tolist() == targets
 
 
 def test_text_score_is_a_regression(tmp_path, model):
@@ -211,6 +229,32 @@ def test_npz_float_targets_are_a_regression(tmp_path):
         load(f"npz:{tmp_path / 'a.npz'}", noise=0.1)
 
 
+def test_npz_warns_of_classes_saved_as_floats(tmp_path):
+    x, y = np.zeros((200, 2)), np.arange(200) % 3
+    np.savez(tmp_path / "a.npz", x=x, y=y.astype(float))
+    with pytest.warns(UserWarning, match=r"y has 3 distinct whole numbers as floats: .* save y\.astype\(int\)"):
+        assert load(f"npz:{tmp_path / 'a.npz'}").num_classes == 1
+    for values in (y + 0.5, np.arange(200) % 150, np.arange(200) % 21):
+        np.savez(tmp_path / "a.npz", x=x, y=values.astype(float))
+        load(f"npz:{tmp_path / 'a.npz'}")  # without a warning
+
+
+def test_noise_warns_that_own_labels_are_replaced(tmp_path):
+    np.savez(tmp_path / "a.npz", x=np.zeros((200, 2)), y=np.arange(200) % 2)
+    with pytest.warns(UserWarning, match=r"^noise 0\.3 replaces 30% of your"):
+        assert load(f"npz:{tmp_path / 'a.npz'}", noise=0.3).mislabelled.any()
+    for task, noise in ((f"npz:{tmp_path / 'a.npz'}", 0.0), ("digits", 0.3)):
+        load(task, noise=noise)  # without a warning
+
+
+def test_test_split_off(tmp_path):
+    x, y = np.zeros((60, 2)), np.arange(60) % 3
+    np.savez(tmp_path / "one.npz", x=x, y=y)
+    np.savez(tmp_path / "two.npz", x_train=x, y_train=y, x_test=x, y_test=y)
+    assert load(f"npz:{tmp_path / 'one.npz'}").test_split_off == 0.2
+    assert load(f"npz:{tmp_path / 'two.npz'}").test_split_off == load("digits").test_split_off == 0
+
+
 def test_npz_warns_of_an_ignored_validation_set(tmp_path):
     x, y = np.zeros((20, 2)), np.arange(20) % 2
     np.savez(tmp_path / "a.npz", x_train=x, y_train=y, x_test=x, y_test=y, x_val=x, y_val=y, names=np.array(["a", "b"]))
@@ -231,7 +275,7 @@ def test_npz_warns_of_an_ignored_validation_set(tmp_path):
         ({"x": np.full((9, 2), np.nan), "y": np.arange(9)}, "x .*NaN"),
         ({"x": np.full((9, 2), 1e39), "y": np.arange(9)}, "x .*float32"),
         ({"x": np.zeros((9, 2)), "y": np.full(9, 1e39)}, "y .*float32"),
-        ({"x": np.zeros((9, 2)), "y": np.arange(9) - 1}, "got -1"),
+        ({"x": np.zeros((9, 2)), "y": np.arange(9) - 1}, r"got -1: .*np\.unique\(y, return_inverse=True\)\[1\]"),
         ({"x": np.zeros((9, 2)), "y": np.arange(9) * 10**9}, "got 8000000000"),
         ({"x": np.zeros((9, 2)), "y": np.arange(9, dtype=np.uint64) + 2**63}, "got 9223372036854775808"),
         ({"x": np.zeros((9, 2)), "y": np.zeros(9, int)}, "y .*only 0"),
@@ -241,7 +285,13 @@ def test_npz_warns_of_an_ignored_validation_set(tmp_path):
             {"x_train": np.zeros((9, 2)), "y_train": np.zeros(9, int), "x_test": np.zeros((2, 2)), "y_test": [0, 1]},
             "y_train .*only 0",
         ),
-        ({"x": np.zeros((9, 2)), "y": np.array(["a"] * 9)}, "float64 and <U1"),
+        ({"x": np.zeros((9, 2)), "y": np.array(["a"] * 9)}, r"float64 and <U1: .*np\.unique\(y, return_inv"),
+        (
+            {"x": np.zeros((9, 2)), "y": np.array(["a"] * 9, dtype=object)},
+            r"Python objects.* np\.unique\(y, return_inv",
+        ),
+        ({"x": np.zeros((9, 2)), "y": np.eye(9, dtype=int)}, r"\(9, 9\): save y\.argmax\(1\)"),
+        ({"x": np.zeros((9, 2)), "y": np.zeros((9, 1))}, r"\(9, 1\): save y\.ravel\(\)"),
         ({"x": np.zeros((3, 2)), "y": np.arange(3)}, "got 3"),
         (
             {"x_train": np.zeros((3, 2)), "y_train": np.arange(3), "x_test": np.zeros((3, 4)), "y_test": np.arange(3)},
@@ -272,7 +322,25 @@ def test_npz_labels_may_lack_some_classes(tmp_path, absent):
     y = np.array([label for label in range(10) if label not in absent]).repeat(20)
     x = np.zeros((len(y), 2))
     np.savez(tmp_path / "a.npz", x_train=x, y_train=y, x_test=x[:4], y_test=[1, 2, 7, 9])
-    assert load(f"npz:{tmp_path / 'a.npz'}").num_classes == 10
+    with pytest.warns(UserWarning, match="classes of the test set: (7|1, 2)$"):
+        assert load(f"npz:{tmp_path / 'a.npz'}").num_classes == 10
+
+
+def test_npz_warns_of_classes_without_training_examples(tmp_path):
+    x, y = np.zeros((60, 2)), np.arange(60) % 3
+    np.savez(tmp_path / "a.npz", x_train=x, y_train=y, x_test=x, y_test=y + 5)
+    with pytest.warns(UserWarning, match=r"a\.npz has no training examples of .*: 5, 6, 7$"):
+        load(f"npz:{tmp_path / 'a.npz'}")
+    np.savez(tmp_path / "a.npz", x=np.zeros((100, 2)), y=np.arange(100))
+    with pytest.warns(UserWarning, match=r": \d+(, \d+){7}, … \(20 in all\)$"):
+        load(f"npz:{tmp_path / 'a.npz'}")
+
+
+def test_images_without_training_examples_are_named(tmp_path):
+    for i in range(12):
+        picture(tmp_path / f"animal-{i:02}" / "0.png", 10)
+    with pytest.warns(UserWarning, match="animal-"):
+        load(f"images:{tmp_path}", image_size=8)
 
 
 @pytest.mark.parametrize("labels", [(1, 2, 3), (1, 2, 3, 4, 5, 6, 7, 8, 9)])
@@ -352,7 +420,7 @@ def test_npz_refuses_a_missing_file_and_a_folder(tmp_path):
 
 
 def test_fingerprint_changes_with_the_files(tmp_path):
-    np.savez(tmp_path / "a.npz", x=np.zeros((9, 2)), y=np.arange(9))
+    np.savez(tmp_path / "a.npz", x=np.zeros((9, 2)), y=np.arange(9) % 2)
     (tmp_path / "text").mkdir()
     for name in ("train", "test"):
         (tmp_path / "text" / f"{name}.csv").write_text("text,label\na,x\nb,y\n")

@@ -80,6 +80,14 @@ class Data:
     """Digest of the user's files when they were read; empty for a public data set."""
     mislabelled: Tensor | None = None
     """Which training examples have a label that was replaced by a wrong one, (n,) bool; None without label noise."""
+    test_split_off: float = 0.0
+    """Fraction of the user's examples that was split off as the test set; 0 if the test set is one of its own."""
+    rows: Tensor | None = None
+    """Row of each training example among the examples that were read, (n,) int64, on the CPU; None if unknown."""
+    sources: tuple[str, ...] = ()
+    """What the user recognises an example by, by row: the path of an image, or a text; empty if there is no such."""
+    class_names: tuple[str, ...] = ()
+    """Names of the classes; empty if they are numbers."""
 
     def to(self, device: torch.device | str) -> Data:
         """Return a copy on a device."""
@@ -182,6 +190,8 @@ def assemble(
     test_fraction: float = 1 / 3,
     metrics: Sequence[str] = ("accuracy",),
     augment: tuple[Augmentation, ...] = (),
+    sources: Sequence[str] = (),
+    class_names: Sequence[str] = (),
 ) -> Data:
     """Apply the imbalance, add label noise, split the examples and compute the statistics of images.
 
@@ -194,17 +204,21 @@ def assemble(
         test_fraction: Fraction of the pool to test on if ``test`` is None.
         metrics: As in :class:`Data`.
         augment: As in :class:`Data`.
+        sources: As in :class:`Data`, of the pool.
+        class_names: As in :class:`Data`.
 
     Raises:
         DataError: If there are too few examples, or label noise was requested for a regression.
     """
+    rows = torch.arange(len(pool))
     if test is None:
         if len(pool) < 4:
             raise DataError(f"{request.name} must have at least 4 examples to split off a test set, got {len(pool)}")
-        kept, held_out = split_at_random(len(pool), test_fraction, _generator(0, 2))
-        pool, test = pool[kept], pool[held_out]
+        rows, held_out = split_at_random(len(pool), test_fraction, _generator(0, 2))
+        pool, test = pool[rows], pool[held_out]
     if request.imbalance > 1:  # the same examples for every seed, as in a published data set
-        pool = pool[long_tail(pool.targets, request.imbalance, num_classes, _generator(0, 3))]
+        kept = long_tail(pool.targets, request.imbalance, num_classes, _generator(0, 3))
+        pool, rows = pool[kept], rows[kept]
     wrong: Tensor | None = None
     if request.noise:
         if num_classes < 2:
@@ -229,6 +243,9 @@ def assemble(
         std,
         augment,
         mislabelled=None if wrong is None else wrong[first],
+        rows=rows[first],
+        sources=tuple(sources),
+        class_names=tuple(class_names),
     )
 
 

@@ -127,7 +127,16 @@ def glue(request: Request, *, name: str) -> Data:
         targets = [torch.tensor(table.values(), dtype=torch.float32) / 5 for table in tables]  # STS-B scores are 0…5
     pool, *test = tokenize(request, tables, targets)
     num_classes = len(task.classes) or 1
-    return assemble(request, pool, test[0] if test else None, num_classes, test_fraction=0.1, metrics=task.metrics)
+    return assemble(
+        request,
+        pool,
+        test[0] if test else None,
+        num_classes,
+        test_fraction=0.1,
+        metrics=task.metrics,
+        sources=tables[0].sources(),
+        class_names=task.classes,
+    )
 
 
 def read_glue(path: Path, task: GlueTask) -> TextTable:

@@ -33,6 +33,12 @@ class TextTable:
     def __len__(self) -> int:
         return len(self.labels)
 
+    def sources(self) -> list[str]:
+        """Return the sentences as text, those of a pair next to each other."""
+        return (
+            self.first if self.second is None else [f"{a} | {b}" for a, b in zip(self.first, self.second, strict=True)]
+        )
+
     def classes(self, names: Sequence[str]) -> list[int]:
         """Return the labels as indices into ``names``; raise a DataError that names the line of an unknown label."""
         numbers = {name: number for number, name in enumerate(names)}

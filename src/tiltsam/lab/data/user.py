@@ -28,6 +28,10 @@ from tiltsam.lab.files import file_digest
 __all__ = ["fingerprint", "load_arrays", "load_images", "load_text", "read_npz", "read_table"]
 
 MAX_CLASSES = 1 << 16  # more classes than this, and than examples: the labels are something else
+MAX_FLOAT_CLASSES = 100  # floats with at most this many values, all of them whole, are probably classes
+NUMBERED = "number classes by np.unique(y, return_inverse=True)[1], those of train and test together"
+MAX_LISTED = 8  # names of classes in a warning
+TEST_FRACTION = 0.2  # of the examples, if the user has no test set
 VALIDATION_NAMES = {"val", "valid", "validation", "dev"}
 
 
@@ -68,20 +72,50 @@ def _digest_of_state(path: Path, *_: int) -> str:
 
 
 def _assemble(
-    request: Request, digest: str, splits: Sequence[Split], num_classes: int, augment: tuple[Augmentation, ...] = ()
+    request: Request,
+    digest: str,
+    splits: Sequence[Split],
+    num_classes: int,
+    *,
+    augment: tuple[Augmentation, ...] = (),
+    sources: Sequence[str] = (),
+    class_names: Sequence[str] = (),
 ) -> Data:
-    """Assemble the data from training and test examples; without the latter, split off a test set."""
+    """Assemble the data from training and test examples; without the latter, split off a test set.
+
+    Warn of labels that are replaced, and of classes in the test set without training examples.
+    """
     pool, *test = splits
     data = assemble(
         request,
         pool,
         test[0] if test else None,
         num_classes,
-        test_fraction=0.2,
+        test_fraction=TEST_FRACTION,
         metrics=("pearson", "spearman") if num_classes == 1 else ("accuracy",),
         augment=augment,
+        sources=sources,
+        class_names=class_names,
     )
-    return replace(data, fingerprint=digest)
+    if request.noise:
+        warnings.warn(
+            f"noise {request.noise:g} replaces {request.noise:.0%} of your training and validation labels by wrong "
+            "ones, for experiments: leave it out to train on your labels as they are",
+            stacklevel=2,
+        )
+    if num_classes > 1:
+        _warn_of_untrained_classes(data)
+    return replace(data, fingerprint=digest, test_split_off=0.0 if test else TEST_FRACTION)
+
+
+def _warn_of_untrained_classes(data: Data) -> None:
+    missing = sorted({*data.test.targets.tolist()} - {*data.train.targets.tolist()})
+    if missing:
+        listed = ", ".join(data.class_names[k] if data.class_names else str(k) for k in missing[:MAX_LISTED])
+        rest = f", … ({len(missing)} in all)" if len(missing) > MAX_LISTED else ""
+        warnings.warn(
+            f"{data.name} has no training examples of some classes of the test set: {listed}{rest}", stacklevel=3
+        )
 
 
 def _warn_validation_ignored(places: Sequence[str]) -> None:
@@ -101,14 +135,17 @@ def load_images(request: Request) -> Data:
     if len(folders) == 2:
         _warn_validation_ignored([str(p) for p in request.path.iterdir() if p.name in VALIDATION_NAMES])
     number = {name: i for i, name in enumerate(folder_classes[0])}
-    splits = []
+    splits, sources = [], []
     for folder, classes in zip(folders, folder_classes, strict=True):
         if unknown := sorted(set(classes) - set(number)):
             raise DataError(f"{folder / unknown[0]} is a class that {folders[0]} lacks")
         files = [(path, number[name]) for name, paths in classes.items() for path in paths]
         splits.append(image_split(request, files, f"images of {folder.name}"))
+        sources.append([str(path) for path, _ in files])
     # No flip: a mirrored letter or traffic sign may be another one.
-    return _assemble(request, digest, splits, len(number), augment=(crop,))
+    return _assemble(
+        request, digest, splits, len(number), augment=(crop,), sources=sources[0], class_names=list(number)
+    )
 
 
 def _image_folders(folder: Path) -> list[Path]:
@@ -133,15 +170,15 @@ def load_text(request: Request) -> Data:
             raise DataError(f"{table.path} and {tables[0].path} must have the same columns")
     if len(set(tables[0].labels)) < 2:
         raise DataError(f"{tables[0].path} must have at least 2 different labels, got only {tables[0].labels[0]!r}")
+    names: list[str] = []
     if is_regression:
-        num_classes = 1
         targets = [torch.tensor(table.values(), dtype=torch.float32) for table in tables]
         _check_values_differ(f"{tables[0].path}: score", targets[0])
     else:
         names = _class_names(tables[0])
-        num_classes = len(names)
         targets = [torch.tensor(table.classes(names)) for table in tables]
-    return _assemble(request, digest, tokenize(request, tables, targets), num_classes)
+    splits = tokenize(request, tables, targets)
+    return _assemble(request, digest, splits, len(names) or 1, sources=tables[0].sources(), class_names=names)
 
 
 def read_table(path: Path) -> tuple[TextTable, bool]:
@@ -232,7 +269,9 @@ def load_arrays(request: Request) -> Data:
     what = f"{path}: {names[0][1]}"
     _check_values_differ(what, splits[0].targets)
     num_classes = 1
-    if not is_regression:
+    if is_regression:
+        _warn_if_classes(what, splits[0].targets)
+    else:
         targets = torch.cat([split.targets for split in splits])
         num_classes = 1 + int(targets.max())
         _check_gaps(what, targets)
@@ -283,6 +322,8 @@ def _check_array_size(member: IO[bytes], max_bytes: int) -> None:
     if read is None:
         raise ValueError(f"version {version} of the .npy format is not supported")
     shape, _, dtype = read(member)
+    if dtype.hasobject:
+        raise ValueError(f"an array has Python objects, which are not read; {NUMBERED}")
     if math.prod(shape) * dtype.itemsize > max_bytes:
         raise ValueError(f"an array of shape {shape} does not fit into the file")
 
@@ -297,16 +338,22 @@ def _array_split(path: Path, arrays: Mapping[str, np.ndarray], x_name: str, y_na
     x, y = arrays[x_name], arrays[y_name]
     if y.ndim != 1 or x.ndim < 2 or len(x) != len(y) or not len(y) or not x[0].size:
         shapes = f"got {x.shape} and {y.shape}"
+        if y.ndim == 2 and len(x) == len(y) and y.shape[1]:
+            remedy = f"{y_name}.argmax(1) of one-hot classes" if y.shape[1] > 1 else f"{y_name}.ravel()"
+            shapes += f": save {remedy}"
         raise DataError(f"{path}: {x_name} and {y_name} must have shapes (n, …) and (n,) with n > 0, {shapes}")
     if y.dtype.kind not in "iubf" or x.dtype.kind not in "iubf":
-        raise DataError(f"{path}: {x_name} and {y_name} must be numbers, got {x.dtype} and {y.dtype}")
+        hint = f": {NUMBERED}" if y.dtype.kind in "US" else ""
+        raise DataError(f"{path}: {x_name} and {y_name} must be numbers, got {x.dtype} and {y.dtype}{hint}")
     for name, array in ((x_name, x), (y_name, y)):
         if array.dtype.kind == "f" and not (np.abs(array) <= np.finfo(np.float32).max).all():
             raise DataError(f"{path}: {name} must be finite in float32, got a NaN, an infinity or a larger number")
     if y.dtype.kind != "f":
         for label in (int(y.min()), int(y.max())):
             if not 0 <= label < max(MAX_CLASSES, len(y)):
-                raise DataError(f"{path}: classes in {y_name} must be numbered from 0 without large gaps, got {label}")
+                raise DataError(
+                    f"{path}: classes in {y_name} must be numbered from 0 without large gaps, got {label}: {NUMBERED}"
+                )
     targets = torch.from_numpy(y.astype(np.float32 if y.dtype.kind == "f" else np.int64))
     if x.ndim == 2:
         return Split({"x": torch.from_numpy(x.astype(np.float32))}, targets)
@@ -327,11 +374,22 @@ def _check_values_differ(what: str, targets: Tensor) -> None:
         raise DataError(f"{what} must have at least 2 different values, got only {targets[0]:g}")
 
 
+def _warn_if_classes(what: str, targets: Tensor) -> None:
+    """Warn if the targets of a regression are few whole numbers, as of classes that were saved as floats."""
+    count = len(targets.unique())
+    if count <= min(MAX_FLOAT_CLASSES, len(targets) // 10) and (targets == targets.round()).all():
+        warnings.warn(
+            f"{what} has {count} distinct whole numbers as floats: trained as a regression; for classes save "
+            "y.astype(int)",
+            stacklevel=3,
+        )
+
+
 def _check_gaps(what: str, targets: Tensor) -> None:
     """Check that at least half of the classes 0…max occur: labels with larger gaps are identifiers of something."""
     num_labels, largest = len(targets.unique()), int(targets.max())
     if largest + 1 > 2 * num_labels:
         raise DataError(
             f"{what} has {num_labels} different labels and the largest is {largest}: classes must be numbered from 0 "
-            "and at least half of them must occur; number them with np.unique(targets, return_inverse=True)[1]"
+            f"and at least half of them must occur: {NUMBERED}"
         )

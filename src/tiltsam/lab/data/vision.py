@@ -88,7 +88,10 @@ def tiny_imagenet(request: Request) -> Data:
             raise DataError(f"{annotations} is damaged: line {row} has class {wnid!r}, which {names} lacks")
         test.append((_listed_file(folder / "val" / "images", name, annotations), number[wnid]))
     splits = [image_split(request, files, f"{what} images") for what, files in (("training", train), ("test", test))]
-    return assemble(request, splits[0], splits[1], len(number), augment=PHOTOS)
+    sources = [str(path) for path, _ in train]
+    return assemble(
+        request, splits[0], splits[1], len(number), augment=PHOTOS, sources=sources, class_names=list(number)
+    )
 
 
 def dtd(request: Request) -> Data:

@@ -36,7 +36,7 @@ $(DEMO): pyproject.toml constraints.txt
 	@echo "2/3 installing torch $(TORCH)"
 	@$(INSTALL) torch
 	@echo "3/3 installing tiltsam with its lab"
-	@$(INSTALL) -e ".[lab]"
+	@$(INSTALL) -e ".[lab,plots]"
 	@touch $@
 
 $(READY): $(DEMO)

@@ -407,9 +407,9 @@ def _add_sweep(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--choose-by",
         choices=get_args(ChoiceName),
-        default="loss",
-        help="choose the lowest validation loss; the highest validation score, which is better with noisy labels; or "
-        "the highest mean accuracy of the classes, for long-tailed tasks (default: loss)",
+        default="score",
+        help="choose the highest validation score (default; ties: the lower loss); the lowest validation loss, which "
+        "is misleading with noisy labels; or the highest mean accuracy of the classes, for long-tailed tasks",
     )
     parser.add_argument(
         "--trial-seeds", type=int, default=1, metavar="INT", help="runs per trial: seeds 0, 1, … (default: 1)"

@@ -242,7 +242,9 @@ def test_choose_by_balanced_accuracy(tmp_path):
 @pytest.mark.slow
 def test_tpe_samples_near_good_trials(tmp_path, fake):
     def distance(sampler):
-        result = sweep(SMALL, ["erm"], {"lr": Range(1e-5, 10.0)}, tmp_path, sampler=sampler, choose_by="loss", trials=24, seeds=0)
+        result = sweep(
+            SMALL, ["erm"], {"lr": Range(1e-5, 10.0)}, tmp_path, sampler=sampler, choose_by="loss", trials=24, seeds=0
+        )
         return np.mean([trial.value for trial in result.entries[0].trials[12:]])  # TPE draws ten at random first
 
     assert distance("tpe") < 0.5 * distance("random")

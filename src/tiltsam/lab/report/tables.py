@@ -32,7 +32,7 @@ __all__ = [
 NOISE = 0.01  # standard deviation of the noise on the weights in the table of flatness
 MEANS = "mean ± standard error over seeds"
 FLATTER = (
-    "Lower is flatter, but curvature cannot compare models with very different training losses: a network that has "
+    "Lower is flatter, but curvature cannot compare models whose training losses differ much: a network that has "
     "memorised its labels has a small Hessian."
 )
 IN_UNITS = " (1e-3) in a heading: numbers in units of 0.001, and so on."

@@ -8,6 +8,7 @@ import errno
 import inspect
 import math
 import os
+import shlex
 import signal
 import sys
 import tomllib
@@ -31,6 +32,8 @@ from tiltsam.lab.shutdown import (
 )
 
 __all__ = ["main"]
+
+TRIALS_HELP = "include the trials of sweeps (default: only the runs that tested their choices)"
 
 
 class _Version(argparse.Action):
@@ -257,6 +260,7 @@ def _add_sharpness(commands: argparse._SubParsersAction[argparse.ArgumentParser]
         "--data-root", type=Path, metavar="DIR", help="folder of the data sets (default: $TILTSAM_DATA, or data)"
     )
     sharpness.add_argument("--out", type=Path, help="folder of the figures (default: flatness, in the first RUN)")
+    sharpness.add_argument("--trials", action="store_true", help=TRIALS_HELP)
     sharpness.add_argument("--no-figures", action="store_true", help="print the table only")
     sharpness.set_defaults(run=_sharpness)
 
@@ -298,6 +302,7 @@ def _add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )
     parser.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="runs, or folders that contain runs")
     parser.add_argument("--out", type=Path, help="folder to write to (default: report, in the first DIR)")
+    parser.add_argument("--trials", action="store_true", help=TRIALS_HELP)
     parser.add_argument("--no-figures", action="store_true", help="do not write figure files")
     parser.set_defaults(run=_report)
 
@@ -413,9 +418,9 @@ def _add_sweep(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--choose-by",
         choices=get_args(ChoiceName),
-        default="loss",
-        help="choose the lowest validation loss; the highest validation score, which is better with noisy labels; or "
-        "the highest mean accuracy of the classes, for long-tailed tasks (default: loss)",
+        default="score",
+        help="choose the highest validation score (default; ties: the lower loss); the lowest validation loss, which "
+        "is misleading with noisy labels; or the highest mean accuracy of the classes, for long-tailed tasks",
     )
     parser.add_argument(
         "--trial-seeds", type=int, default=1, metavar="INT", help="runs per trial: seeds 0, 1, … (default: 1)"
@@ -566,9 +571,9 @@ def _compare(args: argparse.Namespace) -> None:
         print("BatchNorm statistics, if any, were re-estimated before each evaluation.")
     entries = {Record.of(args.out, run).folder: name for name, runs in cells.items() for run in runs}
     task_folder = next(iter(entries)).parents[1]
-    print(f"runs: {task_folder}")
-    print_suspects(map(Record, entries))
     report = write_report(list(entries), task_folder / "report", compare_settings=True, entries=entries)
+    print(f"{report.summary}\nruns: {task_folder}")
+    print_suspects(map(Record, entries))
     print(report.message())
     if not any(row.runs for row in rows):
         raise UserError("all runs failed")
@@ -612,12 +617,16 @@ def _sweep(args: argparse.Namespace) -> None:
         )
     tested = f", tested with {_seeds(args.seeds)}, mean ± standard error" if args.seeds else ""
     print_table(f"{args.task}: chosen by {result.value_name}{tested}", format_results(result))
+    folder = result.path.parent
+    report = None
+    if any((run / "config.json").exists() for run in tested_runs(folder)):  # all may be on other machines
+        report = write_report([folder], folder / "report", compare_settings=True)
+        print(report.summary)
     for note in result.notes:
         print(note)
     print(f"result: {result.path}")
-    folder = result.path.parent
-    if any((run / "config.json").exists() for run in tested_runs(folder)):  # all may be on other machines
-        print(write_report([folder], folder / "report", compare_settings=True).message())
+    if report is not None:
+        print(report.message())
     if not any(row.config for row in result.entries):
         raise UserError("nothing was chosen: no trial finished with a finite loss")
 
@@ -746,7 +755,8 @@ def _report(args: argparse.Namespace) -> None:
     from tiltsam.lab.report import write_report
 
     out = args.folders[0] / "report" if args.out is None else args.out
-    print(write_report(args.folders, out, figures=not args.no_figures).message())
+    report = write_report(args.folders, out, figures=not args.no_figures, trials=args.trials)
+    print(f"{report.summary}\n{report.message()}")
 
 
 def _sharpness(args: argparse.Namespace) -> None:
@@ -761,6 +771,7 @@ def _sharpness(args: argparse.Namespace) -> None:
         setting_name,
     )
     from tiltsam.lab.flatness_plots import write_figures
+    from tiltsam.lab.report.tables import FLATTER
 
     if args.examples < 1 or args.samples < 2:
         raise UserError(
@@ -777,7 +788,7 @@ def _sharpness(args: argparse.Namespace) -> None:
     def reused(name: str) -> None:
         print(f"already measured: {name}", flush=True)
 
-    runs = find_runs(args.runs, skipped=skipped)
+    runs = find_runs(args.runs, skipped=skipped, trials=args.trials)
     figures = not args.no_figures and _can_write_figures(out)
     plan = FlatnessPlan(num_samples=args.samples, t=args.t)
     measured = {}
@@ -807,10 +818,11 @@ def _sharpness(args: argparse.Namespace) -> None:
         f"worst case: largest rise of the loss within a radius of {plan.rho:g}; adaptive: within {plan.adaptive_rho:g} "
         f"relative to each weight; t-mean, t-variance: weighted by exp(t·loss), t = {plan.t:g}, under noise"
     )
+    print(FLATTER)
     for path in write_figures(flats, out) if figures else ():
         print(f"wrote {path}")
-    again = f"run the same tiltsam compare again, which reuses finished runs, or tiltsam report {args.runs[0]}"
-    print(f"saved as flatness.json in each run's folder; to add it to the report, {again}")
+    again = shlex.join(["tiltsam", "report", *map(str, args.runs), *(["--trials"] if args.trials else [])])
+    print(f"saved as flatness.json in each run's folder; to add it to the page: {again}")
 
 
 def _tasks(args: argparse.Namespace) -> None:

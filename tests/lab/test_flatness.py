@@ -27,6 +27,7 @@ from tiltsam.lab.flatness import (
 )
 from tiltsam.lab.records import Record
 from tiltsam.lab.report import write_report
+from tiltsam.lab.report.tables import FLATTER
 from tiltsam.lab.stats import Mean, format_mean
 from tiltsam.lab.train import train
 
@@ -242,7 +243,8 @@ def test_sharpness_figures_are_in_the_folder_of_the_runs(copied, capsys, monkeyp
     assert f"wrote {copied / 'flatness' / 'neighborhood.png'}" in out
     assert not (tmp_path / "flatness").exists()
     assert "worst case: largest rise of the loss within a radius of 0.05; adaptive: within 0.5" in out
-    assert "to add it to the report, run the same tiltsam compare again" in out.splitlines()[-1]
+    assert out.splitlines()[-1].endswith(f"to add it to the page: tiltsam report {copied}")
+    assert FLATTER in out
 
 
 def test_sharpness_saves_each_run_before_the_next(copied, monkeypatch, capsys):
@@ -330,6 +332,24 @@ def test_find_runs_gives_unique_names(tmp_path):
     again = find_runs([tmp_path])
     assert len(again) == 6
     assert {name.partition(" in ")[0] for name in again} == set(names)
+
+
+def test_find_runs_names_settings_as_typed(tmp_path):
+    tilted = TrainConfig(method="erm", average=True, example_tilt=-0.2)
+    for config in (tilted, TrainConfig(method="sam")):
+        Record.of(tmp_path, config).begin(config, torch.device("cpu"))
+    assert list(find_runs([tmp_path])) == ["erm:example_tilt=-0.2,average=true seed 0", "sam seed 0"]
+    entries = {"erm:average=true,example_tilt=-0.2": tilted, "sam": TrainConfig(method="sam")}
+    tests = {
+        name: [{"run": str(Record.of(tmp_path, config).folder.relative_to(tmp_path)), "seed": 0, "state": "done"}]
+        for name, config in entries.items()
+    }
+    sweep = tmp_path / "sweeps" / "study"
+    sweep.mkdir(parents=True)
+    content = {"methods": {name: {"test": {"runs": runs}} for name, runs in tests.items()}}
+    (sweep / "sweep.json").write_text(json.dumps(content))
+    for folder in (sweep, tmp_path, tmp_path / "digits"):
+        assert list(find_runs([folder])) == [f"{name} seed 0" for name in entries]
 
 
 def test_sharpness_refuses_wrong_arguments(runs, tmp_path, capsys):

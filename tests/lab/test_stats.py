@@ -3,7 +3,15 @@ import statistics
 
 import pytest
 
-from tiltsam.lab.stats import Mean, best_of, confidence_interval, format_mean, mean_of, paired_difference
+from tiltsam.lab.stats import (
+    Mean,
+    best_of,
+    confidence_interval,
+    format_mean,
+    is_significant,
+    mean_of,
+    paired_difference,
+)
 
 
 def test_mean_of():
@@ -16,13 +24,29 @@ def test_mean_of():
     assert math.isnan(mean_of([1.0, math.nan]).value)
 
 
-def test_best_of_needs_a_lead_beyond_the_error():
-    clear = [Mean(90.0, 0.3, 3), Mean(91.0, 0.4, 3), Mean(80.0, 9.0, 3)]
-    assert best_of(clear) == 1
+def by_seed(*values):
+    return dict(enumerate(values))
+
+
+def test_best_of_needs_a_significant_paired_lead():
+    clear = [by_seed(90, 80, 70), by_seed(91, 81.1, 70.9), by_seed(50, 20, 40)]
+    assert best_of(clear) == 1  # although the scores vary more than they differ
     assert best_of(clear, highest=False) == 2
-    assert best_of([Mean(90.0, 0.6, 3), Mean(91.0, 0.81, 3)]) is None  # 1 < √(.6² + .81²)
-    assert best_of([Mean(90.0, math.nan, 1), Mean(99.0, math.nan, 1)]) is None
-    assert best_of([Mean(90.0, 0.1, 3), mean_of([])]) is None
+    assert best_of([by_seed(90, 80, 70), by_seed(92, 80.5, 70.1)]) is None  # [-1.7, 3.4]
+    assert best_of([by_seed(90.0), by_seed(99.0)]) is None
+    assert best_of([by_seed(90.0, 91.0), {2: 99.0, 3: 99.0}]) is None  # no common seed
+    assert best_of([by_seed(90.0, 91.0), {}]) is None
+    assert best_of([by_seed(90.0, 91.0), by_seed(math.nan, 99.0)]) is None
+    # The mean is higher because of seed 2; on the common seeds it is lower.
+    assert best_of([by_seed(90, 91), by_seed(89, 90, 99)]) is None
+
+
+def test_is_significant_needs_an_interval_without_zero():
+    assert is_significant(mean_of([1.0, 1.1, 0.9]))
+    assert is_significant(mean_of([-1.0, -1.1, -0.9]))
+    assert not is_significant(mean_of([1.0, 2.0, -0.9]))
+    assert not is_significant(mean_of([0.0, 0.0]))
+    assert not is_significant(mean_of([1.0]))
 
 
 @pytest.mark.parametrize(
@@ -56,7 +80,8 @@ def test_paired_difference_uses_the_shared_seeds():
 
 def test_confidence_interval_is_students():
     stats = pytest.importorskip("scipy.stats")
-    values = [0.2, 0.5, 0.9, 0.4]
-    low, high = stats.ttest_1samp(values, 0.0).confidence_interval(0.95)
-    assert confidence_interval(mean_of(values)) == pytest.approx((low, high), rel=1e-12)
+    values = [0.2, 0.5, 0.9, 0.4, 0.8, -3.0, 1.7, 1.1] * 20
+    for count in (2, 3, 4, 5, 8, 31, 160):
+        low, high = stats.ttest_1samp(values[:count], 0.0).confidence_interval(0.95)
+        assert confidence_interval(mean_of(values[:count])) == pytest.approx((low, high), rel=1e-12)
     assert all(math.isnan(bound) for bound in confidence_interval(mean_of([1.0])))

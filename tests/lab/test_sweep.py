@@ -1,4 +1,4 @@
-"""Sweeps: equal numbers of trials, a choice by validation loss that never reads the test set, nothing done twice."""
+"""Sweeps: equal numbers of trials, a choice on validation that never reads the test set, nothing done twice."""
 
 import argparse
 import json
@@ -196,6 +196,36 @@ def test_choose_by_score_ignores_the_loss(tmp_path, fake):
     assert content["methods"]["erm"]["validation_error"] == pytest.approx(0.9)
 
 
+def test_score_is_the_default_choice_and_the_loss_breaks_ties(tmp_path, fake):
+    fake.accuracy = lambda config: 0.4 if config.lr == 0.01 else 0.8
+    fake.loss = lambda config: config.lr
+    (row,) = sweep(SMALL, ["erm"], RATES, tmp_path, trial_seeds=2, seeds=0).entries
+    assert row.config.lr == 0.03
+
+
+def test_choose_by_loss_warns_of_methods_for_noisy_labels(tmp_path, fake):
+    methods = ["erm", "erm:example_tilt=-1", "sam:loss=gce", "tsam"]
+    grid = {**RATES, "tsam:example_tilt": (0.0, -0.5)}
+    for choose_by in ("loss", "score"):
+        warned = []
+        sweep(SMALL, methods, grid, tmp_path, choose_by=choose_by, trials=2, seeds=0, notify=warned.append)
+        notes = [note for note in warned if "--choose-by score" in note]
+        assert len(notes) == (choose_by == "loss")
+        assert all(note.startswith("erm:example_tilt=-1, sam:loss=gce, tsam: ") for note in notes)
+
+
+def test_choose_by_score_of_a_regression(tmp_path):
+    """The score is Pearson's correlation, also with pruning."""
+    x = np.random.default_rng(0).normal(size=(200, 3)).astype("float32")
+    np.savez(tmp_path / "a.npz", x=x, y=x[:, 0].astype("float32"))
+    config = TrainConfig(f"npz:{tmp_path / 'a.npz'}", epochs=8, batch_size=32)
+    grid = {"lr": (1e-6, 1e-5, 1e-4, 0.03)}
+    (row,) = sweep(config, ["erm"], grid, tmp_path / "runs", pruner="halving", seeds=1).entries
+    assert row.config.lr == 0.03
+    result = Record.of(tmp_path / "runs", row.config).result()
+    assert row.best.value == pytest.approx(1 - result["validation_pearson"])
+
+
 def test_choose_by_balanced_accuracy(tmp_path):
     """On a long tail the accuracy of all examples is that of the frequent classes."""
     config = replace(SMALL, task="digits-lt", epochs=2)
@@ -212,7 +242,9 @@ def test_choose_by_balanced_accuracy(tmp_path):
 @pytest.mark.slow
 def test_tpe_samples_near_good_trials(tmp_path, fake):
     def distance(sampler):
-        result = sweep(SMALL, ["erm"], {"lr": Range(1e-5, 10.0)}, tmp_path, sampler=sampler, trials=24, seeds=0)
+        result = sweep(
+            SMALL, ["erm"], {"lr": Range(1e-5, 10.0)}, tmp_path, sampler=sampler, choose_by="loss", trials=24, seeds=0
+        )
         return np.mean([trial.value for trial in result.entries[0].trials[12:]])  # TPE draws ten at random first
 
     assert distance("tpe") < 0.5 * distance("random")
@@ -264,7 +296,7 @@ def test_tilt_of_one_sample_is_not_tuned():
 
 def test_trial_value_is_the_mean_over_seeds(tmp_path, fake):
     fake.loss = lambda config: config.lr + config.seed
-    result = sweep(SMALL, ["erm"], RATES, tmp_path, trial_seeds=3, seeds=0)
+    result = sweep(SMALL, ["erm"], RATES, tmp_path, choose_by="loss", trial_seeds=3, seeds=0)
     assert sorted(t.value for t in result.entries[0].trials) == pytest.approx([1.01, 1.03, 1.1])
     assert Counter(run.seed for run in fake.runs) == {0: 3, 1: 3, 2: 3}
 
@@ -523,7 +555,8 @@ def test_result_has_paired_differences_and_a_report(tmp_path, capsys):
         assert [r["passes"] for r in results] == [20] * 3
         scores[name] = [100 * r["score"] for r in results]
         for trial in method["trials"]:
-            assert trial["validation_loss"] == Record(tmp_path / trial["run"]).result()["validation_loss"]
+            accuracy = Record(tmp_path / trial["run"]).result()["validation_accuracy"]
+            assert trial["validation_error"] == 1 - accuracy
     differences = np.subtract(scores["sam"], scores["erm"])
     half = 4.302653 * differences.std(ddof=1) / math.sqrt(3)  # 97.5 % point of Student's t, two degrees of freedom
     test = found["methods"]["sam"]["test"]

@@ -35,7 +35,7 @@ from tiltsam.lab.errors import ConfigError, RecordError
 from tiltsam.lab.evaluate import task_loss
 from tiltsam.lab.files import drafted, file_digest, finite_json, parse_json
 from tiltsam.lab.models import load_model
-from tiltsam.lab.records import Record, find_run_folders
+from tiltsam.lab.records import Record, find_run_folders, sweeps_of, tested_runs
 from tiltsam.lab.report.runs import RunRecord
 from tiltsam.lab.report.summary import summarize
 from tiltsam.lab.stats import Mean, format_mean, mean_of
@@ -208,18 +208,23 @@ def compare(
 _RUN_ERRORS = (RecordError, ConfigError, ValueError, RuntimeError, OSError)
 
 
-def find_runs(paths: Sequence[Path], *, skipped: Callable[[str], Any] | None = None) -> dict[str, Record]:
+def find_runs(
+    paths: Sequence[Path], *, skipped: Callable[[str], Any] | None = None, trials: bool = True
+) -> dict[str, Record]:
     """Return the runs in and below the folders, by unique names such as ``sam:rho=0.2 seed 0``.
 
     Args:
         paths: The folders.
+        trials: Whether to include the trials of sweeps, see :func:`tiltsam.lab.records.find_run_folders`.
         skipped: Called with a message for each damaged run; by default such a run raises.
 
     Raises:
         RecordError: If a folder contains no run.
     """
     runs = []
-    for folder in find_run_folders(paths).runs:
+    found = find_run_folders(paths, trials=trials).runs
+    entries = {run.resolve(): test.entry for sweep in sweeps_of(found) for run, test in tested_runs(sweep).items()}
+    for folder in found:
         try:
             config = Record(folder).config()
         except _RUN_ERRORS as error:
@@ -227,9 +232,13 @@ def find_runs(paths: Sequence[Path], *, skipped: Callable[[str], Any] | None = N
                 raise
             skipped(_error_line(folder, error))
         else:
-            runs.append(RunRecord(folder, config.to_json()))
-    settings = [setting for task in summarize(runs) for setting in task.settings]
-    named = [(f"{setting.name} seed {run.seed}", run.folder) for setting in settings for run in setting.runs]
+            runs.append(RunRecord(folder, config.to_json(), entry=entries.get(folder.resolve(), "")))
+    named = []
+    for task in summarize(runs):
+        for setting in task.settings:
+            # A method's only setting has what is not at its default in its name, as one would type it.
+            name = setting.name if task.num_settings[setting.method] > 1 else setting.headline_name
+            named += [(f"{name} seed {run.seed}", run.folder) for run in setting.runs]
     times = Counter(name for name, _ in named)  # one config and seed may have several records
     return {name if times[name] == 1 else f"{name} in {folder}": Record(folder) for name, folder in named}
 

@@ -61,6 +61,7 @@ __all__ = [
     "find_run_folders",
     "is_number",
     "read_metrics",
+    "sweeps_of",
     "task_folder",
     "tested_runs",
 ]
@@ -434,13 +435,15 @@ class RunFolders(NamedTuple):
     sweeps: list[Path]
 
 
-def find_run_folders(roots: Iterable[Path]) -> RunFolders:
+def find_run_folders(roots: Iterable[Path], *, trials: bool = True) -> RunFolders:
     """Return the folders of runs and of sweeps among and below the given folders, each once.
 
     Runs may be in progress. The folder of a sweep stands for the runs that tested its choices.
 
     Args:
         roots: The folders.
+        trials: Whether to include the settings of which sweeps in the same ``OUT`` have trials and nothing else has
+            runs. If a folder contains no other, they are included anyway.
 
     Raises:
         RecordError: If one of the folders contains no run.
@@ -465,11 +468,45 @@ def find_run_folders(roots: Iterable[Path]) -> RunFolders:
             raise RecordError(_why_no_tested_run(sweeps[0]))
         if not places:
             raise RecordError(f"no run in {root}: a run is a folder with config.json, as tiltsam train writes it")
+        if not trials:
+            places = _without_trials(places) or places
         for folder in sorted(places):
             runs.setdefault(folder.resolve(), folder)
         for folder in sorted(sweeps):
             all_sweeps.setdefault(folder.resolve(), folder)
     return RunFolders(list(runs.values()), list(all_sweeps.values()))
+
+
+def _without_trials(places: Sequence[Path]) -> list[Path]:
+    """Return the runs of the settings that are not only trials of sweeps in the same ``OUT``."""
+    sweeps = sweeps_of(places)
+    tried = {run.resolve() for sweep in sweeps for run in _trial_runs(sweep)}
+    tested = {run.resolve() for sweep in sweeps for run in tested_runs(sweep)}
+    folders = [place.resolve() for place in places]
+    kept = {folder.parent for folder in folders if folder not in tried or folder in tested}
+    return [place for place, folder in zip(places, folders, strict=True) if folder.parent in kept]
+
+
+def sweeps_of(runs: Iterable[Path]) -> list[Path]:
+    """Return the folders of the sweeps in the ``OUT`` of some runs, without damaged ones."""
+    sweeps = []
+    for out in sorted({ancestor for run in runs for ancestor in run.resolve().parents[2:3]}):
+        for path in sorted(out.glob("sweeps/*/sweep.json")):
+            with suppress(RecordError):
+                tested_runs(path.parent)
+                sweeps.append(path.parent)
+    return sweeps
+
+
+def _trial_runs(sweep: Path) -> set[Path]:
+    """Return the folders of the trials of a sweep, one per seed; none if it does not list them."""
+    content = _read_json(sweep / "sweep.json")
+    try:
+        trials = [trial for method in content["methods"].values() for trial in method["trials"]]
+        first = [_out(sweep) / trial["run"] for trial in trials]
+        return {run.with_name(f"seed-{seed}") for run in first for seed in range(content["trial_seeds"])}
+    except (KeyError, TypeError, AttributeError):
+        return set()
 
 
 class SweepTestRun(NamedTuple):

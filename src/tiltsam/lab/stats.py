@@ -4,9 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Mapping, Sequence
+from functools import cache
 from typing import Literal, NamedTuple, TypeVar
 
-__all__ = ["Mean", "best_of", "confidence_interval", "format_interval", "format_mean", "mean_of", "paired_difference"]
+__all__ = [
+    "Mean",
+    "best_of",
+    "confidence_interval",
+    "format_interval",
+    "format_mean",
+    "is_significant",
+    "mean_of",
+    "paired_difference",
+]
 
 Seed = TypeVar("Seed", bound=Hashable)
 
@@ -50,7 +60,7 @@ def paired_difference(scores: Mapping[Seed, float], reference: Mapping[Seed, flo
 
 
 def confidence_interval(mean: Mean) -> tuple[float, float]:
-    """Return the two-sided 95% interval of Student's t distribution; NaN for fewer than two runs. Needs scipy.
+    """Return the two-sided 95% interval of Student's t distribution; NaN for fewer than two runs.
 
     Example:
         >>> low, high = confidence_interval(mean_of([1.0, 2.0, 3.0]))
@@ -59,29 +69,63 @@ def confidence_interval(mean: Mean) -> tuple[float, float]:
     """
     if mean.runs < 2:
         return math.nan, math.nan
-    from scipy.stats import t
-
-    half = float(t.ppf(0.975, mean.runs - 1)) * mean.error
+    half = _student_t(mean.runs - 1) * mean.error
     return mean.value - half, mean.value + half
 
 
-def best_of(means: Sequence[Mean], *, highest: bool = True) -> int | None:
-    """Return the index of the best mean if it leads the next by more than the standard error of their difference.
+@cache
+def _student_t(freedom: int) -> float:
+    """Return the 97.5% quantile of Student's t: 12.71 for 1 degree of freedom, 4.30 for 2, towards 1.96.
 
-    That error is √(a² + b²) of the two standard errors. Single runs have none, so among them no mean is best.
+    Bisects Abramowitz and Stegun's 26.7.3 and 26.7.4, the probability of |T| < √freedom tan θ. scipy would take a
+    second to import.
+    """
+
+    def inside(angle: float) -> float:
+        cos, odd = math.cos(angle), freedom % 2
+        term = total = 0.0 if freedom == 1 else cos if odd else 1.0
+        for k in range(2 if odd else 1, freedom - 2, 2):
+            term *= k / (k + 1) * cos**2
+            total += term
+        return 2 / math.pi * (angle + math.sin(angle) * total) if odd else math.sin(angle) * total
+
+    low, high = 0.0, math.pi / 2
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if inside(middle) < 0.95 else (low, middle)
+    return math.sqrt(freedom) * math.tan(low)
+
+
+def is_significant(difference: Mean) -> bool:
+    """Return whether the 95% confidence interval excludes 0; never for fewer than two runs.
 
     Example:
-        >>> best_of([Mean(90.0, 0.3, 3), Mean(91.0, 0.4, 3)])
-        1
-        >>> best_of([Mean(90.0, 0.8, 3), Mean(91.0, 0.8, 3)]) is None
+        >>> is_significant(mean_of([1.0, 2.0, 3.0]))
+        False
+        >>> is_significant(mean_of([2.0, 2.1, 2.2]))
         True
     """
-    order = sorted((i for i, m in enumerate(means) if math.isfinite(m.value)), key=lambda i: means[i].value)
+    low, high = confidence_interval(difference)
+    return low > 0 or high < 0
+
+
+def best_of(samples: Sequence[Mapping[Seed, float]], *, highest: bool = True) -> int | None:
+    """Return the index of the sample with the best mean if it is significantly ahead of the next.
+
+    The difference is paired by seed, see :func:`paired_difference`. Without two common seeds no sample is best.
+
+    Example:
+        >>> best_of([{0: 90.0, 1: 80.0}, {0: 91.0, 1: 81.1}])
+        1
+        >>> best_of([{0: 90.0, 1: 80.0}, {0: 91.0, 1: 80.1}]) is None
+        True
+    """
+    means = [mean_of(list(sample.values())).value for sample in samples]
+    order = sorted((i for i, mean in enumerate(means) if math.isfinite(mean)), key=lambda i: means[i], reverse=highest)
     if len(order) < 2:
         return None
-    first, second = (order[-1], order[-2]) if highest else (order[0], order[1])
-    lead = abs(means[first].value - means[second].value)
-    return first if lead > math.hypot(means[first].error, means[second].error) else None
+    lead = paired_difference(samples[order[0]], samples[order[1]])
+    return order[0] if is_significant(lead) and (lead.value > 0) == highest else None
 
 
 def format_interval(mean: Mean, digits: int = 2) -> str:

@@ -334,8 +334,16 @@ def run_worker(plan: SweepPlan, device: str, check: Callable[[], None]) -> None:
 
 
 def _best(trials: Sequence[FrozenTrial]) -> FrozenTrial | None:
+    """Return the trial with the lowest value; ties, which scores often have, are broken by the validation loss."""
     complete = [trial for trial in trials if trial.state is TrialState.COMPLETE]
-    return min(complete, key=lambda trial: (trial.value, trial.number), default=None)
+    return min(complete, key=lambda trial: (round(trial.values[0], 12), _loss(trial), trial.number), default=None)
+
+
+def _loss(trial: FrozenTrial) -> float:
+    """Return the validation loss of a trial, averaged over its seeds."""
+    rows = [row for name, row in trial.user_attrs.items() if name.startswith("seed ")]
+    loss = mean_of([row.get("validation_loss", math.nan) for row in rows]).value
+    return loss if math.isfinite(loss) else math.inf
 
 
 def _outcome(trial: FrozenTrial, value_name: str) -> str:
@@ -501,7 +509,7 @@ def sweep(
     sampler: SamplerName = "grid",
     trials: int | None = None,
     pruner: PrunerName = "none",
-    choose_by: ChoiceName = "loss",
+    choose_by: ChoiceName = "score",
     trial_seeds: int = 1,
     seeds: int = 3,
     final_epochs: float | None = None,
@@ -534,9 +542,10 @@ def sweep(
             ``"tpe"`` samples near good trials.
         trials: Trials per entry; by default the size of the largest grid.
         pruner: ``"halving"`` stops the worse half of the trials at 25% and again at 50% of the budget.
-        choose_by: ``"loss"`` chooses the lowest validation loss, ``"score"`` the highest validation score, and
-            ``"balanced"`` the highest mean accuracy of the classes, for long-tailed tasks. With noisy validation
-            labels, the loss favours models that are unsure, or have learnt nothing.
+        choose_by: ``"score"`` chooses the highest validation score, and of equal ones the lowest validation loss;
+            ``"loss"`` the lowest validation loss; ``"balanced"`` the highest mean accuracy of the classes, for
+            long-tailed tasks. With noisy validation labels, the loss favours models that are unsure, or have learnt
+            nothing, and it punishes negative tilts over examples.
         trial_seeds: Runs per trial, with seeds 0, 1, …; their losses or scores are averaged.
         seeds: Tests of each choice, with seeds 0, 1, …; 0 tests nothing.
         final_epochs: Epochs of the tests. A final budget replaces that of the trials.
@@ -603,6 +612,8 @@ def sweep(
     timed = final.get("seconds") or any(entry.config.seconds for entry in entries)
     if timed and workers > len(set(devices)):
         notes.append(f"{workers} workers share {base.device}, and the budget is in seconds: use one worker per device")
+    if choose_by == "loss":
+        notes += _punished_by_loss(entries)
     for note in notes:
         notify(note)
     out.mkdir(parents=True, exist_ok=True)
@@ -622,6 +633,20 @@ def sweep(
             raise
         worker.report_status(force=True)
         return _write_result(plan, worker, notes)
+
+
+def _punished_by_loss(entries: Sequence[Entry]) -> list[str]:
+    """Return a note on the entries that trust some labels less, which costs validation loss where labels are noisy."""
+
+    def values(entry: Entry, name: str) -> Sequence[Any]:
+        tried = entry.space.get(name, (getattr(entry.config, name),))
+        return (tried.low, tried.high) if isinstance(tried, Range) else tried
+
+    names = [e.name for e in entries if min(values(e, "example_tilt")) < 0 or "gce" in values(e, "loss")]
+    if not names:
+        return []
+    what = "negative example tilts and loss=gce are made for noisy labels, where the validation loss punishes them"
+    return [f"{', '.join(names)}: {what}; --choose-by score does not"]
 
 
 def _final_budget(

@@ -66,19 +66,19 @@ def test_page_opens_without_errors_or_requests(browser, page):
 
 
 def test_tables_sort(browser):
-    methods = column(browser, 1)
-    assert methods == ["erm", "sam", "tsam", "tsam"]
-    heading = 'table[data-table="results"] th:nth-child(3)'
+    names = ["erm", "sam rho=0.05", "tsam t=1 rho=0.1", "tsam t=20 rho=0.1"]
+    assert column(browser, 1) == names
+    heading = 'table[data-table="results"] th:nth-child(2)'
     browser.click(f"{heading} button")
-    scores = [float(text.split()[0]) for text in column(browser, 3)]
+    scores = [float(text.split()[0]) for text in column(browser, 2)]
     assert scores == sorted(scores, reverse=True)
     assert browser.run(f"document.querySelector({json.dumps(heading)}).ariaSort") == "descending"
     browser.run(f"document.querySelector({json.dumps(heading + ' button')}).focus()")
     browser.press("ENTER")
-    assert [float(text.split()[0]) for text in column(browser, 3)] == sorted(scores)
+    assert [float(text.split()[0]) for text in column(browser, 2)] == sorted(scores)
     assert browser.run(f"document.querySelector({json.dumps(heading)}).ariaSort") == "ascending"
     browser.click('table[data-table="results"] th:nth-child(1) button')
-    assert column(browser, 1) == ["erm", "sam", "tsam", "tsam"]
+    assert column(browser, 1) == names
     assert browser.run(f"document.querySelector({json.dumps(heading)}).ariaSort") == "none"
 
 
@@ -184,6 +184,10 @@ def test_phone_width(browser, page):
         }).map(t => t.textContent);
     })"""
     assert browser.run(outside) == []
+    # The score is next to the method.
+    score = "document.querySelector('table[data-table=\"results\"] tbody td:nth-child(2)')"
+    assert "±" in browser.run(f"{score}.textContent")
+    assert browser.run(f"{score}.getBoundingClientRect().right") <= 360
 
 
 def test_long_names_wrap(browser, tmp_path):
@@ -201,8 +205,8 @@ def test_long_names_wrap(browser, tmp_path):
     )
     assert browser.run(cut) == []
     # A range over a word has one box per line.
-    words = """[...document.querySelectorAll('table[data-table="flatness"] td.text')].flatMap(cell => {
-        const text = cell.lastChild;
+    words = """[...document.querySelectorAll('table[data-table="flatness"] .under')].flatMap(settings => {
+        const text = settings.firstChild;
         return [...text.textContent.matchAll(/\\S+/g)].map(word => {
             const range = document.createRange();
             range.setStart(text, word.index);

@@ -102,6 +102,11 @@ def test_page_tables_equal_records(made):
         assert float(row[column]["data-error"]) == mean.error
         assert row[column]["text"] == f"{mean.value:.2f} ± {mean.error:.2f}"
     assert [row[column].get("bold", False) for row in body] == [False, False, False, True]
+    assert [cell["text"] for cell in head][:3] == ["method", "test accuracy (%)", "minus erm [95% interval]"]
+    assert [row[0]["text"] for row in body] == ["erm", "sam rho=0.05", "tsam t=1 rho=0.1", "tsam t=20 rho=0.1"]
+    assert [row[2]["text"] for row in body][:2] == ["", "+4.72 [+4.72, +4.72]"]
+    erm, sam, *_ = (setting.final("score", 100).value for setting in task.settings)
+    assert float(body[1][2]["data-value"]) == pytest.approx(sam - erm)
 
 
 def test_page_curves_equal_records(made):
@@ -207,13 +212,22 @@ def test_headline_verdicts(tmp_path):
                 write_run(tmp_path / name, method=method, seed=seed, lines=lines, finished=bool(score))
         return headline(summarize(*read_runs([tmp_path / name]))[0])
 
-    assert "more than the standard error" in headline_of("clear", erm=[0.5, 0.51], sam=[0.7, 0.71])
-    assert "less than the standard error" in headline_of("close", erm=[0.5, 0.6], sam=[0.52, 0.6])
-    assert "single run" in headline_of("single", erm=[0.5], sam=[0.7])
-    assert headline_of("tie", erm=[0.7, 0.71], sam=[0.7, 0.71]).endswith("sam reaches the same.")
+    assert headline_of("clear", erm=[0.5, 0.51], sam=[0.7, 0.712]) == (
+        "sam has the highest test accuracy, 62.76 ± 0.53%: 17.87 ahead of erm, 95% interval [+16.74, +19.00], "
+        "a significant difference."
+    )
+    close = headline_of("close", erm=[0.5, 0.6], sam=[0.52, 0.6])
+    assert close.endswith("0.89 ahead of erm, 95% interval [-10.41, +12.18], so not a significant difference.")
+    assert headline_of("single", erm=[0.5], sam=[0.7]) == (
+        "sam has the highest test accuracy, 62.22%: 17.78 ahead of erm. One seed gives no interval: use several."
+    )
+    assert "0.00 ahead of sam, 95% interval [+0.00, +0.00], so not" in headline_of(
+        "tie", erm=[0.7, 0.8], sam=[0.7, 0.8]
+    )
+    assert "17.78 ahead of erm over 1 common seed." in headline_of("uneven", erm=[0.5], sam=[0.7, 0.71])
     plain = headline_of("plain", erm=[0.5, 0.51], sam=[0.7, 0.71], tsam=[0.72, 0.73])
-    assert plain.startswith("tsam has the highest test accuracy: 64.44 ± 0.44%. sam is ")
-    assert plain.endswith("Plain training (erm) reaches 44.89 ± 0.44.")
+    assert plain.startswith("tsam has the highest test accuracy, 64.44 ± 0.44%: 1.78 ahead of sam, ")
+    assert "It is 19.56 ahead of plain training (erm), 95% interval" in plain
     assert headline_of("alone", erm=[0.9]).startswith("erm reaches a test accuracy of 80.00")
     assert "No run has finished" in headline_of("none", erm=[0])
     for file in (tmp_path / "none").rglob("config.json"):
@@ -227,13 +241,36 @@ def test_headline_verdicts(tmp_path):
     )
 
 
+def test_headline_reports_methods_that_were_better_earlier(tmp_path):
+    def headline_of(name, **peaks):
+        for method, values in peaks.items():
+            for seed, peak in enumerate(values):
+                folder = write_run(tmp_path / name, method=method, seed=seed, lines=rows(3, 0.7 + 0.01 * seed))
+                result = json.loads((folder / "result.json").read_text())
+                result["score_at_best_validation"] = result["score"] + peak
+                (folder / "result.json").write_text(json.dumps(result))
+        return headline(summarize(*read_runs([tmp_path / name]))[0])
+
+    advice = "Train for less, lower lr, or tune."
+    peaks = [0.1, 0.101]
+    text = headline_of("all", erm=peaks, sam=[0.2, 0.201])
+    reached = "sam reached 82.72% at its best validation epoch, 20.05 more than at the end."
+    assert text.endswith(f"All methods were better earlier: {reached} {advice}")
+    some = headline_of("some", erm=peaks, sam=[0.2, 0.201], asam=[0.0, 0.0])
+    assert f"Some methods were better earlier: {reached}" in some
+    assert "erm was better earlier: it reached" in headline_of("one", erm=peaks, sam=[0.0, 0.0])
+    assert advice not in headline_of("less", erm=[0.009, 0.0091], sam=[0.0, 0.0])  # less than a point
+    assert advice not in headline_of("insignificant", erm=[0.0, 0.1], sam=[0.0, 0.0])
+    assert advice not in headline_of("single", erm=[0.1], sam=[0.0])
+
+
 def test_headline_names_differing_settings(tmp_path):
     for seed in (0, 1):
         write_run(tmp_path, method="erm", epochs=60, average=True, seed=seed, lines=rows(3, 0.9 + 0.001 * seed))
         write_run(tmp_path, method="sam", rho=0.3, seed=seed, lines=rows(3, 0.8 + 0.001 * seed))
     text = headline(summarize(*read_runs([tmp_path]))[0])
-    assert text.startswith("erm:average=true has the highest test accuracy: 80.04 ± 0.04%.")
-    assert re.search(r"sam:rho=0.3,epochs=6 is [\d.]+ lower, more than", text)
+    assert text.startswith("erm:average=true has the highest test accuracy, 80.04 ± 0.04%: ")
+    assert re.search(r": [\d.]+ ahead of sam:rho=0.3,epochs=6, 95% interval", text)
 
 
 def test_headline_compares_settings(tmp_path):
@@ -244,8 +281,9 @@ def test_headline_compares_settings(tmp_path):
             write_run(tmp_path, method=method, **options, seed=seed, lines=rows(3, score + 0.001 * seed))
     (task,) = summarize(*read_runs([tmp_path]))
     assert headline(task, compare_settings=True) == (
-        "sam:rho=0.3 has the highest test accuracy: 81.82 ± 0.04%. sam:example_tilt=-0.5 is 1.78 lower, more than "
-        "the standard error of the difference. Plain training (erm) reaches 62.27 ± 0.04."
+        "sam:rho=0.3 has the highest test accuracy, 81.82 ± 0.04%: 1.78 ahead of sam:example_tilt=-0.5, 95% interval "
+        "[+1.78, +1.78], a significant difference. It is 19.56 ahead of plain training (erm), 95% interval "
+        "[+19.56, +19.56], a significant difference."
     )
     assert "example_ess" not in write_report([tmp_path], tmp_path / "out", figures=False).page.read_text()
 
@@ -258,17 +296,18 @@ def test_headline_plain_training_is_without_average_and_tilt(tmp_path):
     (task,) = summarize(*read_runs([tmp_path]))
     for compare_settings in (True, False):  # the chosen setting of erm is the other one
         text = headline(task, compare_settings=compare_settings)
-        assert text.startswith("erm:example_tilt=-0.4,average=true has the highest test accuracy: 80.04 ± 0.04%.")
-        assert "Plain training (erm) reaches 53.38 ± 0.04." in text
+        assert text.startswith("erm:example_tilt=-0.4,average=true has the highest test accuracy, 80.04 ± 0.04%: ")
+        assert "It is 26.67 ahead of plain training (erm), " in text
     for average, score in ((False, 0.6), (True, 0.9)):
         write_run(tmp_path / "alone", method="erm", average=average, lines=rows(3, score))
     text = headline(summarize(*read_runs([tmp_path / "alone"]))[0])
-    assert text.endswith("erm:average=true, reaches a test accuracy of 80.00%. Plain training (erm) reaches 53.33.")
+    ending = "reaches a test accuracy of 80.00%. It is 26.67 ahead of plain training (erm)."
+    assert text.endswith(f"erm:average=true, {ending}")
     for seed in (2, 3):
         write_run(tmp_path / "averaged", method="erm", average=True, seed=seed)
         for method in ("sam", "tsam"):
             write_run(tmp_path / "averaged", method=method, seed=seed, average=True, lines=rows(3, 0.9))
-    assert "Plain" not in headline(summarize(*read_runs([tmp_path / "averaged"]))[0])
+    assert "plain" not in headline(summarize(*read_runs([tmp_path / "averaged"]))[0])
 
 
 def test_headline_reports_uneven_tuning(tmp_path):
@@ -281,7 +320,7 @@ def test_headline_reports_uneven_tuning(tmp_path):
     text = headline_of(
         ("erm", {}, 0.7), ("sam", {"rho": 0.1}, 0.8), ("sam", {"rho": 0.2}, 0.85), ("asam", {"rho": 1.0}, 0.9)
     )
-    assert text.startswith("asam:rho=1 has the highest test accuracy: 80.04")
+    assert text.startswith("asam:rho=1 has the highest test accuracy, 80.04")
     assert "The comparison uses each method's best setting on validation." in text
     assert text.endswith(": erm 1, sam 2, asam 1.")
     for seed in (0, 1):

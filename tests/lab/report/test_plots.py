@@ -43,6 +43,27 @@ def test_task_plots_equal_records(tmp_path):
     assert min(s.shade for s in figures["tilt-curves"].curves) >= 0.5  # paler lines are invisible
 
 
+@pytest.mark.parametrize("budget", ["passes", "seconds"])
+def test_curves_have_the_budget_on_their_x_axis(budget, tmp_path):
+    """In equal passes SAM makes half as many epochs."""
+    limits = {"epochs": math.inf, budget: 60.0}
+    for method, epochs, cost in (("erm", 6, 1), ("sam", 3, 2)):
+        write_run(tmp_path, method=method, lines=rows(epochs, cost=cost), **limits)
+    (task,) = summarize(*read_runs([tmp_path]))
+    convergence, loss, other = task_plots(task)
+    assert [convergence.name, loss.name, other.name] == [
+        "convergence",
+        "train-loss",
+        "seconds" if budget == "passes" else "passes",
+    ]
+    assert "epoch" not in convergence.x_label
+    assert [curve.x[-1] for curve in convergence.curves] == pytest.approx([60.0 if budget == "passes" else 4.2] * 2)
+    assert convergence.note.startswith("All runs are limited by")
+    write_run(tmp_path, method="asam")
+    (task,) = summarize(*read_runs([tmp_path]))
+    assert task_plots(task)[0].x_label == "epoch"
+
+
 def test_example_ess_is_plotted_if_a_run_has_it(tmp_path):
     write_run(tmp_path, method="erm")
     lines = [row | {"example_ess": 0.5 / row["epoch"]} for row in rows(6)]

@@ -1,5 +1,7 @@
 """write_report and the commands that call it."""
 
+import html
+
 from helpers.report_runs import write_run, write_runs
 from tiltsam.cli import main
 from tiltsam.lab.report import write_report
@@ -63,8 +65,10 @@ def test_compare_writes_report(tmp_path, capsys, monkeypatch):
         "256",
     ]
     assert main([*arguments, "--out", str(tmp_path)]) == 0
-    last = capsys.readouterr().out.splitlines()[-1]
+    *_, summary, folder, last = capsys.readouterr().out.splitlines()
     page = tmp_path / "digits" / "report" / "report.html"
-    assert last == f"report: {page}"
+    assert (folder, last) == (f"runs: {tmp_path / 'digits'}", f"report: {page}")
+    assert summary.endswith("One seed gives no interval: use several.")
+    assert html.escape(summary) in page.read_text()
     assert page.exists()
     assert len(read_runs([tmp_path]).runs) == 2  # the report is not a run

@@ -27,8 +27,8 @@ def test_unfinished_runs_and_missing_seeds_are_problems(tmp_path):
     write_run(tmp_path, method="erm", seed=1, finished=False, lines=rows(2))
     write_run(tmp_path, method="sam", seed=0, finished=False, lines=[])
     report = write_report([tmp_path], tmp_path / "report", figures=False)
-    assert [p.where for p in report.problems] == ["erm, seed 1", "sam, seed 0", "sam"]
-    assert [re.findall(r"\d+", p.what) for p in report.problems] == [["2", "6"], ["6"], ["1"]]
+    assert [p.where for p in report.problems] == ["erm, seed 1", "sam, seed 0"]
+    assert [re.findall(r"\d+", p.what) for p in report.problems] == [["2", "6"], ["6"]]
     (task,) = summarize(*read_runs([tmp_path]))
     table = results_table(task)
     assert [cell.text for cell in column(table, "runs")] == ["1 of 2", "0 of 1"]
@@ -124,6 +124,48 @@ def test_equal_entries_are_not_used_as_names(tmp_path):
     entries = {write_run(tmp_path, method="sam", lr=lr): "sam" for lr in (0.05, 0.1)}
     (task,) = summarize(*read_runs([tmp_path], entries))
     assert [s.name for s in task.settings] == ["sam:lr=0.05", "sam:lr=0.1"]
+
+
+def write_sweep(out, tests, trials, **more):
+    """Write the ``sweep.json`` of a sweep of sam and return its folder."""
+    study = out / "sweeps" / "study"
+    study.mkdir(parents=True)
+    runs = [{"run": str(run.relative_to(out)), "seed": seed, "state": "done"} for seed, run in enumerate(tests)]
+    tried = [{"run": str(run.relative_to(out)), "state": "done"} for run in trials]
+    methods = {"sam": {"test": {"runs": runs}, "trials": tried}}
+    (study / "sweep.json").write_text(json.dumps({"task": "digits", "trial_seeds": 1, "methods": methods, **more}))
+    return study
+
+
+@pytest.mark.parametrize("below", ["", "digits"])
+def test_trials_of_sweeps_are_left_out(tmp_path, below):
+    trials = [write_run(tmp_path, method="sam", lr=lr) for lr in (0.01, 0.02, 0.03, 0.04)]
+    tests = [trials[1], write_run(tmp_path, method="sam", lr=0.02, seed=1)]
+    write_run(tmp_path, method="sam", lr=0.03, seed=1)  # another command's
+    write_run(tmp_path, method="erm")
+    write_sweep(tmp_path, tests, trials)
+    folder = tmp_path / below
+    report = write_report([folder], tmp_path / "report", figures=False)
+    assert report.problems == []
+    (task,) = summarize(*read_runs([folder]))
+    assert [(s.method, s.values["lr"], len(s.runs)) for s in task.settings] == [
+        ("erm", 0.05, 1),
+        ("sam", 0.02, 2),
+        ("sam", 0.03, 2),
+    ]
+    assert task.tuning(task.settings[1]) == "tuned by a sweep on validation"
+    (task,) = summarize(*read_runs([folder], trials=True))
+    assert len(task.settings) == 5
+    assert len(read_runs([trials[0].parent]).runs) == 1  # asked for
+
+
+def test_notes_of_a_sweep_are_on_its_page(tmp_path):
+    note = "sam: rho=0.05 is the smallest value of its grid; a smaller one may be better"
+    run = write_run(tmp_path, method="sam")
+    study = write_sweep(tmp_path, [run], [run], notes=[note, note, 1])
+    assert read_runs([study]).notes == {"digits": [note]}
+    page = write_report([study], tmp_path / "report", figures=False).page
+    assert f"<li>{note}</li>" in page.read_text()
 
 
 def test_tests_of_a_sweep_are_named_by_their_entry(tmp_path):

@@ -62,6 +62,26 @@ def test_results_table_has_optional_columns_if_a_run_has_them(tmp_path):
     assert "ECE" not in results_table(task).caption
 
 
+def test_results_table_has_paired_differences_to_plain_training(tmp_path):
+    for method, options, scores in (("erm", {}, [0.9, 0.8]), ("sam", {}, [0.93, 0.81]), ("asam", {}, [0.7])):
+        for seed, score in enumerate(scores):
+            write_run(tmp_path, method=method, seed=seed, lines=rows(1, 1.5 * score), **options)
+    (task,) = summarize(*read_runs([tmp_path]))
+    table = results_table(task)
+    cells = column(table, "minus erm [95% interval]")
+    assert [cell.full_text for cell in cells] == ["", "+2.00 [-10.71, +14.71]", "-20.00"]
+    assert "over the seeds that both have" in table.caption
+    assert "+2.00 \\[-10.71, +14.71\\]" in markdown_table(table)
+    (task,) = summarize(*read_runs([next(tmp_path.rglob("asam-*"))]))
+    assert not any("minus" in heading for heading in results_table(task).headings)
+
+
+def test_results_table_compares_with_the_first_entry_without_plain_training(tmp_path):
+    entries = {write_run(tmp_path, method=method): method for method in ("tsam", "sam")}
+    (task,) = summarize(*read_runs([tmp_path], entries))
+    assert [cell.text for cell in column(results_table(task), "minus tsam")] == ["+0.00", ""]
+
+
 def test_examples_table_has_the_settings_with_a_tilt(tmp_path):
     write_run(tmp_path, method="sam")
     (task,) = summarize(*read_runs([tmp_path]))

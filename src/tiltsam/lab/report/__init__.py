@@ -51,6 +51,8 @@ class Report:
     """What is missing or damaged; the page lists it, too."""
     no_figures: str
     """Why requested figure files are missing; empty if they are not."""
+    summary: str
+    """The first sentences of the page, a line per task."""
 
     def message(self) -> str:
         """Return what a command prints: the first problems, and the path of the page."""
@@ -69,6 +71,7 @@ def write_report(
     figures: bool = True,
     compare_settings: bool = False,
     entries: Mapping[Path, str] | None = None,
+    trials: bool = False,
 ) -> Report:
     """Write ``OUT/report.html``, ``OUT/tables/*.md|tex`` and ``OUT/figures/*.png|pdf`` about the runs in the folders.
 
@@ -81,12 +84,14 @@ def write_report(
         compare_settings: Whether the first sentence compares all settings, because they are what was to be compared.
             By default it compares the best setting of each method on validation.
         entries: The entries as typed at the command line, by the folders of their runs; they name the settings.
+        trials: Whether to include the trials of sweeps. By default only the runs that tested their choices are, unless
+            a folder contains no other runs.
 
     Raises:
         RecordError: If a folder contains no run.
     """
-    runs, problems = read_runs(folders, entries)
-    tasks = summarize(runs, problems)
+    runs, problems, notes = read_runs(folders, entries, trials=trials)
+    tasks = summarize(runs, problems, notes)
     sections = [_section(task, compare_settings=compare_settings) for task in tasks]
     overview = overview_table(tasks) if len(tasks) > 1 else None
     other_problems = [problem for problem in problems if not problem.task]
@@ -108,6 +113,7 @@ def write_report(
         figures=_write_figures(plots, out / "figures") if figures and not no_figures else [],
         problems=[*other_problems, *(problem for section in sections for problem in section.problems)],
         no_figures=no_figures,
+        summary="\n".join(f"{s.task.name}: {s.headline}" if len(tasks) > 1 else s.headline for s in sections),
     )
 
 

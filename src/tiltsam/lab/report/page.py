@@ -14,6 +14,7 @@ import base64
 import hashlib
 import json
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -29,7 +30,7 @@ from tiltsam.lab.report.plots import Plot, plot_data
 from tiltsam.lab.report.runs import RunProblem
 from tiltsam.lab.report.summary import SettingSummary, TaskSummary
 from tiltsam.lab.report.tables import ReportTable, TableCell
-from tiltsam.lab.stats import Mean, best_of
+from tiltsam.lab.stats import Mean, format_interval, is_significant, mean_of, paired_difference
 
 __all__ = ["TaskSection", "headline", "html_table", "render_page", "task_facts"]
 
@@ -127,13 +128,14 @@ def _section(section: TaskSection, number: int, plots: list[Plot], *, titled: bo
     parts = [
         f'<section id="task-{number}">',
         f"<h2>{escape(task.name)}</h2>" if titled else "",
-        f'<p class="lead">{escape(section.headline)}</p>',
+        f'<p class="lead">{escape(_with_minus(section.headline))}</p>',
         _problems(section.problems),
         _facts(task_facts(task)),
         html_table(section.results),
         f"<h3>Examples</h3>\n{html_table(section.examples)}" if section.examples is not None else "",
         "<h3>Methods</h3>",
         html_table(section.methods),
+        _notes(task.notes),
         f"<details><summary>Settings shared by all runs</summary>{_facts(shared)}</details>" if shared else "",
         "<h3>Training</h3>" if section.plots else "",
         f'<p class="note">{HOW_TO_READ}</p>' if section.plots else "",
@@ -213,27 +215,20 @@ def headline(task: TaskSummary, *, compare_settings: bool = False) -> str:
     if not ranked:
         return "No run has finished yet. The curves show the progress so far."
     (first, mean), *rest = ranked
-    plain, plain_sentence = task.plain, ""
+    score = f"{_format_score(mean)}{'%' if task.unit == '%' else ' (×100)'}"
+    plain, others = task.plain, ""
     if plain is not None and plain not in [s for s, _ in ranked[:2]]:
-        plain_sentence = f" Plain training ({plain.headline_name}) reaches {_format_score(plain.final('score', 100))}."
-    score = f"test {task.metric}{{}} {_format_score(mean)}{'%' if task.unit == '%' else ' (×100)'}"
+        others = f" It is {_lead(first, plain, f'plain training ({plain.headline_name})')}."
+    others += _better_earlier(task, [s for s, _ in ranked])
     if not rest:
         which = "best on validation" if task.has_validation(first) else "first (there is no validation score)"
         among = f"Of {len(task.settings)} settings, the {which}, " if len(task.settings) > len(compared) else ""
-        return f"{among}{first.headline_name}{',' if among else ''} reaches a {score.format(' of')}.{plain_sentence}"
-    sentences = [f"{first.headline_name} has the highest {score.format(':')}."]
-    second, next_mean = rest[0]
-    lead = f"{mean.value - next_mean.value:.2f}"
-    if lead == "0.00":
-        sentences.append(f"{second.headline_name} reaches the same.")
-    elif math.isnan(mean.error) or math.isnan(next_mean.error):
-        sentences.append(
-            f"{second.headline_name} is {lead} lower; with a single run of one of them, this is weak evidence."
-        )
-    else:
-        size = "more" if best_of([mean, next_mean]) == 0 else "less"
-        sentences.append(f"{second.headline_name} is {lead} lower, {size} than the standard error of the difference.")
-    text = " ".join(sentences) + plain_sentence
+        return f"{among}{first.headline_name}{',' if among else ''} reaches a test {task.metric} of {score}.{others}"
+    second = rest[0][0]
+    text = f"{first.headline_name} has the highest test {task.metric}, {score}: "
+    text += f"{_lead(first, second, second.headline_name)}.{others}"
+    if max(setting_mean.runs for _, setting_mean in ranked) == 1:
+        text += " One seed gives no interval: use several."
     if len(task.settings) > len(compared):
         text += f" The comparison uses {task.selection}."
     return text + ("" if compare_settings else _uneven_tuning(task, [s for s, _ in ranked]))
@@ -241,6 +236,42 @@ def headline(task: TaskSummary, *, compare_settings: bool = False) -> str:
 
 def _format_score(mean: Mean) -> str:
     return f"{mean.value:.2f}" + ("" if math.isnan(mean.error) else f" ± {mean.error:.2f}")
+
+
+def _lead(first: SettingSummary, other: SettingSummary, name: str) -> str:
+    """Return how far a setting is ahead of another over the seeds that both have, and whether that may be chance."""
+    scores, other_scores = first.finals("score", 100), other.finals("score", 100)
+    lead = paired_difference(scores, other_scores)
+    if not lead.runs:
+        lead = mean_of([first.final("score", 100).value - other.final("score", 100).value])
+        return f"{lead.value:.2f} ahead of {name}, with no common seed"
+    text = f"{abs(lead.value):.2f} {'behind' if lead.value < 0 else 'ahead of'} {name}"
+    if lead.runs < max(len(scores), len(other_scores)):
+        text += f" over {_count(lead.runs, 'common seed')}"
+    if lead.runs == 1:
+        return text
+    verdict = "a significant difference" if is_significant(lead) else "so not a significant difference"
+    return f"{text}, 95% interval {format_interval(lead)}, {verdict}"
+
+
+def _better_earlier(task: TaskSummary, compared: Sequence[SettingSummary]) -> str:
+    """Return a sentence if settings lost significantly, and more than a point, after their best validation epoch."""
+    early = []
+    for setting in compared:
+        best = setting.finals("score_at_best_validation", 100)
+        loss = paired_difference(best, setting.finals("score", 100))
+        if loss.value > 1 and is_significant(loss):
+            early.append((mean_of(list(best.values())).value, loss.value, setting.headline_name))
+    if not early:
+        return ""
+    score, loss_since, name = max(early)
+    many = "All" if len(early) == len(compared) else "Some"
+    who = f"{name} was" if len(early) == 1 else f"{many} methods were"
+    reached = f"{'it' if len(early) == 1 else name} reached {score:.2f}{'%' if task.unit == '%' else ''}"
+    return (
+        f" {who} better earlier: {reached} at its best validation epoch, {loss_since:.2f} more than at the end. "
+        "Train for less, lower lr, or tune."
+    )
 
 
 def _uneven_tuning(task: TaskSummary, compared: Sequence[SettingSummary]) -> str:
@@ -259,6 +290,12 @@ def _problems(problems: Sequence[RunProblem]) -> str:
     count = _count(len(problems), "item")
     opened = " open" if len(problems) <= 6 else ""
     return f'<details class="missing"{opened}><summary>{count} missing or damaged</summary><ul>{items}</ul></details>'
+
+
+def _notes(notes: Sequence[str]) -> str:
+    """Return what sweeps noted about their choices."""
+    items = "".join(f"<li>{escape(note)}</li>" for note in notes)
+    return f'<ul class="note">{items}</ul>' if items else ""
 
 
 def _grid(chosen: Sequence[Plot], plots: list[Plot]) -> str:
@@ -283,13 +320,19 @@ def _count(number: int, noun: str) -> str:
 
 def html_table(table: ReportTable) -> str:
     """Return the table with a button in each heading, by which page.js sorts."""
+    kept = [k for k in range(len(table.headings)) if k != table.folded]
+    kinds = ["number" if numeric else "text" for numeric in table.numeric]
     heads = "".join(
-        f'<th scope="col" aria-sort="none" class="{"number" if numeric else "text"}">'
-        f'<button type="button">{escape(text)}</button></th>'
-        for text, numeric in zip(table.headings, table.numeric, strict=True)
+        f'<th scope="col" aria-sort="none" class="{kinds[k]}">'
+        f'<button type="button">{escape(table.headings[k])}</button></th>'
+        for k in kept
     )
     rows = "\n".join(
-        "<tr>" + "".join(_html_cell(cell, n) for cell, n in zip(row, table.numeric, strict=True)) + "</tr>"
+        "<tr>"
+        + "".join(
+            _html_cell(row[k], kinds[k], "" if k or table.folded is None else row[table.folded].text) for k in kept
+        )
+        + "</tr>"
         for row in table.rows
     )
     return (
@@ -299,15 +342,22 @@ def html_table(table: ReportTable) -> str:
     )
 
 
-def _html_cell(cell: TableCell, numeric: bool) -> str:
+def _html_cell(cell: TableCell, kind: str, under: str) -> str:
     # In full precision, for sorting and for programs that parse the page.
     data = "" if cell.value is None else f' data-value="{cell.value!r}"'
     data += "" if cell.error is None else f' data-error="{cell.error!r}"'
-    text = f"<b>{escape(cell.text)}</b>" if cell.best else escape(cell.text)
-    kind = "number" if numeric else "text"
-    if not numeric and any(len(word) > LONG_WORD for word in cell.text.split()):
-        kind = "text long"
+    shown = escape(_with_minus(cell.text)) if kind == "number" else escape(cell.text)
+    text = f"<b>{shown}</b>" if cell.best else shown
+    text += f' <span class="interval">{escape(_with_minus(cell.interval))}</span>' if cell.interval else ""
+    if kind != "number" and any(len(word) > LONG_WORD for word in cell.text.split()):
+        kind += " long"
+    text += f' <span class="under">{escape(under)}</span>' if under else ""
     return f'<td class="{kind}"{data}>{_dot(cell.method) if cell.method else ""}{text}</td>'
+
+
+def _with_minus(text: str) -> str:
+    """Return a text with minus signs, as wide as digits, in front of numbers; names of settings keep their hyphens."""
+    return re.sub(r"(^|[\[( ])-(?=[\d.])", "\\1\N{MINUS SIGN}", text)
 
 
 def _dot(method: str) -> str:

@@ -26,6 +26,13 @@ MIN_RELATIVE_DENSITY = 1e-6  # below this fraction of its maximum, an estimated 
 MAX_VISIBLE = 12  # settings; with more, a plot initially shows only the best of each method
 PRECISION = 7  # significant digits of the numbers in the page: more than float32 has
 
+X_LABELS = {"epoch": "epoch", "passes": "forward+backward passes", "seconds": "training time (s)"}
+BUDGET_NOTES = {
+    "passes": "All runs are limited by passes: a method with two per step, such as SAM, makes half as many epochs.",
+    "seconds": "All runs are limited by training time: a method with slower steps makes fewer epochs.",
+}
+"""Why curves have no epochs on the x axis, by the budget of the runs."""
+
 
 @dataclass(frozen=True)
 class Curve:
@@ -78,23 +85,21 @@ def task_plots(task: TaskSummary) -> list[Plot]:
     score, loss = f"test {task.metric} ({task.unit})", f"train loss ({task.loss_unit})"
     test = f"test_{task.metric}"
     note = "The objective of each method: for SAM and TSAM, the loss at perturbed weights."
-    plots = [
-        ("convergence", "Convergence", "epoch", score, "epoch", test, ""),
-        ("train-loss", "Training loss", "epoch", loss, "epoch", "train_loss", note),
-        ("passes", "Score against passes", "forward+backward passes", score, "passes", test, ""),
-        ("seconds", "Score against time", "training time (s)", score, "seconds", test, ""),
+    plots: list[tuple[str, str, str, str, str, str]] = [
+        ("convergence", "Convergence", score, task.budget, test, BUDGET_NOTES.get(task.budget, "")),
+        ("train-loss", "Training loss", loss, task.budget, "train_loss", note),
     ]
+    titles = {"passes": "Score against passes", "seconds": "Score against time"}
+    plots += [(x, title, score, x, test, "") for x, title in titles.items() if x != task.budget]
     drawn = [_metrics_plot(task, *arguments) for arguments in plots]
     drawn += [_effective_samples(task), _example_ess(task), *_tilt(task, score, test)]
     return [plot for plot in drawn if plot.curves]
 
 
-def _metrics_plot(
-    task: TaskSummary, name: str, title: str, x_label: str, y_label: str, x: str, y: str, note: str
-) -> Plot:
+def _metrics_plot(task: TaskSummary, name: str, title: str, y_label: str, x: str, y: str, note: str) -> Plot:
     """Plot one metric against another, one curve per setting."""
     curves = [_metrics_curve(setting, x, y, 1 if y == "train_loss" else 100) for setting in task.settings]
-    plot = Plot(name, title, x_label, y_label, [c for c in curves if c.x], note, highest=y != "train_loss")
+    plot = Plot(name, title, X_LABELS[x], y_label, [c for c in curves if c.x], note, highest=y != "train_loss")
     return _limit_visible(plot, task)
 
 
@@ -133,10 +138,11 @@ def _effective_samples(task: TaskSummary) -> Plot:
         Plot(
             "effective-samples",
             "Effective sample size of the tilt",
-            "epoch",
+            X_LABELS[task.budget],
             "effective samples per step",
-            [c for c in (_metrics_curve(setting, "epoch", "effective_sample_size") for setting in several) if c.x],
-            "Effective sample size of the tilted weights: s if all are equal, 1 if one sample dominates.",
+            [c for c in (_metrics_curve(setting, task.budget, "effective_sample_size") for setting in several) if c.x],
+            "1: one sample decides; s, the number of samples: all count alike. Near s throughout, the tilt did next to "
+            "nothing.",
             y_bounds=(1.0, max((s.values["num_samples"] for s in several), default=1.0)),
         ),
         task,
@@ -144,15 +150,16 @@ def _effective_samples(task: TaskSummary) -> Plot:
 
 
 def _example_ess(task: TaskSummary) -> Plot:
-    curves = [_metrics_curve(setting, "epoch", "example_ess", 100) for setting in task.settings]
+    curves = [_metrics_curve(setting, task.budget, "example_ess", 100) for setting in task.settings]
     return _limit_visible(
         Plot(
             "example-ess",
             "Effective sample size of the batch",
-            "epoch",
+            X_LABELS[task.budget],
             "effective examples (% of the batch)",
             [curve for curve in curves if curve.x],
-            "Effective sample size of the tilt over the examples of a batch: 100% if all weights are equal.",
+            "100%: all examples of a batch count alike, as without a tilt. Near 100% throughout, the tilt did next to "
+            "nothing.",
             y_bounds=(0.0, 100.0),
         ),
         task,
@@ -190,7 +197,7 @@ def _tilt(task: TaskSummary, y_label: str, metric_key: str) -> list[Plot]:
     weakest = 0.55  # fraction of the method's colour that is still visible on white and on dark
     curves = [
         replace(
-            _metrics_curve(setting, "epoch", metric_key, 100),
+            _metrics_curve(setting, task.budget, metric_key, 100),
             name=f"t = {_t(setting):g}",
             dash=len(family) - 1 - i,
             shade=weakest + (1 - weakest) * i / (len(family) - 1),
@@ -199,8 +206,9 @@ def _tilt(task: TaskSummary, y_label: str, metric_key: str) -> list[Plot]:
     ]
     note = "Settings that differ in t only. A stronger colour means a larger t."
     drawn = [curve for curve in curves if curve.x]
-    by_epoch = Plot("tilt-curves", "Convergence by tilt", "epoch", y_label, drawn, note, highest=True)
-    return [final, by_epoch]
+    x_label = X_LABELS[task.budget]
+    convergence = Plot("tilt-curves", "Convergence by tilt", x_label, y_label, drawn, note, highest=True)
+    return [final, convergence]
 
 
 def _t(setting: SettingSummary) -> float:

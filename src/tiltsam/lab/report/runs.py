@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tiltsam.lab.files import parse_json
-from tiltsam.lab.records import check_result, find_run_folders, is_number, read_metrics, tested_runs
+from tiltsam.lab.records import check_result, find_run_folders, is_number, read_metrics, sweeps_of, tested_runs
 
 __all__ = ["MetricsRow", "RunProblem", "RunRecord", "RunSet", "measured", "read_runs"]
 
@@ -61,6 +61,8 @@ class RunRecord:
     """Whether its settings were chosen by ``tiltsam sweep`` on the validation split."""
     entry: str = ""
     """The method and its settings as typed at the command line; empty if unknown."""
+    position: int = 0
+    """The position of :attr:`entry` among those typed."""
 
     @property
     def task(self) -> str:
@@ -101,28 +103,33 @@ class RunRecord:
 
 
 class RunSet(NamedTuple):
-    """The runs below some folders, and what could not be read."""
+    """The runs below some folders, what could not be read, and what sweeps noted."""
 
     runs: list[RunRecord]
     problems: list[RunProblem]
+    notes: dict[str, list[str]]
+    """By task, notes on the fairness of sweeps, such as choices at the edge of their grid."""
 
 
-def read_runs(folders: Sequence[Path], entries: Mapping[Path, str] | None = None) -> RunSet:
+def read_runs(folders: Sequence[Path], entries: Mapping[Path, str] | None = None, *, trials: bool = False) -> RunSet:
     """Read all runs below the folders.
 
     Args:
         folders: The folders.
         entries: The entries as typed at the command line, by the folders of their runs; those of a sweep are known.
+        trials: Whether to include the trials of sweeps; otherwise only the runs that tested their choices.
 
     Raises:
         RecordError: If one of the folders contains no run.
     """
     runs: list[RunRecord] = []
     problems: list[RunProblem] = []
-    found = find_run_folders(folders)
+    found = find_run_folders(folders, trials=trials)
     tested = [item for sweep in found.sweeps for item in tested_runs(sweep).items()]
-    swept = {place.resolve(): test.entry for place, test in tested}
+    others = [] if entries else [item for sweep in sweeps_of(found.runs) for item in tested_runs(sweep).items()]
+    swept = {place.resolve(): test.entry for place, test in [*others, *tested]}
     typed = swept | {folder.resolve(): entry for folder, entry in (entries or {}).items()}
+    positions = {entry: position for position, entry in enumerate(dict.fromkeys(typed.values()))}
     for folder in found.runs:
         config = _read_object(folder / "config.json", problems)
         if config is None:
@@ -130,13 +137,26 @@ def read_runs(folders: Sequence[Path], entries: Mapping[Path, str] | None = None
         own_problems: list[RunProblem] = []
         place = folder.resolve()
         run = _read_run(folder, config, own_problems)
-        runs.append(replace(run, swept=place in swept, entry=typed.get(place, "")))
+        entry = typed.get(place, "")
+        runs.append(replace(run, swept=place in swept, entry=entry, position=positions.get(entry, len(positions))))
         problems += [RunProblem(p.where, p.what, runs[-1].task) for p in own_problems]
     for place, test in tested:
         if not (place / "config.json").exists():
             what = f"no record here; its state in sweep.json is {test.state}"
             problems.append(RunProblem(f"{test.entry}, seed {test.seed}", what))
-    return _drop_duplicates(runs, problems)
+    return RunSet(*_drop_duplicates(runs, problems), _sweep_notes(found.sweeps))
+
+
+def _sweep_notes(sweeps: Sequence[Path]) -> dict[str, list[str]]:
+    """Return the notes of sweeps by task, each once."""
+    notes: dict[str, list[str]] = {}
+    for sweep in sweeps:
+        content = parse_json((sweep / "sweep.json").read_text())
+        found = content.get("notes")
+        texts = [note for note in found if isinstance(note, str)] if isinstance(found, list) else []
+        of_task = notes.setdefault(str(content.get("task", "?")), [])
+        of_task += [text for text in dict.fromkeys(texts) if text not in of_task]
+    return notes
 
 
 def measured(content: Any, *path: str) -> list[float]:
@@ -215,7 +235,7 @@ def _read_text(path: Path, problems: list[RunProblem]) -> str:
         return ""
 
 
-def _drop_duplicates(runs: list[RunRecord], problems: list[RunProblem]) -> RunSet:
+def _drop_duplicates(runs: list[RunRecord], problems: list[RunProblem]) -> tuple[list[RunRecord], list[RunProblem]]:
     """Keep one record per config and seed, a finished one if possible: a second one would count twice in a mean."""
     kept: dict[str, RunRecord] = {}
     problems = list(problems)
@@ -225,7 +245,7 @@ def _drop_duplicates(runs: list[RunRecord], problems: list[RunProblem]) -> RunSe
         if first is not run:
             problems.append(RunProblem(str(run.folder), f"skipped: same config and seed as {first.folder}", run.task))
     chosen = {id(run) for run in kept.values()}
-    return RunSet([run for run in runs if id(run) in chosen], problems)
+    return [run for run in runs if id(run) in chosen], problems
 
 
 def _numeric_entries(row: dict[str, Any]) -> MetricsRow:

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import tiltsam
 from tiltsam.lab.config import DEFAULTS, NEEDED_OPTION, method_options, tilt_defaults
@@ -93,10 +93,22 @@ class SettingSummary:
         """The runs with final numbers."""
         return [run for run in self.runs if run.finished]
 
+    @cached_property
+    def by_seed(self) -> dict[str, RunRecord]:
+        """The runs by seed; of two records of a seed, the second by its folder."""
+        runs: dict[str, RunRecord] = {}
+        for run in self.runs:
+            runs[str(run.folder) if str(run.seed) in runs else str(run.seed)] = run
+        return runs
+
+    def finals(self, key: str, scale: float = 1.0) -> dict[str, float]:
+        """Return a final number of each finished run, by seed."""
+        finished = {seed: run.result for seed, run in self.by_seed.items() if run.result is not None}
+        return {seed: scale * row.get(key, math.nan) for seed, row in finished.items()}
+
     def final(self, key: str, scale: float = 1.0) -> Mean:
         """Return a final number, averaged over the finished runs."""
-        results = [run.result for run in self.runs if run.result is not None]
-        return mean_of([scale * row.get(key, math.nan) for row in results])
+        return mean_of(list(self.finals(key, scale).values()))
 
     @cached_property
     def epochs(self) -> list[list[MetricsRow]]:
@@ -129,6 +141,8 @@ class TaskSummary:
     shared: dict[str, Any]
     """Values that are the same in all runs that have them."""
     problems: list[RunProblem]
+    notes: list[str]
+    """What sweeps of these runs noted, such as choices at the edge of their grid."""
 
     @property
     def runs(self) -> list[RunRecord]:
@@ -169,6 +183,21 @@ class TaskSummary:
         plain = [s for s in self.settings if s.is_plain and math.isfinite(s.final("score").value)]
         return max(plain, key=self._rank, default=None)
 
+    @cached_property
+    def reference(self) -> SettingSummary:
+        """The setting that others are compared with: plain training, or else the first entry."""
+        first = min(self.settings, key=lambda setting: setting.runs[0].position)
+        return first if self.plain is None else self.plain
+
+    @cached_property
+    def budget(self) -> Literal["epoch", "passes", "seconds"]:
+        """What limits every run: the x axis on which all curves end at the same place."""
+        for name in ("passes", "seconds"):
+            limits = [setting.values.get(name) for setting in self.settings]
+            if all(isinstance(limit, float) and math.isfinite(limit) for limit in limits):
+                return name
+        return "epoch"
+
     @property
     def selection(self) -> str:
         """How :attr:`chosen` was selected, as text."""
@@ -196,19 +225,22 @@ class TaskSummary:
         return score if math.isfinite(score) else -math.inf, -loss if math.isfinite(loss) else -math.inf
 
 
-def summarize(runs: Iterable[RunRecord], problems: Iterable[RunProblem] = ()) -> list[TaskSummary]:
-    """Return a summary per task, sorted by name, with the problems of its runs."""
+def summarize(
+    runs: Iterable[RunRecord], problems: Iterable[RunProblem] = (), notes: Mapping[str, Sequence[str]] | None = None
+) -> list[TaskSummary]:
+    """Return a summary per task, sorted by name, with the problems of its runs and the notes of its sweeps."""
+    notes = notes or {}
     by_task: dict[str, list[RunRecord]] = {}
     for run in runs:
         by_task.setdefault(run.task, []).append(run)
     problems = list(problems)
     return [
-        _summarize_task(name, members, [p for p in problems if p.task == name])
+        _summarize_task(name, members, [p for p in problems if p.task == name], notes.get(name, []))
         for name, members in sorted(by_task.items())
     ]
 
 
-def _summarize_task(name: str, runs: list[RunRecord], problems: list[RunProblem]) -> TaskSummary:
+def _summarize_task(name: str, runs: list[RunRecord], problems: list[RunProblem], notes: Sequence[str]) -> TaskSummary:
     groups: dict[str, list[RunRecord]] = {}
     for run in runs:
         key = json.dumps([run.method, _values(run)], sort_keys=True, default=str)
@@ -244,11 +276,11 @@ def _summarize_task(name: str, runs: list[RunRecord], problems: list[RunProblem]
     metric = _most_common(run.metric for run in runs if run.metric)
     problems = [
         *problems,
-        *_missing_runs(name, settings),
+        *_unfinished_runs(name, settings),
         *_other_metrics(name, metric, runs),
         *_other_data(name, runs),
     ]
-    return TaskSummary(name, metric or "score", settings, shared, problems)
+    return TaskSummary(name, metric or "score", settings, shared, problems, list(notes))
 
 
 def _common_entry(runs: Sequence[RunRecord]) -> str:
@@ -318,21 +350,13 @@ def entry_text(method: str, values: Mapping[str, Any]) -> str:
     return f"{method}:{settings}" if settings else method
 
 
-def _missing_runs(task: str, settings: Sequence[SettingSummary]) -> list[RunProblem]:
-    """Return a problem per unfinished run, and per setting that lacks a seed that others have."""
+def _unfinished_runs(task: str, settings: Sequence[SettingSummary]) -> list[RunProblem]:
     problems = []
     for setting in settings:
         for run in setting.runs:
             if not run.finished:
                 why = f"diverged: {run.diverged}" if run.diverged else f"not finished, at {run.progress}"
                 problems.append(RunProblem(f"{setting.name}, seed {run.seed}", why, task))
-    seeds = {str(run.seed): run.seed for setting in settings for run in setting.runs}
-    for setting in settings:
-        missing = [seed for seed in seeds if seed not in {str(run.seed) for run in setting.runs}]
-        if missing:
-            plural = "s" if len(missing) > 1 else ""
-            what = f"no run with seed{plural} {', '.join(missing)}, which other settings have"
-            problems.append(RunProblem(setting.name, what, task))
     return problems
 
 

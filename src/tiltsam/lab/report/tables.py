@@ -12,9 +12,10 @@ from typing import Any
 
 from tiltsam.lab.report.runs import RunProblem, RunRecord, measured
 from tiltsam.lab.report.summary import SettingSummary, TaskSummary
-from tiltsam.lab.stats import Mean, best_of, format_mean, mean_of
+from tiltsam.lab.stats import Mean, best_of, format_interval, format_mean, mean_of, paired_difference
 
 __all__ = [
+    "FLATTER",
     "ReportTable",
     "TableCell",
     "comparable_flatness",
@@ -30,8 +31,12 @@ __all__ = [
 
 NOISE = 0.01  # standard deviation of the noise on the weights in the table of flatness
 MEANS = "mean ± standard error over seeds"
+FLATTER = (
+    "Lower is flatter, but curvature cannot compare models whose training losses differ much: a network that has "
+    "memorised its labels has a small Hessian."
+)
 IN_UNITS = " (1e-3) in a heading: numbers in units of 0.001, and so on."
-BOLD = "Bold: ahead of the next by more than the standard error of their difference."
+BOLD = "Bold: significantly ahead of the next (the 95% interval of the paired difference excludes 0)."
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,13 @@ class TableCell:
     best: bool = False
     method: str = ""
     """The method whose colour marks the cell."""
+    interval: str = ""
+    """A confidence interval to show after the text."""
+
+    @property
+    def full_text(self) -> str:
+        """The text and the interval."""
+        return f"{self.text} {self.interval}".rstrip()
 
 
 @dataclass(frozen=True)
@@ -57,18 +69,25 @@ class ReportTable:
     rows: list[list[TableCell]]
     numeric: list[bool]
     """Which columns contain numbers and are right-aligned."""
+    folded: int | None = None
+    """The column that the page shows below the text of the first one."""
 
 
 @dataclass(frozen=True)
 class NumberColumn:
-    """A column of means."""
+    """A column of means over seeds."""
 
     heading: str
-    mean: Callable[[SettingSummary], Mean]
+    values: Callable[[SettingSummary], dict[str, float]]
+    """The numbers of a setting by seed."""
     digits: int | None = 2
     """Digits after the point; None chooses a common scale and precision for the column."""
     highest: bool | None = True
     """Whether higher is better; None if neither is."""
+
+    def mean(self, setting: SettingSummary) -> Mean:
+        """Return the mean of a setting."""
+        return mean_of(list(self.values(setting).values()))
 
 
 def methods_table(task: TaskSummary, *, compare_settings: bool = False) -> ReportTable:
@@ -94,17 +113,17 @@ def methods_table(task: TaskSummary, *, compare_settings: bool = False) -> Repor
 def results_table(task: TaskSummary) -> ReportTable:
     """Return one row per setting: the final numbers, mean ± standard error over seeds."""
     optional = [
-        NumberColumn("ECE (%)", lambda s: s.final("test_ece", 100), 1, highest=False),
-        NumberColumn("worst class (%)", lambda s: s.final("test_worst_class_accuracy", 100), 1),
+        NumberColumn("ECE (%)", lambda s: s.finals("test_ece", 100), 1, highest=False),
+        NumberColumn("worst class (%)", lambda s: s.finals("test_worst_class_accuracy", 100), 1),
     ]
     columns = [
-        NumberColumn(f"test {task.metric} ({task.unit})", lambda s: s.final("score", 100)),
-        NumberColumn("at best validation", lambda s: s.final("score_at_best_validation", 100)),
-        NumberColumn("test loss", lambda s: s.final("test_loss"), 3, highest=False),
+        NumberColumn(f"test {task.metric} ({task.unit})", lambda s: s.finals("score", 100)),
+        NumberColumn("at best validation", lambda s: s.finals("score_at_best_validation", 100)),
+        NumberColumn("test loss", lambda s: s.finals("test_loss"), 3, highest=False),
         *_present(optional, task.settings),
-        NumberColumn("train loss", lambda s: s.final("train_loss"), 3, highest=None),
-        NumberColumn("passes", lambda s: s.final("passes"), 0, highest=None),
-        NumberColumn("seconds", lambda s: s.final("seconds"), 1, highest=None),
+        NumberColumn("train loss", lambda s: s.finals("train_loss"), 3, highest=None),
+        NumberColumn("passes", lambda s: s.finals("passes"), 0, highest=None),
+        NumberColumn("seconds", lambda s: s.finals("seconds"), 1, highest=None),
     ]
     caption = f"{task.name}: numbers at the end of training, {MEANS}; losses in {task.loss_unit}. {BOLD}"
     caption += " At best validation: the test score after the epoch with the best validation score (early stopping)."
@@ -114,16 +133,43 @@ def results_table(task: TaskSummary) -> ReportTable:
     for row, setting in zip(table.rows, task.settings, strict=True):
         done, total = len(setting.finished), len(setting.runs)
         row.append(TableCell(f"{done}" if done == total else f"{done} of {total}", done))
-    return replace(table, headings=[*table.headings, "runs"], numeric=[*table.numeric, True])
+    table = replace(table, headings=[*table.headings, "runs"], numeric=[*table.numeric, True])
+    return _with_differences(table, task, table.headings.index(columns[0].heading) + 1)
+
+
+def _with_differences(table: ReportTable, task: TaskSummary, place: int) -> ReportTable:
+    """Return the table with a column of paired differences in the score to the task's reference."""
+    reference = task.reference
+    scores = reference.finals("score", 100)
+    differences = [paired_difference(s.finals("score", 100), scores) for s in task.settings]
+    cells = [
+        TableCell("") if setting is reference else difference_cell(difference)
+        for setting, difference in zip(task.settings, differences, strict=True)
+    ]
+    if all(cell.value is None for cell in cells):
+        return table
+    heading, caption = f"minus {reference.name}", f"{table.caption} Minus {reference.name}: paired by seed"
+    if any(difference.runs > 1 for s, difference in zip(task.settings, differences, strict=True) if s is not reference):
+        heading += " [95% interval]"
+        caption += ", with the 95% interval"
+    if len({frozenset(setting.finals("score")) for setting in task.settings}) > 1:
+        caption += ", over the seeds that both have"
+    return replace(
+        table,
+        caption=f"{caption}.",
+        headings=[*table.headings[:place], heading, *table.headings[place:]],
+        rows=[[*row[:place], cell, *row[place:]] for row, cell in zip(table.rows, cells, strict=True)],
+        numeric=[*table.numeric[:place], True, *table.numeric[place:]],
+    )
 
 
 def examples_table(task: TaskSummary) -> ReportTable | None:
     """Return one row per setting with final numbers about some of the examples; None if no run has such numbers."""
     columns = [
         NumberColumn("balanced accuracy (%)", _balanced_accuracy),
-        NumberColumn("few-shot accuracy (%)", lambda s: s.final("test_few_shot_accuracy", 100)),
-        NumberColumn("silenced precision (%)", lambda s: s.final("silenced_precision", 100), 1),
-        NumberColumn("silenced recall (%)", lambda s: s.final("silenced_recall", 100), 1),
+        NumberColumn("few-shot accuracy (%)", lambda s: s.finals("test_few_shot_accuracy", 100)),
+        NumberColumn("silenced precision (%)", lambda s: s.finals("silenced_precision", 100), 1),
+        NumberColumn("silenced recall (%)", lambda s: s.finals("silenced_recall", 100), 1),
     ]
     columns = _present(columns, task.settings)
     settings = [s for s in task.settings if any(math.isfinite(c.mean(s).value) for c in columns)]
@@ -144,11 +190,11 @@ def examples_table(task: TaskSummary) -> ReportTable | None:
     return _settings_table("examples", caption, settings, columns)
 
 
-def _balanced_accuracy(setting: SettingSummary) -> Mean:
-    """Return the mean test accuracy of the classes in percent, of a long-tailed task; NaN for others."""
+def _balanced_accuracy(setting: SettingSummary) -> dict[str, float]:
+    """Return the mean test accuracy of the classes in percent, by seed, of a long-tailed task; nothing for others."""
     if math.isnan(setting.final("test_few_shot_accuracy").value):
-        return mean_of([])
-    return setting.final("test_balanced_accuracy", 100)
+        return {}
+    return setting.finals("test_balanced_accuracy", 100)
 
 
 def overview_table(tasks: Sequence[TaskSummary]) -> ReportTable:
@@ -157,10 +203,11 @@ def overview_table(tasks: Sequence[TaskSummary]) -> ReportTable:
     columns: list[list[TableCell]] = []
     counts: list[int] = []
     for task in tasks:
-        chosen = {s.method: s.final("score", 100) for s in task.chosen}
-        means = [chosen.get(method, mean_of([])) for method in methods]
+        chosen = {s.method: s.finals("score", 100) for s in task.chosen}
+        scores = [chosen.get(method, {}) for method in methods]
+        means = [mean_of(list(values.values())) for values in scores]
         counts += [mean.runs for mean in means]
-        best = best_of(means)
+        best = best_of(scores)
         columns.append([number_cell(mean, 2, best=i == best) for i, mean in enumerate(means)])
     rows = [[TableCell(method, method=method), *cells] for method, *cells in zip(methods, *columns, strict=True)]
     selection = max((task.selection for task in tasks), key=len)  # the longer one includes missing validation scores
@@ -215,11 +262,14 @@ def comparable_flatness(task: TaskSummary) -> tuple[list[SettingSummary], list[R
                 continue
             why = "before training finished; measure it again" if _outdated(run) else "on other examples than most runs"
             problems.append(RunProblem(str(run.folder / "flatness.json"), f"skipped: measured {why}", task.name))
-        if marks and len(runs) < len(setting.runs):
+        if runs and len(runs) < len(setting.runs):
             what = f"flatness is measured for {len(runs)} of {len(setting.runs)} runs"
             problems.append(RunProblem(setting.name, what, task.name))
         if runs:
             kept.append(replace(setting, runs=runs))
+    if kept and len(kept) < len(task.settings):
+        what = f"not measured for {len(task.settings) - len(kept)} of {len(task.settings)} settings"
+        problems.append(RunProblem("flatness", what, task.name))
     return kept, problems
 
 
@@ -231,26 +281,23 @@ def _outdated(run: RunRecord) -> bool:
 def flatness_table(settings: Sequence[SettingSummary], task: TaskSummary) -> ReportTable:
     """Return the flatness at the trained weights, mean ± standard error over seeds; lower is flatter."""
 
-    def scalar(*path: str) -> Callable[[SettingSummary], Mean]:
-        return lambda s: mean_of([measured(run.flatness, *path)[0] for run in s.runs])
+    def of_runs(measure: Callable[[RunRecord], float]) -> Callable[[SettingSummary], dict[str, float]]:
+        return lambda setting: {seed: measure(run) for seed, run in setting.by_seed.items()}
 
-    def around(name: str) -> Callable[[SettingSummary], Mean]:
-        return lambda s: mean_of([_at_noise(run, name) for run in s.runs])
+    def scalar(*path: str) -> Callable[[SettingSummary], dict[str, float]]:
+        return of_runs(lambda run: measured(run.flatness, *path)[0])
 
-    def rise(setting: SettingSummary) -> Mean:
-        return mean_of([_at_noise(run, "mean") - measured(run.flatness, "loss")[0] for run in setting.runs])
-
-    def rounded(bits: int) -> Callable[[SettingSummary], Mean]:
-        return lambda s: mean_of([_rise_at_bits(run, bits) for run in s.runs])
+    rise = of_runs(lambda run: _at_noise(run, "mean") - measured(run.flatness, "loss")[0])
+    variance = of_runs(lambda run: _at_noise(run, "variance"))
 
     columns = [
         NumberColumn("loss", scalar("loss"), None, highest=None),
         NumberColumn(f"mean rise at {NOISE:g}", rise, None, highest=False),
-        NumberColumn(f"variance at {NOISE:g}", around("variance"), None, highest=False),
+        NumberColumn(f"variance at {NOISE:g}", variance, None, highest=False),
         NumberColumn("worst case", scalar("worst_case", "value"), None, highest=False),
         NumberColumn("adaptive", scalar("adaptive", "value"), None, highest=False),
-        NumberColumn("8 bits", rounded(8), None, highest=False),
-        NumberColumn("4 bits", rounded(4), None, highest=False),
+        NumberColumn("8 bits", of_runs(lambda run: _rise_at_bits(run, 8)), None, highest=False),
+        NumberColumn("4 bits", of_runs(lambda run: _rise_at_bits(run, 4)), None, highest=False),
         NumberColumn("λ1", scalar("eigenvalues", "values"), None, highest=False),
         NumberColumn("trace", scalar("trace", "value"), None, highest=False),
     ]
@@ -260,10 +307,10 @@ def flatness_table(settings: Sequence[SettingSummary], task: TaskSummary) -> Rep
     where = f"{about.get('examples', '?')} {about.get('split', '?')} examples of {about.get('task', '?')}"
     counts = _run_counts([len(setting.runs) for setting in settings])
     caption = (
-        f"Flatness at the trained weights on {where}, {MEANS}{counts}; losses in {task.loss_unit}. Mean rise and "
-        f"variance: of the loss under noise of standard deviation {NOISE:g} on every weight; worst case and adaptive: "
-        f"its largest rise {_radius(runs)}; bits: its rise when weights are rounded to as many; λ1 and trace: of the "
-        f"Hessian. {BOLD}"
+        f"Flatness at the trained weights on {where}, {MEANS}{counts}; losses in {task.loss_unit}. {FLATTER} Mean "
+        f"rise and variance: of the loss under noise of standard deviation {NOISE:g} on every weight; worst case and "
+        f"adaptive: its largest rise {_radius(runs)}; bits: its rise when weights are rounded to as many; λ1 and "
+        f"trace: of the Hessian. {BOLD}"
     )
     return _settings_table("flatness", caption, settings, columns)
 
@@ -316,8 +363,9 @@ def _settings_table(
     rows = [[TableCell(s.method, method=s.method)] + ([TableCell(s.differences)] if differ else []) for s in settings]
     headings = ["method", *(["settings"] if differ else [])]
     for column in columns:
-        means = [column.mean(setting) for setting in settings]
-        best = None if column.highest is None else best_of(means, highest=column.highest)
+        values = [column.values(setting) for setting in settings]
+        means = [mean_of(list(by_seed.values())) for by_seed in values]
+        best = None if column.highest is None else best_of(values, highest=column.highest)
         heading, texts = column.heading, [format_mean(mean, column.digits) for mean in means]
         if column.digits is None:
             power, texts = _common_notation(means)
@@ -327,7 +375,8 @@ def _settings_table(
         headings.append(heading)
         for i, (row, mean, text) in enumerate(zip(rows, means, texts, strict=True)):
             row.append(replace(number_cell(mean, column.digits, best=i == best), text=text))
-    return ReportTable(name, caption, headings, rows, [False, *([False] if differ else []), *(True for _ in columns)])
+    numeric = [False, *([False] if differ else []), *(True for _ in columns)]
+    return ReportTable(name, caption, headings, rows, numeric, folded=1 if differ else None)
 
 
 def _present(columns: Sequence[NumberColumn], settings: Sequence[SettingSummary]) -> list[NumberColumn]:
@@ -380,6 +429,14 @@ def number_cell(mean: Mean, digits: int | None, *, best: bool = False) -> TableC
     return TableCell(format_mean(mean, digits), mean.value, mean.error if math.isfinite(mean.error) else None, best)
 
 
+def difference_cell(difference: Mean) -> TableCell:
+    """Return a cell that shows a paired difference and its 95% interval."""
+    if not math.isfinite(difference.value):
+        return TableCell("–")
+    interval = format_interval(difference) if difference.runs > 1 else ""
+    return TableCell(f"{difference.value:+.2f}", difference.value, interval=interval)
+
+
 def _machine(run: RunRecord) -> str:
     environment = run.environment
     parts = [environment.get("gpu") or environment.get("device"), environment.get("torch")]
@@ -394,7 +451,7 @@ def markdown_table(table: ReportTable) -> str:
     rule = "|".join("--:" if numeric else ":--" for numeric in table.numeric)
     lines = ["| " + " | ".join(map(_markdown, table.headings)) + " |", f"|{rule}|"]
     for row in table.rows:
-        cells = (f"**{_markdown(c.text)}**" if c.best else _markdown(c.text) for c in row)
+        cells = (f"**{_markdown(c.full_text)}**" if c.best else _markdown(c.full_text) for c in row)
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join([*lines, "", _markdown(table.caption), ""])
 
@@ -429,7 +486,7 @@ def latex_table(table: ReportTable) -> str:
     """Return a LaTeX ``table`` that uses ``booktabs``, the best in bold."""
     columns = "".join("r" if numeric else "l" for numeric in table.numeric)
     rows = [
-        " & ".join(rf"\textbf{{{_latex(c.text)}}}" if c.best else _latex(c.text) for c in row) + r" \\"
+        " & ".join(rf"\textbf{{{_latex(c.full_text)}}}" if c.best else _latex(c.full_text) for c in row) + r" \\"
         for row in table.rows
     ]
     return "\n".join(

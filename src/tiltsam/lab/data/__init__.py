@@ -174,7 +174,7 @@ TASKS: dict[str, Task] = {
     for task in (
         Task(
             "digits",
-            "8x8 handwritten digits, 10 classes, 20% noisy labels",
+            "8x8 handwritten digits, 10 classes; by default 20% noisy labels",
             "none: the data comes with scikit-learn",
             vision.digits,
             noise=PAPER_NOISE,
@@ -199,7 +199,7 @@ TASKS: dict[str, Task] = {
             partial(vision.cifar, num_classes=10),
         ),
         Task("cifar100", "32x32 photographs, 100 classes", *_CIFAR100),
-        Task("cifar100-noisy", "CIFAR-100 with 20% noisy labels", *_CIFAR100, noise=PAPER_NOISE),
+        Task("cifar100-noisy", "CIFAR-100, by default with 20% noisy labels", *_CIFAR100, noise=PAPER_NOISE),
         Task(
             "cifar100-lt",
             "CIFAR-100, long-tailed: 500 training examples of the first class, 5 of the last",

@@ -24,7 +24,10 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).parents[1]
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:|[/#])([^)\s#]+)")
 MATH = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
-MEASURED = re.compile(r"\d(?: ± [\d.]+)?(?: \[[−+][\d.]+, [−+])?")  # a number with its error and interval
+# Code, which stays as it is, or a number with its error and interval.
+MEASURED = re.compile(
+    r"<pre.*?</pre>|<code.*?</code>|\d(?: ± [\d.]+(?: \[[−+][\d.]+, [−+])?| \[[−+][\d.]+, [−+])", re.DOTALL
+)
 NOT_SHOWN = re.compile(r"^See :class:`\w+`\.$|^:meta private:$", re.MULTILINE)  # documented by the base class; internal
 ROLE = re.compile(r":(\w+):`([^`]+)`")
 CODE = re.compile(r"`[^`]+`")
@@ -70,7 +73,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 def on_page_content(content: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Write formulas as MathML, and keep numbers with their errors and intervals on one line."""
     content = MATH.sub(lambda match: _mathml(html.unescape(match[2]), block=match[1] == "div"), content)
-    return MEASURED.sub(lambda match: match[0].replace(" ", "\u00a0"), content)
+    return MEASURED.sub(lambda match: match[0] if match[0][0] == "<" else match[0].replace(" ", "\u00a0"), content)
 
 
 def _commands() -> str:

@@ -1,5 +1,6 @@
 """The command line as a user meets it."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -41,7 +42,7 @@ def test_demo_compares_seven_methods(tmp_path, capsys):
     [
         ((), "compare seven methods on digits"),  # the help
         (("bake",), "invalid choice"),
-        (("trian", "digits"), "'trian'; did you mean train?"),
+        (("traim", "digits"), "'traim'; did you mean train?"),
         (("toys", "--in"), "--in"),
         (("train", "digits", "--resume"), "--resume; the same command resumes without it"),
         (("toys", "--resume"), "--resume\n"),
@@ -71,6 +72,15 @@ def test_unwritable_folder_is_refused(tmp_path, capsys):
     (tmp_path / "file").write_text("in the way")
     assert main(["toys", "--out", str(tmp_path / "file" / "figures")]) == 2
     assert "cannot write to" in capsys.readouterr().err
+
+
+def test_read_only_folder_is_refused_before_the_work(tmp_path, capsys, monkeypatch):
+    def refuse(dir):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(dir))
+
+    monkeypatch.setattr("tempfile.TemporaryFile", refuse)
+    assert main(["toys", "--out", str(tmp_path)]) == 2
+    assert f"cannot write to {tmp_path}: Read-only file system" in capsys.readouterr().err
 
 
 def test_toys_prints_tables_on_one_thread(capsys, monkeypatch):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import errno
 import inspect
 import math
 import os
 import shlex
 import signal
 import sys
+import tempfile
 import tomllib
 import warnings
 from collections.abc import Iterator, Sequence
@@ -472,11 +472,11 @@ def _read_arguments(path: Path, parser: argparse.ArgumentParser) -> list[str]:
     for name, value in content.items():
         flag = f"--{name.replace('_', '-')}"
         if value is False:
-            negated = flag.replace("--", "--no-", 1)
+            negated, action = flag.replace("--", "--no-", 1), parser._option_string_actions.get(flag)
             if negated in parser._option_string_actions:
                 arguments.append(negated)
-            elif flag not in parser._option_string_actions:
-                arguments.append(flag)  # reported as unrecognized
+            elif action is None or action.nargs != 0:
+                arguments.append(f"{flag}=false")  # the parser rejects it by its name
         elif value is True:
             arguments.append(flag)
         elif isinstance(value, dict):  # [grid]
@@ -563,6 +563,7 @@ def _compare(args: argparse.Namespace) -> None:
             setup=display.setup,
             report=display.report,
             tick=display.report,
+            skip=display.skip,
             failed=lambda run, error: display.print(f"{display.name(run)}: {error}"),
             notify=display.print,
         )
@@ -869,8 +870,7 @@ def _can_write_figures(folder: Path) -> bool:
         return False
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise UserError(f"cannot write to {folder}: {error.strerror}") from None
-    if not os.access(folder, os.W_OK):
-        raise UserError(f"cannot write to {folder}: {os.strerror(errno.EACCES)}")
     return True

@@ -52,7 +52,7 @@ def test_comparison_cells_refuse_equal_methods():
 
 def test_compare_tells_what_it_waits_for(tmp_path):
     cells = comparison_cells(QUICK, ["erm", "sam"], 1)
-    lines = []
+    lines, skipped = [], []
     with ExitStack() as elsewhere:
         assert elsewhere.enter_context(Record.of(tmp_path, cells["sam"][0]).lock())
 
@@ -60,7 +60,8 @@ def test_compare_tells_what_it_waits_for(tmp_path):
             lines.append(line)
             elsewhere.close()
 
-        rows = compare(cells, tmp_path, notify=notify)
+        rows = compare(cells, tmp_path, skip=skipped.append, notify=notify)
+    assert skipped == cells["sam"]
     assert lines == ["waiting for 1 run that other processes train"]
     assert [row.runs for row in rows] == [1, 1]
 

@@ -81,6 +81,17 @@ def test_run_display_shows_the_time_left_for_all_runs(terminal, capsys, monkeypa
             assert shown[-1] == note
 
 
+def test_run_display_leaves_out_runs_of_other_processes(capsys):
+    erm, sam = replace(CONFIG, method="erm"), CONFIG
+    with RunDisplay({}, [erm, sam, replace(sam, seed=1)]) as screen:
+        screen.skip(sam)
+        screen.report(erm, Progress(passes=10, seconds=1.0, done=1.0, row=ROW))
+        screen.report(replace(sam, seed=1), Progress(passes=10, seconds=1.0, done=1.0, row=ROW))
+        screen.report(sam, Progress(passes=10, seconds=1.0, done=1.0, row=ROW))  # the other process died
+    lines = capsys.readouterr().out.splitlines()
+    assert [re.findall(r"run \d of \d", line) for line in lines] == [["run 1 of 2"], ["run 2 of 2"], []]
+
+
 def test_compare_counts_the_runs_that_are_not_finished(tmp_path, capsys):
     command = ["compare", "digits", "--epochs", "1", "--out", str(tmp_path), "--seeds", "1", "--methods", "erm"]
     assert main(command) == 0

@@ -291,7 +291,7 @@ def test_tilt_of_one_sample_is_not_tuned():
         ["lr", "rho", "t", "num_samples"],
     ]
     assert [entry.trials for entry in entries] == [42] * 4
-    assert "tsam:num_samples=1: has one sample, so t is not tuned" in notes
+    assert "tsam:num_samples=1: its tilt has no effect, so t is not tuned" in notes
 
 
 def test_trial_value_is_the_mean_over_seeds(tmp_path, fake):
@@ -610,6 +610,14 @@ def test_toml_file_holds_the_arguments(tmp_path, fake, capsys):
     assert main(["sweep", "--seeds", "2", str(path)]) == 0  # the command line wins, wherever the file is
     assert Counter((run.method, run.average) for run in fake.runs) == {("erm", True): 4, ("sam", True): 4}
     assert "tested with 2 seeds" in capsys.readouterr().out
+
+
+def test_false_in_a_toml_file_is_refused_where_a_flag_takes_a_value(tmp_path, capsys):
+    path = tmp_path / "study.toml"
+    path.write_text('task = "digits"\nseeds = false\n[grid]\nlr = 0.1\n')
+    with pytest.raises(SystemExit):
+        main(["sweep", str(path)])
+    assert "--seeds" in capsys.readouterr().err
 
 
 def test_only_the_task_can_be_a_toml_file(tmp_path, fake, capsys):

@@ -737,7 +737,7 @@ def test_negative_tilt_lists_suspects(tmp_path):
     result = train(config, record)
     with open(record.folder / "suspects.csv", newline="") as file:
         suspects = list(csv.DictReader(file))
-    assert result["num_suspects"] == record.suspects() == len(suspects) > 300  # of 1078
+    assert result["num_suspects"] == record.num_suspects() == len(suspects) > 300  # of 1078
     pool, clean = load(config), load(replace(config, noise=0.0))
     labels = dict(zip(pool.rows.tolist(), pool.train.targets.tolist(), strict=True))
     truth = dict(zip(clean.rows.tolist(), clean.train.targets.tolist(), strict=True))
@@ -755,7 +755,7 @@ def test_no_suspects_without_a_negative_tilt(tmp_path, settings):
     record = Record(tmp_path)
     assert "num_suspects" not in train(small(method="erm", noise=0.2, **settings), record)
     assert not (tmp_path / "suspects.csv").exists()
-    assert record.suspects() == 0
+    assert record.num_suspects() == 0
 
 
 def test_suspects_survive_resuming_and_tidying(tmp_path):
@@ -767,13 +767,13 @@ def test_suspects_survive_resuming_and_tidying(tmp_path):
     train(config, record)
     draft = record.folder / ".suspects.csv.123"  # of a killed process
     draft.write_text("index")
-    count = record.suspects()
+    count = record.num_suspects()
     train(config, record)  # finished
     assert not draft.exists()
-    assert record.suspects() == count > 0
+    assert record.num_suspects() == count > 0
     assert (record.folder / "suspects.csv").read_bytes() == (tmp_path / "whole" / "suspects.csv").read_bytes()
     (record.folder / "suspects.csv").unlink()
-    assert record.suspects() == 0
+    assert record.num_suspects() == 0
 
 
 def test_suspects_of_images_are_files(tmp_path):

@@ -86,6 +86,7 @@ def compare(
     report: Callable[[TrainConfig, Progress], None] = lambda config, progress: None,
     tick: Callable[[TrainConfig, Progress], None] = lambda config, progress: None,
     failed: Callable[[TrainConfig, TrainError], None] = lambda config, error: None,
+    skip: Callable[[TrainConfig], None] = lambda run: None,
     notify: Callable[[str], None] = lambda line: None,
 ) -> list[ComparisonRow]:
     """Train every run that has no result yet, first those of one seed, and average over seeds.
@@ -102,6 +103,7 @@ def compare(
         report: Called after every epoch.
         tick: Called about twice a second within an epoch.
         failed: Called when a run fails; the others continue.
+        skip: Called with a run that another process trains.
         notify: Called with a line about runs of other processes that are waited for.
 
     Raises:
@@ -125,6 +127,7 @@ def compare(
             with record.lock() as locked:
                 if not locked:
                     elsewhere.append(config)
+                    skip(config)
                     continue
                 try:
                     train(

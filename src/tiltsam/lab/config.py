@@ -30,8 +30,8 @@ __all__ = [
     "NEEDED_OPTION",
     "TrainConfig",
     "field_types",
-    "has_one_sample",
     "has_setting",
+    "ignores_tilt",
     "kinds",
     "method_options",
     "tilt_defaults",
@@ -376,7 +376,7 @@ def has_setting(method: str, name: str) -> bool:
     return name in options or name in field_types()
 
 
-def has_one_sample(config: TrainConfig) -> bool:
+def ignores_tilt(config: TrainConfig) -> bool:
     """Return whether a tilt would have no effect, because there is one sample."""
     options = config.all_options()
     return options.get("num_samples") == 1 and options.get("sampler") != "hmc"  # HMC samples with it
@@ -384,7 +384,7 @@ def has_one_sample(config: TrainConfig) -> bool:
 
 def warn_if_tilt_has_no_effect(config: TrainConfig, name: str) -> None:
     """Warn if a config sets a tilt, but has one sample; the name is that of its method."""
-    if has_one_sample(config) and any(config.settings().get(setting) for setting in TILT_SETTINGS):
+    if ignores_tilt(config) and any(config.settings().get(setting) for setting in TILT_SETTINGS):
         warnings.warn(f"{name} has one sample, so t has no effect: set num_samples to 3 or more", stacklevel=2)
 
 

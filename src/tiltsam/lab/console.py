@@ -90,8 +90,10 @@ class LiveDisplay:
         now = time.monotonic()
         if self._start is None:
             self._start = now, done
-        gained = done - self._start[1]
-        return f"{_clock((now - self._start[0]) * (total - done) / gained)} left" if gained > 0 and done < total else ""
+        done_since = done - self._start[1]
+        if not (done_since > 0 and done < total):
+            return ""
+        return f"{_clock((now - self._start[0]) * (total - done) / done_since)} left"
 
     def _line(self, text: str, *, last: bool) -> None:
         if last or time.monotonic() - self._last_line >= LINE_SECONDS:
@@ -112,7 +114,7 @@ class RunDisplay(LiveDisplay):
     def __init__(self, names: Mapping[str, str] | None = None, runs: Sequence[TrainConfig] = ()) -> None:
         super().__init__()
         self._names = names or {}
-        self._work = {run: _work(run) for run in runs}
+        self._costs = {run: _relative_cost(run) for run in runs}
         self._begun: list[TrainConfig] = []
         self._setups = set[str]()
 
@@ -127,6 +129,10 @@ class RunDisplay(LiveDisplay):
             self._setups.add(line)
             self.print(line)
 
+    def skip(self, config: TrainConfig) -> None:
+        """Leave a run that another process trains out of the number of runs and the time left."""
+        self._costs.pop(config, None)
+
     def report(self, config: TrainConfig, progress: Progress) -> None:
         """Show the progress of a run."""
         notes = []
@@ -135,7 +141,7 @@ class RunDisplay(LiveDisplay):
             notes = [f"loss {row['train_loss']:.3f}", f"{metric.replace('_', ' ')} {100 * score:.2f}"]
         speed = progress.passes / max(progress.seconds, 1e-9)
         notes.append(f"{speed:.3g} passes/s" if speed < 1000 else f"{speed:,.0f} passes/s")
-        if len(self._work) > 1 and config in self._work:
+        if len(self._costs) > 1 and config in self._costs:
             notes.append(self._describe_total(config, min(progress.done, 1.0)))
         elif 0 < progress.done < 1:
             notes.append(f"{_clock(progress.seconds * (1 / progress.done - 1))} left")
@@ -151,12 +157,12 @@ class RunDisplay(LiveDisplay):
         """Return which of the runs this is, and about how long all of them still take."""
         if config not in self._begun:
             self._begun.append(config)
-        worked = sum(self._work[run] for run in self._begun if run != config) + done * self._work[config]
-        left = self._time_left(worked, sum(self._work.values()))
-        return f"run {len(self._begun)} of {len(self._work)}" + (f", about {left}" if left else "")
+        before = sum(self._costs.get(run, 0.0) for run in self._begun if run != config)
+        left = self._time_left(before + done * self._costs[config], sum(self._costs.values()))
+        return f"run {len(self._begun)} of {len(self._costs)}" + (f", about {left}" if left else "")
 
 
-def _work(config: TrainConfig) -> float:
+def _relative_cost(config: TrainConfig) -> float:
     """Return the cost of a run relative to others: the same for all if passes or seconds limit them."""
     limited = config.passes is not None or config.seconds is not None
     return 1.0 if limited else config.epochs * passes_per_step(config)
@@ -258,12 +264,12 @@ def _bar() -> Any:
 
 def print_suspects(records: Iterable[Record]) -> None:
     """Print where the training examples are listed whose labels look wrong: one line, of the first run that has any."""
-    found = [(record, count) for record in records if (count := record.suspects())]
+    found = [(record, count) for record in records if (count := record.num_suspects())]
     if not found:
         return
     record, count = found[0]
     what = "1 training example whose label looks" if count == 1 else f"{count:,} training examples whose labels look"
-    others = f" (other runs with such a file: {len(found) - 1})" if len(found) > 1 else ""
+    others = f" (and in {len(found) - 1} other run{'s' * (len(found) > 2)})" if len(found) > 1 else ""
     print(f"{record.folder / 'suspects.csv'}: {what} wrong{others}")
 
 

@@ -30,7 +30,7 @@ __all__ = [
     "silenced_examples",
     "silenced_scores",
     "split_outputs",
-    "suspects",
+    "suspects_table",
     "task_loss",
 ]
 
@@ -191,7 +191,7 @@ def silenced_scores(silenced: SilencedExamples, mislabelled: Tensor) -> dict[str
     return ({"silenced_precision": both / chosen} if chosen else {}) | {"silenced_recall": both / wrong}
 
 
-def suspects(silenced: SilencedExamples, data: Data) -> list[list[str]]:
+def suspects_table(silenced: SilencedExamples, data: Data) -> list[list[str]]:
     """Return the cells of ``suspects.csv``, headings first; the index is the row in the data that were read."""
     indices = silenced.indices.cpu()
     rows = indices if data.rows is None else data.rows[indices]

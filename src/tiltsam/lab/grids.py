@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 
-from tiltsam.lab.config import TILT_SETTINGS, TrainConfig, has_one_sample
+from tiltsam.lab.config import TILT_SETTINGS, TrainConfig, ignores_tilt
 from tiltsam.lab.errors import ConfigError
 from tiltsam.lab.flags import method_configs, parse_method
 
@@ -168,7 +168,11 @@ def make_entries(
     ]
     if sampler == "grid":
         notes += _uneven_coverage(entries, sizes)
-    notes += [f"{name}: has one sample, so {', '.join(names)} is not tuned" for name, names in unused.items() if names]
+    notes += [
+        f"{name}: its tilt has no effect, so {' and '.join(names)} {'is' if len(names) == 1 else 'are'} not tuned"
+        for name, names in unused.items()
+        if names
+    ]
     for entry in entries:
         if ignored := [name for name in fixed[entry.name] if name in {n.rpartition(":")[2] for n in grid}]:
             notes.append(f"{entry.name}: sets {', '.join(ignored)} itself, the grid is not used")
@@ -225,7 +229,7 @@ def _spaces(
 
 def _unused_tilts(config: TrainConfig, space: Mapping[str, Values]) -> list[str]:
     """Return the settings of the tilt in a space if they have no effect at any point of it."""
-    if not has_one_sample(config) or "num_samples" in space or "sampler" in space:
+    if not ignores_tilt(config) or "num_samples" in space or "sampler" in space:
         return []
     return [name for name in TILT_SETTINGS if name in space]
 

@@ -210,7 +210,7 @@ class Record:
         with drafted(self.folder / "suspects.csv") as draft, open(draft, "w", newline="", encoding="utf-8") as file:
             csv.writer(file, lineterminator="\n").writerows(table)
 
-    def suspects(self) -> int:
+    def num_suspects(self) -> int:
         """Return how many examples ``suspects.csv`` lists; 0 if there is no such file."""
         count = (self.result() or {}).get("num_suspects", 0)
         return int(count) if (self.folder / "suspects.csv").exists() else 0

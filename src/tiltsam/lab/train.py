@@ -34,7 +34,7 @@ from tiltsam.lab.evaluate import (
     silenced_examples,
     silenced_scores,
     split_outputs,
-    suspects,
+    suspects_table,
     task_loss,
 )
 from tiltsam.lab.files import Checkpoint, seconds_between_checkpoints, write_json
@@ -519,7 +519,7 @@ class Trainer:
             if data.mislabelled is not None:
                 numbers |= silenced_scores(silenced, data.mislabelled)
             if config.example_tilt < 0:
-                self.record.write_suspects(suspects(silenced, data))
+                self.record.write_suspects(suspects_table(silenced, data))
                 numbers["num_suspects"] = len(silenced.indices)
         return numbers
 
@@ -596,6 +596,7 @@ class Trainer:
         metric, final = self.data.metrics[0], self._last_row()
         with evaluated_weights(self.model, self.average):
             self.model.load_state_dict(self.estimated, strict=False)
+            self.model.eval()
             numbers = {
                 **final,
                 **self._final_numbers(),

@@ -89,6 +89,8 @@ def check_call(
     if len(args) > 1 and parameters[names[1]].kind is inspect.Parameter.KEYWORD_ONLY:
         name = "model" if isinstance(args[1], torch.nn.Module) else names[1]
         raise TypeError(f"settings must be given by name, as in {_call(cls.__name__, 'base', {name: args[1]})}")
+    if modules := [name for name, value in kwargs.items() if isinstance(value, torch.nn.Module) and name != "model"]:
+        raise TypeError(f"{modules[0]} must not be a module; write {_call(cls.__name__, 'base', {'model': None})}")
     if adaptive:
         raise TypeError(f"{cls.__name__} has no adaptive=True. Write:\n\n    optimizer = {method}")
 

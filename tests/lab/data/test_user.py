@@ -291,6 +291,7 @@ def test_npz_warns_of_an_ignored_validation_set(tmp_path):
             r"Python objects.* np\.unique\(y, return_inv",
         ),
         ({"x": np.zeros((9, 2)), "y": np.eye(9, dtype=int)}, r"\(9, 9\): save y\.argmax\(1\)"),
+        ({"x": np.array(1.0), "y": np.zeros((3, 2))}, r"got \(\) and \(3, 2\)$"),
         ({"x": np.zeros((9, 2)), "y": np.zeros((9, 1))}, r"\(9, 1\): save y\.ravel\(\)"),
         ({"x": np.zeros((3, 2)), "y": np.arange(3)}, "got 3"),
         (

@@ -338,7 +338,7 @@ def _array_split(path: Path, arrays: Mapping[str, np.ndarray], x_name: str, y_na
     x, y = arrays[x_name], arrays[y_name]
     if y.ndim != 1 or x.ndim < 2 or len(x) != len(y) or not len(y) or not x[0].size:
         shapes = f"got {x.shape} and {y.shape}"
-        if y.ndim == 2 and len(x) == len(y) and y.shape[1]:
+        if x.ndim >= 2 and y.ndim == 2 and len(x) == len(y) and y.shape[1]:
             remedy = f"{y_name}.argmax(1) of one-hot classes" if y.shape[1] > 1 else f"{y_name}.ravel()"
             shapes += f": save {remedy}"
         raise DataError(f"{path}: {x_name} and {y_name} must have shapes (n, …) and (n,) with n > 0, {shapes}")

@@ -175,8 +175,10 @@ try:
 except KeyboardInterrupt:
     raise ImportError from None  # as extension modules do
 """)
+    # A shell starts programs in its background with SIGINT ignored, and they pass that on.
+    code = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
     done = subprocess.run(
-        [sys.executable, "-c", f"import sys; from {module} import {name}; sys.exit({name}())", "methods"],
+        [sys.executable, "-c", f"{code}from {module} import {name}; sys.exit({name}())", "methods"],
         env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{root / 'src'}"},
         capture_output=True,
         text=True,

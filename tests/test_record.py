@@ -55,7 +55,7 @@ def test_restore_keeps_why_a_run_diverged(runs, tmp_path):
     Record(folder).diverge("the loss is not finite in epoch 3")
     record.pack(tmp_path / "runs", tmp_path / "record")
     record.restore(tmp_path / "record", tmp_path / "again")
-    ((run,), _) = read_runs([tmp_path / "again"])
+    (run,) = read_runs([tmp_path / "again"]).runs
     assert run.diverged == "the loss is not finite in epoch 3"
 
 

@@ -11,7 +11,9 @@ import warnings
 from dataclasses import replace
 
 import pytest
+import rich
 import torch
+from rich.console import Console
 
 from helpers.lab_files import cifar, dtd, picture
 from tiltsam.cli import main
@@ -30,6 +32,7 @@ ROW = {"epoch": 1, "train_loss": 0.5, "validation_accuracy": 0.8, "test_accuracy
 
 @pytest.fixture(params=["terminal", "file"])
 def terminal(request, monkeypatch, capsys):
+    monkeypatch.setattr(rich, "_console", Console())  # another package may have made it without a terminal
     # The class: capsys has one stream while fixtures are set up, and another in the test.
     monkeypatch.setattr(type(sys.stdout), "isatty", lambda stream: request.param == "terminal")
     monkeypatch.setenv("COLUMNS", "200")

@@ -256,10 +256,12 @@ def _bytes(count: int) -> str:
 
 
 def _bar() -> Any:
+    from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
     text = "{task.description}  {task.fields[note]}"
-    return Progress(TextColumn(text, markup=False), BarColumn(), TaskProgressColumn())
+    # Its own console: the shared one may have been made while stdout was not a terminal.
+    return Progress(TextColumn(text, markup=False), BarColumn(), TaskProgressColumn(), console=Console())
 
 
 def print_suspects(records: Iterable[Record]) -> None:

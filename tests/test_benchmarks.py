@@ -82,7 +82,7 @@ def test_evidence_page_has_the_tables_and_intervals_of_the_records(capsys):
     for table in tables.strip().split("\n\n"):
         assert table in page
     intervals = re.findall(r"\[[−+]?[\d.]+, [−+]?[\d.]+\]", page)
-    assert len(intervals) > 30
+    assert len(intervals) > 20
     assert [interval for interval in intervals if interval not in tables + printed] == []
 
 

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+import tiltsam
 from tiltsam import toys
 from tiltsam.toys import TOY1, TOY2, Ball, Normal
 
@@ -115,3 +116,15 @@ def test_minimise_finds_ends_and_kinks():
     assert toys.minimise(lambda x: (x - 1 / 3).abs(), 0.0, 1.0).theta == pytest.approx(1 / 3, abs=1e-7)
     two = toys.minimise(lambda x: torch.minimum((x + 1) ** 2, (x - 1) ** 2 - 1e-9), -2.0, 2.0)
     assert two.theta == pytest.approx(1, abs=1e-7)
+
+
+def test_descent_with_2000_draws_stops_before_the_flow_at_t_2():
+    """Few draws carry the weight where the flow goes on; docs/theory.md has 1.52."""
+    generator = torch.Generator().manual_seed(0)
+
+    def sampled_gradient(theta):
+        at = TOY1.derivatives(theta + 0.2 * torch.randn(2000, generator=generator, dtype=torch.float64))
+        return (tiltsam.tilted_weights(at.loss, 2.0) * at.grad).sum()
+
+    visited = toys.descend(sampled_gradient, 0.5, 0.005, 3000).theta[2000:]
+    assert visited.mean().item() == pytest.approx(1.52, abs=0.01)

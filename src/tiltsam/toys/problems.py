@@ -107,7 +107,7 @@ TOY1 = Problem(
 """Figure 1: ``sin(4 pi theta)/theta + .005 (theta - 1)^2``; minima get flatter and higher from left to right."""
 
 TOY2 = Problem("toy 2", _toy2, 0.0, 4.0, minima=(1.0, 3.0), peaks=((2.0, 1.0),), breaks=(1.0, 2.0))
-"""Figures 4 and 5: a sharp minimum at 1 (loss -.01) and a flat one at 3 (loss 0), with a jump at 2."""
+"""Figures 3 and 4: a sharp minimum at 1 (loss -.01) and a flat one at 3 (loss 0), with a jump at 2."""
 
 HMC_TEST = Problem(
     "hmc test",

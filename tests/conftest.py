@@ -29,6 +29,10 @@ def _small_heap():
     gc.freeze()
 
 
+def pytest_unconfigure():
+    gc.unfreeze()  # otherwise Triton prints its objects as leaks
+
+
 @pytest.fixture
 def odd_defaults(request):
     """Set torch's defaults as a user may set them."""

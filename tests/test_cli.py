@@ -186,14 +186,10 @@ except KeyboardInterrupt:
     assert (done.returncode, done.stderr) == (130, "tiltsam: interrupted\n")
 
 
-def test_commands_skip_garbage_collection_at_exit():
-    """With torch loaded that takes a second and more, in which a Ctrl-C would seem to do nothing."""
-    code = "import atexit, gc; from tiltsam.cli import main; main(['methods']); atexit._run_exitfuncs()"
-    done = subprocess.run(
-        [sys.executable, "-c", f"{code}; print(gc.get_freeze_count())"], capture_output=True, text=True
-    )
-    assert int(done.stdout.split()[-1]) > 10_000
-    assert not done.stderr
+def test_exit_with_triton_prints_no_leaks():
+    pytest.importorskip("triton")
+    code = "import triton._C.libtriton; from tiltsam.cli import main; main(['methods'])"
+    assert not subprocess.run([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True).stderr
 
 
 @pytest.mark.parametrize("arguments", [["methods"], ["--help"]])

@@ -28,7 +28,6 @@ from tiltsam.lab.shutdown import (
     exit_with_message,
     flush_output,
     reraise_dropped_interrupts,
-    skip_garbage_collection_at_exit,
 )
 
 __all__ = ["main"]
@@ -49,7 +48,6 @@ class _Version(argparse.Action):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     command = ""
-    skip_garbage_collection_at_exit()
     try:
         with reraise_dropped_interrupts():
             args = _parse(argv)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tiltsam.lab.errors import LabError, UserError
-from tiltsam.lab.shutdown import reraise_dropped_interrupts, skip_garbage_collection_at_exit
+from tiltsam.lab.shutdown import reraise_dropped_interrupts
 
 __all__ = ["main", "run_processes"]
 
@@ -118,7 +118,6 @@ def _last_line(log: Path, k: int, code: int) -> str:
 
 def main() -> int:
     """Call the function that is read from standard input, and return the exit code."""
-    skip_garbage_collection_at_exit()
     function, arguments, parent = pickle.load(sys.stdin.buffer)
     signal.signal(signal.SIGINT, signal.default_int_handler)
 

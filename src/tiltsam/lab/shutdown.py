@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
-import gc
 import os
 import signal
 import sys
@@ -21,7 +19,6 @@ __all__ = [
     "exit_with_message",
     "flush_output",
     "reraise_dropped_interrupts",
-    "skip_garbage_collection_at_exit",
 ]
 
 RESUMES = dict.fromkeys(("train", "compare", "demo", "reproduce", "sweep"), "; the same command resumes")
@@ -42,12 +39,6 @@ def flush_output() -> None:
         print(end="", flush=True)
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def skip_garbage_collection_at_exit() -> None:
-    """Skip the garbage collection at the exit of this process, which takes a second or more with torch loaded."""
-    atexit.unregister(gc.freeze)
-    atexit.register(gc.freeze)
 
 
 class StopFlag:

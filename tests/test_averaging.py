@@ -60,6 +60,39 @@ def test_power_8_averages_the_last_tenth():
         assert model.weight.item() == pytest.approx(900, rel=1e-2)
 
 
+def test_update_inside_a_closure_is_refused():
+    model = nn.Linear(3, 1)
+    average = tiltsam.WeightAverage(model)
+    base = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = tiltsam.SAM(base)
+    before = [p.detach().clone() for p in model.parameters()]
+
+    def closure():
+        loss = model(torch.ones(2, 3)).square().sum()
+        loss.backward()
+        average.update()
+        return loss
+
+    with pytest.raises(RuntimeError, match="after step"):
+        optimizer.step(closure)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+    base.register_step_post_hook(lambda *_: average.update())
+    optimizer.step(lambda: _backward(model))
+    assert average.count == 1
+
+
+def _backward(model):
+    loss = model(torch.ones(2, 3)).square().sum()
+    loss.backward()
+    return loss
+
+
+def test_state_of_something_else_is_refused():
+    model = nn.Linear(3, 1)
+    with pytest.raises(ValueError, match="weight"):
+        tiltsam.WeightAverage(model).load_state_dict(model.state_dict())
+
+
 def test_update_inside_applied_is_refused():
     model = nn.Linear(3, 2)
     average = tiltsam.WeightAverage(model)

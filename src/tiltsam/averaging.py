@@ -24,6 +24,8 @@ import torch
 from torch import Tensor, nn
 
 from tiltsam.distributed import reshard
+from tiltsam.optim.sharpness_aware import SharpnessAware
+from tiltsam.optim.validation import instances
 from tiltsam.space.model_state import BufferSnapshot, uninterrupted
 from tiltsam.space.validation import check_nonnegative
 
@@ -77,10 +79,13 @@ class WeightAverage:
         """Add the current weights. Call it after every step, not in a closure, where the weights are perturbed.
 
         Raises:
-            RuntimeError: Inside :meth:`applied`, where the weights are the average itself.
+            RuntimeError: Inside :meth:`applied`, where the weights are the average itself; or if the first call is in
+                a closure.
         """
         if self._applied:
             raise RuntimeError("update() must not be called inside applied(), where the weights are the average")
+        if self.count == 0:
+            self._check_not_perturbed()
         self.count += 1
         if self.count == 1:  # a copy: a mean would keep a NaN from before the weights were loaded
             _write(self._average, self._parameters)
@@ -89,6 +94,13 @@ class WeightAverage:
         average = list(self._average.values())
         weights = [p.to(a.dtype) for p, a in zip(self._parameters.values(), average, strict=True)]
         torch._foreach_lerp_(average, weights, share)
+
+    def _check_not_perturbed(self) -> None:
+        own = {id(p) for p in self._parameters.values()}
+        for optimizer in instances(SharpnessAware):
+            stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            if optimizer.is_perturbed and not own.isdisjoint(stepped):
+                raise RuntimeError("update() must be called after step(): in the closure the weights are perturbed")
 
     @contextmanager
     def applied(self) -> Iterator[nn.Module]:
@@ -137,6 +149,8 @@ class WeightAverage:
         Raises:
             ValueError: If names, shapes or the power differ.
         """
+        if "average" not in state:
+            raise ValueError(f"state must be that of a WeightAverage, got the keys {', '.join(list(state)[:3])}")
         loaded = state["average"]
         shapes = [{name: tuple(a.shape) for name, a in each.items()} for each in (loaded, self._average)]
         if shapes[0] != shapes[1]:

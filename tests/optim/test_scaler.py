@@ -158,3 +158,13 @@ def test_float16_on_a_gpu(method):
     assert scaler.get_scale() < 2.0**24
     assert all(p.isfinite().all() for p in model.parameters())
     assert losses[-1] < 0.5 * next(v for v in losses if v == v)
+
+
+def test_unused_scaler_is_an_error():
+    problem = Problem()
+    optimizer = tiltsam.SAM(sgd(problem.model.parameters()), model=problem.model)
+    before = problem.weights()
+    with pytest.raises(RuntimeError, match=r"scaler\.scale"):
+        optimizer.step(problem.closure, scaler=scaler_of())
+    assert_same(problem.weights(), before)
+    optimizer.step(problem.closure, scaler=scaler_of(enabled=False))

@@ -470,6 +470,14 @@ class SharpnessAware(Optimizer):
             self.zero_grad()  # a base skips parameters without a gradient
         space.commit()
 
+    @property
+    def is_perturbed(self) -> bool:
+        """Whether a step is in progress that has not restored the weights yet.
+
+        :meta private:
+        """
+        return self._space is not None and self._space.is_unfinished
+
     def _check_parts(self, number: int, sampler: Sampler, num_samples: int, *, has_ascent_closure: bool) -> None:
         """Raise ValueError unless each sample can have its own closure."""
         if number != num_samples or not sampler.independent:

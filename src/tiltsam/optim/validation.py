@@ -27,6 +27,7 @@ __all__ = [
     "check_minimizes",
     "check_not_lightning",
     "check_sampler",
+    "instances",
     "is_state_initialization",
     "warn_missing_model",
     "warn_missing_scaler",
@@ -204,7 +205,7 @@ def warn_missing_model(params: Sequence[Tensor]) -> None:
     if not any(p.dim() == q.dim() == 1 and p.shape == q.shape for p, q in pairwise(params)):
         return
     ids = {id(p) for p in params}
-    layers = [m for m in _instances(_BatchNorm) if m.training and m.running_mean is not None and id(m.weight) in ids]
+    layers = [m for m in instances(_BatchNorm) if m.training and m.running_mean is not None and id(m.weight) in ids]
     if layers:
         warn(
             f"{type(layers[0]).__name__} updates its running statistics at every pass of a step, also at perturbed "
@@ -227,11 +228,11 @@ def warn_missing_scaler(loss: Tensor, gradient_norms: Tensor) -> None:
     """
     if not torch.maximum(loss.abs(), gradient_norms.max()).item() > _LARGE:  # NaN may have other causes
         return
-    if any(scaler.is_enabled() and scaler._scale is not None for scaler in _instances(torch.amp.GradScaler)):
+    if any(scaler.is_enabled() and scaler._scale is not None for scaler in instances(torch.amp.GradScaler)):
         warn(f"a loss or gradient exceeds {_LARGE:g} and a GradScaler is in use: pass scaler= if the closure scales")
 
 
-def _instances(cls: type[_T]) -> list[_T]:
+def instances(cls: type[_T]) -> list[_T]:
     """Return all living objects of a class or its subclasses, without touching any other object."""
     classes: set[type] = set()
     pending: list[type] = [cls]

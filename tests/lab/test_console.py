@@ -120,8 +120,7 @@ def test_run_display_prints_the_setup_once(terminal, capsys):
         "digits: 1,078 train, 120 validation, 599 test examples; 10 classes; "
         "20% of the train and validation labels replaced by wrong ones; mlp, 70,403 parameters",
         "npz:a.npz: 9 test examples; regression; mlp",
-        "npz:b.npz: 144 train, 16 validation, 40 test examples; test: 20% split off, its labels as noisy as the "
-        "data's; 3 classes; mlp",
+        "npz:b.npz: 144 train, 16 validation, 40 test examples; test: 20% split off; 3 classes; mlp",
         "npz:c.npz: 144 train, 16 validation, 40 test examples; test: 20% split off; regression; mlp",
     ]
 

@@ -174,10 +174,9 @@ def _describe_setup(setup: Mapping[str, Any]) -> str:
     splits = [f"{numbers[f'num_{s}']:,} {s}" for s in ("train", "validation", "test") if numbers.get(f"num_{s}")]
     names = ("num_classes", "test_split_off", "noise", "num_parameters")
     classes, split_off, noise, parameters = (numbers.get(name) for name in names)
-    as_noisy = "" if classes == 1 else ", its labels as noisy as the data's"
     parts = [
         f"{', '.join(splits)} examples" if splits else "",
-        f"test: {split_off:.0%} split off{as_noisy}" if split_off else "",
+        f"test: {split_off:.0%} split off" if split_off else "",
         "" if classes is None else "regression" if classes == 1 else f"{classes} classes",
         f"{noise:.0%} of the train and validation labels replaced by wrong ones" if noise else "",
         f"{setup.get('model', '')}" + (f", {parameters:,} parameters" if parameters else ""),

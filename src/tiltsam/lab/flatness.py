@@ -517,14 +517,14 @@ def _measurements(flat: Flatness, std: float) -> dict[str, Mean]:
     around = flat.neighborhood
     at = int((around.std.log() - math.log(std)).abs().argmin())
     numbers = {"loss": (flat.loss, math.nan)}
-    for label, name in [
-        ("mean", "mean"),
-        ("variance", "variance"),
-        ("t-mean", "tilted_mean"),
-        ("t-variance", "tilted_variance"),
+    for label, name, less in [
+        ("mean rise", "mean", flat.loss),
+        ("variance", "variance", 0.0),
+        ("t-mean rise", "tilted_mean", flat.loss),
+        ("t-variance", "tilted_variance", 0.0),
     ]:
         value, error = getattr(around, name)[at], getattr(around, f"{name}_error")[at]
-        numbers[f"{label} at {float(around.std[at]):g}"] = float(value), float(error)
+        numbers[f"{label} at {float(around.std[at]):g}"] = float(value) - less, float(error)
     for label, worst in [("worst case", flat.worst_case), ("adaptive", flat.adaptive)]:
         if worst is not None:
             numbers[label] = worst.value, worst.error

@@ -62,12 +62,14 @@ def paired_difference(scores: Mapping[Seed, float], reference: Mapping[Seed, flo
 def confidence_interval(mean: Mean) -> tuple[float, float]:
     """Return the two-sided 95% interval of Student's t distribution; NaN for fewer than two runs.
 
+    It is NaN, too, for two equal values, as two counts of errors may be: they do not show the spread.
+
     Example:
         >>> low, high = confidence_interval(mean_of([1.0, 2.0, 3.0]))
         >>> f"{low:.3f} {high:.3f}"
         '-0.484 4.484'
     """
-    if mean.runs < 2:
+    if mean.runs < 2 or (mean.runs == 2 and mean.error <= 1e-9 * abs(mean.value)):
         return math.nan, math.nan
     half = _student_t(mean.runs - 1) * mean.error
     return mean.value - half, mean.value + half
@@ -97,7 +99,7 @@ def _student_t(freedom: int) -> float:
 
 
 def is_significant(difference: Mean) -> bool:
-    """Return whether the 95% confidence interval excludes 0; never for fewer than two runs.
+    """Return whether the 95% confidence interval excludes 0; never if there is none.
 
     Example:
         >>> is_significant(mean_of([1.0, 2.0, 3.0]))
@@ -129,7 +131,7 @@ def best_of(samples: Sequence[Mapping[Seed, float]], *, highest: bool = True) ->
 
 
 def format_interval(mean: Mean, digits: int = 2) -> str:
-    """Return the 95% confidence interval as text; ``–`` for fewer than two runs.
+    """Return the 95% confidence interval as text; ``–`` if there is none.
 
     Example:
         >>> format_interval(mean_of([1.0, 2.0, 3.0]))

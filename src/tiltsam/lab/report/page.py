@@ -30,7 +30,7 @@ from tiltsam.lab.report.plots import Plot, plot_data
 from tiltsam.lab.report.runs import RunProblem
 from tiltsam.lab.report.summary import SettingSummary, TaskSummary
 from tiltsam.lab.report.tables import ReportTable, TableCell
-from tiltsam.lab.stats import Mean, format_interval, is_significant, mean_of, paired_difference
+from tiltsam.lab.stats import Mean, confidence_interval, format_interval, is_significant, mean_of, paired_difference
 
 __all__ = ["TaskSection", "headline", "html_table", "render_page", "task_facts"]
 
@@ -224,9 +224,12 @@ def headline(task: TaskSummary, *, compare_settings: bool = False) -> str:
         which = "best on validation" if task.has_validation(first) else "first (there is no validation score)"
         among = f"Of {len(task.settings)} settings, the {which}, " if len(task.settings) > len(compared) else ""
         return f"{among}{first.headline_name}{',' if among else ''} reaches a test {task.metric} of {score}.{others}"
-    second = rest[0][0]
-    text = f"{first.headline_name} has the highest test {task.metric}, {score}: "
-    text += f"{_lead(first, second, second.headline_name)}.{others}"
+    second, next_mean = rest[0]
+    if mean.value - next_mean.value < 0.005:
+        text = f"{first.headline_name} and {second.headline_name} have the highest test {task.metric}, {score}.{others}"
+    else:
+        text = f"{first.headline_name} has the highest test {task.metric}, {score}: "
+        text += f"{_lead(first, second, second.headline_name)}.{others}"
     if max(setting_mean.runs for _, setting_mean in ranked) == 1:
         text += " One seed gives no interval: use several."
     if len(task.settings) > len(compared):
@@ -248,7 +251,7 @@ def _lead(first: SettingSummary, other: SettingSummary, name: str) -> str:
     text = f"{abs(lead.value):.2f} {'behind' if lead.value < 0 else 'ahead of'} {name}"
     if lead.runs < max(len(scores), len(other_scores)):
         text += f" over {_count(lead.runs, 'common seed')}"
-    if lead.runs == 1:
+    if lead.runs == 1 or math.isnan(confidence_interval(lead)[0]):
         return text
     verdict = "a significant difference" if is_significant(lead) else "so not a significant difference"
     return f"{text}, 95% interval {format_interval(lead)}, {verdict}"

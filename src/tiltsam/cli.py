@@ -509,9 +509,11 @@ def _train(args: argparse.Namespace) -> None:
                 warnings.warn(idle, stacklevel=2)
             warn_if_tilt_has_no_effect(config, config.method)
             display = held.enter_context(RunDisplay())
-            report = partial(display.report, config)
-            setup = partial(display.setup, config)
-            callbacks = {"loading": display.loading, "setup": setup, "report": report, "tick": report}
+            callbacks = {
+                "loading": display.loading,
+                "setup": partial(display.setup, config),
+                "report": partial(display.report, config),
+            }
         result = train(
             config,
             record,
@@ -560,7 +562,6 @@ def _compare(args: argparse.Namespace) -> None:
             log=args.log,
             setup=display.setup,
             report=display.report,
-            tick=display.report,
             skip=display.skip,
             failed=lambda run, error: display.print(f"{display.name(run)}: {error}"),
             notify=display.print,

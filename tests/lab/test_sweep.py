@@ -39,12 +39,14 @@ def fake(monkeypatch):
             self.accuracy = lambda config: 0.5
             self.score = lambda config: 0.5 + config.seed / 100
 
-        def __call__(self, config, record, *, data, log, report, tick, until):
+        def __call__(self, config, record, *, data, log, report, until):
             if self.runs[-1:] != [config] or until == 1:
                 self.runs.append(config)
             loss = self.loss(config)
             row = {"epoch": until, "validation_accuracy": self.accuracy(config), "validation_loss": loss}
+            report(Progress(done=until / 2))  # within the first epoch
             report(Progress(epoch=until, done=until, row=row))
+            report(Progress(epoch=until, done=1.2 * until, row=row))  # within the next epoch
             if until < 1:
                 return row
             score = self.score(config)

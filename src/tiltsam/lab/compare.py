@@ -84,7 +84,6 @@ def compare(
     log: TrackerName | None = None,
     setup: Callable[[TrainConfig, dict[str, Any]], None] = lambda config, setup: None,
     report: Callable[[TrainConfig, Progress], None] = lambda config, progress: None,
-    tick: Callable[[TrainConfig, Progress], None] = lambda config, progress: None,
     failed: Callable[[TrainConfig, TrainError], None] = lambda config, error: None,
     skip: Callable[[TrainConfig], None] = lambda run: None,
     notify: Callable[[str], None] = lambda line: None,
@@ -100,8 +99,7 @@ def compare(
         data: Returns the data of a config; by default a :func:`tiltsam.lab.data.data_loader`.
         log: Also write the metrics to this tracker.
         setup: Called before each run with the content of ``setup.json``; see :func:`tiltsam.lab.train.train`.
-        report: Called after every epoch.
-        tick: Called about twice a second within an epoch.
+        report: Called after every epoch, and about twice a second within one.
         failed: Called when a run fails; the others continue.
         skip: Called with a run that another process trains.
         notify: Called with a line about runs of other processes that are waited for.
@@ -137,7 +135,6 @@ def compare(
                         log=log,
                         setup=partial(setup, config),
                         report=partial(report, config),
-                        tick=partial(tick, config),
                     )
                 except TrainError as error:
                     diverged.append(config)

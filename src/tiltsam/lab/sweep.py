@@ -220,15 +220,19 @@ class SweepWorker:
             raise RecordError(f"the data of {config.task} changed since this sweep was started: pass another --out")
         config = replace(config, device=self._device)
         record = Record.of(self.plan.out, config)
+        last_row: dict[str, Any] = {}
         last_step = 0
 
         def report(progress: Progress) -> None:
-            nonlocal last_step
+            nonlocal last_row, last_step
+            self._check()
+            if not progress.row or progress.row is last_row:  # within an epoch
+                return
+            last_row = progress.row
             step = int(min(progress.done, 1.0) * REPORTS) * 100 // REPORTS  # in per cent of the budget
-            if pruned and step > last_step and progress.row.get("epoch") == round(progress.epoch, 6):
+            if pruned and step > last_step:
                 trial.report(self.plan.value(progress.row, self._data(config).metrics[0]), step)  # the data are cached
                 last_step = step
-            self._check()
             self.report_status()
 
         stops = RUNGS if pruned and self.plan.pruner == "halving" else (1.0,)
@@ -251,10 +255,7 @@ class SweepWorker:
         while True:
             with record.lock() as locked:
                 if locked:
-                    tick = lambda progress: self._check()  # noqa: E731
-                    return train(
-                        config, record, data=self._data, log=self.plan.log, report=report, tick=tick, until=until
-                    )
+                    return train(config, record, data=self._data, log=self.plan.log, report=report, until=until)
             self._check()  # another process trains the same run: an equal point, or a trial that was taken over
             time.sleep(POLL_SECONDS)
 

@@ -1,6 +1,6 @@
 """Measure the flatness of models and of trained runs, save the measurements, and print them as a table.
 
-    flats = compare({"ERM": erm, "TSAM": tsam}, loss_fn, batches)
+    flats = [measure(name, model, loss_fn, batches) for name, model in models.items()]
     print(format_markdown(flatness_cells(flats)))  # from tiltsam.lab.console
     write_figures(flats, "figures")  # from tiltsam.lab.flatness_plots
 
@@ -46,7 +46,6 @@ __all__ = [
     "PAPER_STDS",
     "Flatness",
     "FlatnessPlan",
-    "compare",
     "cross_runs",
     "find_runs",
     "flatness_cells",
@@ -182,24 +181,6 @@ def measure(
     return Flatness(
         name, around.center, around, worst, adaptive, rounded, eigenpairs, hessian_trace, density, tuple(slices)
     )
-
-
-def compare(
-    models: Mapping[str, nn.Module],
-    loss_fn: LossFn,
-    batches: Batches,
-    plan: FlatnessPlan | None = None,
-    *,
-    size_of: Callable[[Any], float] | None = None,
-    progress: Callable[[str], ProgressCallback | None] | None = None,
-) -> list[Flatness]:
-    """Measure several models by name on the same data with the same draws, see :func:`measure`."""
-    if not models:
-        raise ValueError("models must not be empty")
-    return [
-        measure(name, model, loss_fn, batches, plan, size_of=size_of, progress=progress)
-        for name, model in models.items()
-    ]
 
 
 # ------------------------------------------------------------------------------------------------- runs
@@ -496,7 +477,7 @@ def flatness_cells(flats: Sequence[Flatness], std: float = 0.01) -> list[list[st
     all names differ, the errors are those of the measurements.
 
     Args:
-        flats: The result of :func:`compare`.
+        flats: The results of :func:`measure`.
         std: The noise level of the neighbourhood: the nearest measured one is used.
     """
     groups: dict[str, list[dict[str, Mean]]] = {}

@@ -148,6 +148,12 @@ def test_errors_are_one_line_without_the_lab_packages(tmp_path, capsys, monkeypa
     assert capsys.readouterr().err.startswith("tiltsam report: no run in")
 
 
+def test_import_error_is_not_reported_as_a_user_error(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tiltsam.lab.data", None)
+    with pytest.raises(ImportError, match=r"tiltsam\.lab\.data"):
+        main(["tasks"])
+
+
 def test_interrupted_train_says_how_to_resume(tmp_path, capsys, monkeypatch):
     import tiltsam.lab.train as training
 

@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt as error:
         message = str(error) or f"interrupted{RESUMES.get(command, '')}"
         return exit_with_message(128 + getattr(error, "number", signal.SIGINT), command, message)
-    except (LabError, ImportError) as error:
+    except LabError as error:
         return exit_with_message(2, command, error)
     except BrokenPipeError:  # `tiltsam … | head` is not an error, but the work may be unfinished
         if command not in RESUMES:
@@ -160,7 +160,7 @@ def _plain_warnings(command: str) -> Iterator[None]:
 
 def _check_packages(command: str) -> None:
     """Raise if the lab's packages are missing, before a run instead of when its model is saved."""
-    missing = [name for name in ("numpy", "rich", "safetensors") if find_spec(name) is None]
+    missing = [name for name in ("numpy", "rich", "safetensors", "scipy", "sklearn") if find_spec(name) is None]
     if missing and command not in ("methods", "report", "toys"):
         raise UserError(f"needs {' and '.join(missing)}: pip install '.[lab]'")
 
@@ -643,7 +643,7 @@ def _optuna_hint(command: str) -> Iterator[None]:
     except ModuleNotFoundError as error:
         if error.name not in ("optuna", "sqlalchemy"):
             raise
-        raise ImportError(f"tiltsam {command} needs Optuna: pip install '.[sweep]'") from None
+        raise UserError(f"tiltsam {command} needs Optuna: pip install '.[sweep]'") from None
 
 
 def _reproduce(args: argparse.Namespace) -> None:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from tiltsam import toys
+from tiltsam.lab.errors import UserError
 from tiltsam.lab.palette import OKABE_ITO
 from tiltsam.lab.theory import estimators
 from tiltsam.samplers import HMC
@@ -55,7 +56,7 @@ def draw_all(out_dir: str | Path, qualities: Sequence[estimators.Quality] | None
         qualities: The result of :func:`tiltsam.lab.theory.estimators.study`; measured if not given.
 
     Raises:
-        ImportError: If matplotlib is missing.
+        UserError: If matplotlib is missing.
     """
     _matplotlib()
     folder = Path(out_dir)
@@ -281,8 +282,8 @@ def _lighten(color: str, amount: float) -> tuple[float, ...]:
 def _matplotlib() -> Any:
     try:
         import matplotlib.figure
-    except ImportError as error:
-        raise ImportError("figures need matplotlib; run: pip install '.[plots]'") from error
+    except ModuleNotFoundError as error:
+        raise UserError("figures need matplotlib: pip install '.[plots]'") from error
     return matplotlib
 
 

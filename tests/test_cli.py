@@ -14,7 +14,7 @@ import torch
 import tiltsam
 from tiltsam.cli import main
 from tiltsam.lab.config import COMPARED
-from tiltsam.lab.records import code_digest
+from tiltsam.lab.environment import code_digest
 
 
 def test_version_help_and_methods(capsys):

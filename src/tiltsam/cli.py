@@ -39,7 +39,7 @@ class _Version(argparse.Action):
     """Print the version and the digest of the code, which only this option computes."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        from tiltsam.lab.records import code_digest
+        from tiltsam.lab.environment import code_digest
 
         print(f"tiltsam {tiltsam.__version__} (code {code_digest()})")
         parser.exit()
@@ -585,8 +585,8 @@ def _sweep(args: argparse.Namespace) -> None:
     from tiltsam.lab.console import SweepDisplay, print_table
     from tiltsam.lab.flags import shared_settings
     from tiltsam.lab.grids import parse_grid
-    from tiltsam.lab.records import tested_runs
     from tiltsam.lab.report import write_report
+    from tiltsam.lab.run_folders import tested_runs
 
     config, settings = shared_settings(args)
     with SweepDisplay() as display:

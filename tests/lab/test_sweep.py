@@ -12,7 +12,7 @@ import optuna
 import pytest
 
 from tiltsam.cli import _parse, _read_arguments, main
-from tiltsam.lab import records
+from tiltsam.lab import run_folders
 from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.console import SweepDisplay
 from tiltsam.lab.errors import ConfigError, Diverged, RecordError, TrainError, UserError
@@ -567,7 +567,7 @@ def test_result_has_paired_differences_and_a_report(tmp_path, capsys):
     row = next(line for line in shown.splitlines() if line.startswith("| sam "))
     assert f"{differences.mean():+.2f}" in row
     assert f"[{differences.mean() - half:+.2f}, {differences.mean() + half:+.2f}]" in row
-    assert len(records.tested_runs(path.parent)) == 6
+    assert len(run_folders.tested_runs(path.parent)) == 6
     assert (path.parent / "report" / "report.html").exists()
     assert "run 10 of 10" in shown
 

@@ -35,9 +35,10 @@ from tiltsam.lab.errors import ConfigError, RecordError
 from tiltsam.lab.evaluate import task_loss
 from tiltsam.lab.files import drafted, file_digest, finite_json, parse_json
 from tiltsam.lab.models import load_model
-from tiltsam.lab.records import Record, find_run_folders, sweeps_of, tested_runs
+from tiltsam.lab.records import Record
 from tiltsam.lab.report.runs import RunRecord
 from tiltsam.lab.report.summary import summarize
+from tiltsam.lab.run_folders import find_run_folders, sweeps_of, tested_runs
 from tiltsam.lab.stats import Mean, format_mean, mean_of
 from tiltsam.landscape import Slice1D, random_direction, slice_1d
 from tiltsam.sharpness import Neighborhood, Rounding, WorstCase, m_sharpness, neighborhood, rounding
@@ -196,7 +197,7 @@ def find_runs(
 
     Args:
         paths: The folders.
-        trials: Whether to include the trials of sweeps, see :func:`tiltsam.lab.records.find_run_folders`.
+        trials: Whether to include the trials of sweeps, see :func:`tiltsam.lab.run_folders.find_run_folders`.
         skipped: Called with a message for each damaged run; by default such a run raises.
 
     Raises:

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tiltsam.lab.files import parse_json
-from tiltsam.lab.records import check_result, find_run_folders, is_number, read_metrics, sweeps_of, tested_runs
+from tiltsam.lab.records import check_result, is_number, read_metrics
+from tiltsam.lab.run_folders import find_run_folders, sweeps_of, tested_runs
 
 __all__ = ["MetricsRow", "RunProblem", "RunRecord", "RunSet", "measured", "read_runs"]
 

@@ -219,7 +219,7 @@ def find_runs(
     for task in summarize(runs):
         for setting in task.settings:
             # A method's only setting has what is not at its default in its name, as one would type it.
-            name = setting.name if task.num_settings[setting.method] > 1 else setting.headline_name
+            name = setting.name if task.num_settings[setting.method] > 1 else setting.full_name
             named += [(f"{name} seed {run.seed}", run.folder) for run in setting.runs]
     times = Counter(name for name, _ in named)  # one config and seed may have several records
     return {name if times[name] == 1 else f"{name} in {folder}": Record(folder) for name, folder in named}

@@ -171,7 +171,7 @@ def _tilt(task: TaskSummary, y_label: str, metric_key: str) -> list[Plot]:
     families: dict[str, list[SettingSummary]] = {}
     for setting in task.settings:
         if setting.method == "tsam" and isinstance(setting.values.get("t"), float):
-            rest = entry_text("tsam", {k: v for k, v in setting.shown.items() if k != "t"})
+            rest = entry_text("tsam", {k: v for k, v in setting.differences.items() if k != "t"})
             families.setdefault(rest, []).append(setting)
     families = {rest: sorted(f, key=_t) for rest, f in families.items() if len({_t(s) for s in f}) > 1}
     if not families:

@@ -3,7 +3,7 @@
 It has eight colours; those of SAM's variants are further ones that can be told apart on light and dark pages.
 """
 
-__all__ = ["METHOD_COLORS", "METHOD_COLORS_ON_DARK", "OKABE_ITO", "OTHER_COLOR"]
+__all__ = ["METHOD_COLORS", "METHOD_COLORS_ON_DARK", "OKABE_ITO", "OTHER_COLOR", "mixed_with_white"]
 
 OKABE_ITO = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
 """Blue, vermilion, green, purple, orange, sky blue, black, yellow."""
@@ -30,3 +30,9 @@ METHOD_COLORS_ON_DARK = METHOD_COLORS | {"asam": "#F2F2F2"}
 
 OTHER_COLOR = "#808080"
 """Colour of methods that are not in :data:`METHOD_COLORS`."""
+
+
+def mixed_with_white(color: str, fraction: float) -> str:
+    """Return a fraction of a colour and white for the rest."""
+    parts = [int(color[i : i + 2], 16) for i in (1, 3, 5)]
+    return "#" + "".join(f"{round(255 - fraction * (255 - part)):02x}" for part in parts)

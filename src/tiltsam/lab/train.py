@@ -48,7 +48,7 @@ from tiltsam.optim import norm_groups
 __all__ = ["Progress", "Trainer", "train"]
 
 REPORT_SECONDS = 0.5  # between progress reports within an epoch
-SMALL_ESS = 0.1  # a tilt over examples that leaves less of a batch gets a warning
+SMALL_ESS = 0.1  # fraction of a batch; a smaller effective sample size of the examples gets a warning
 
 
 @dataclass
@@ -176,7 +176,7 @@ class Trainer:
         distributed: The ranks that train the run together.
 
     Attributes:
-        step: Takes one step on a batch and returns its loss: a :class:`tiltsam.CapturedStep`.
+        step: A :class:`tiltsam.CapturedStep`, which takes a step on a batch and returns its loss.
         saved_message: A sentence that says up to which step the run is saved.
     """
 
@@ -351,8 +351,8 @@ class Trainer:
         """Train an epoch, or what is left of it or of the budget.
 
         Returns:
-            The means over the whole epoch: of the loss, of the effective sample size and, with a tilt over examples,
-            of the fraction of the batch that its weights are worth.
+            The means over the whole epoch: of the loss, of the effective sample size of the samples and, with a tilt
+            over examples, of that of the examples, as a fraction of the batch.
         """
         config, progress = self.config, self.progress
         epoch, per_epoch = int(progress.epoch), self.batches.per_epoch
@@ -418,7 +418,7 @@ class Trainer:
 
     def _check_example_ess(self, means: dict[str, float]) -> None:
         """Warn, once, if the tilt over examples leaves little of the batches of an epoch."""
-        # A model that predicts one class keeps the share of this class, which is one in num_classes.
+        # If a model predicts a single class, the examples of this class keep their weights: 1 / num_classes of a batch.
         smallest = max(SMALL_ESS, 1.5 / self.data.num_classes) if self.data.num_classes > 1 else SMALL_ESS
         if self._warned_small_ess or not means.get("example_ess", 1.0) < smallest:
             return
@@ -445,7 +445,7 @@ class Trainer:
 
         with warnings.catch_warnings():
             for remark in ("The .grad attribute of a Tensor that is not a leaf", "Online softmax is disabled"):
-                warnings.filterwarnings("ignore", remark)  # of the compiler about itself
+                warnings.filterwarnings("ignore", remark)  # about the compiler's own code
             try:
                 return self.step(*batch)
             except TorchDynamoException as error:  # the first step compiles
@@ -532,17 +532,13 @@ class Trainer:
 
     # ---------------------------------------------------------------- saving and resuming
 
-    def _position(self) -> float:
-        """Return the epochs trained, with the fraction of an interrupted one."""
-        part = len(self._interrupted_epoch.losses) / self.batches.per_epoch
-        return int(self.progress.epoch) + part if part else int(self.progress.epoch)
-
     def _save(self) -> None:
         self.record.save(self._checkpoint())
         self._note_saved()
 
     def _note_saved(self) -> None:
-        where = f"step {self.progress.steps} (epoch {self._position():.4g})"
+        epoch = int(self.progress.epoch) + len(self._interrupted_epoch.losses) / self.batches.per_epoch
+        where = f"step {self.progress.steps} (epoch {epoch:.4g})"
         self.saved_message = f"{self.record.folder} is saved up to {where}: the same command resumes there"
 
     def _checkpoint(self) -> Checkpoint:

@@ -25,7 +25,8 @@ from typing import Any
 from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.console import format_markdown
 from tiltsam.lab.files import drafted, write_json
-from tiltsam.lab.records import Record, find_run_folders
+from tiltsam.lab.records import Record
+from tiltsam.lab.report.runs import find_run_folders
 from tiltsam.lab.stats import format_mean, mean_of
 
 FILES = ("config", "setup", "environment", "flatness", "result")

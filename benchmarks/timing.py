@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from tiltsam.lab.records import describe_environment
+from tiltsam.lab.devices import describe_environment
 
 
 def best_of(

@@ -14,7 +14,7 @@ import torch
 import tiltsam
 from tiltsam.cli import main
 from tiltsam.lab.config import COMPARED
-from tiltsam.lab.records import code_digest
+from tiltsam.lab.devices import code_digest
 
 
 def test_version_help_and_methods(capsys):
@@ -146,6 +146,12 @@ def test_errors_are_one_line_without_the_lab_packages(tmp_path, capsys, monkeypa
     assert capsys.readouterr().err == "tiltsam toys: interrupted\n"
     assert main(["report", str(tmp_path)]) == 2
     assert capsys.readouterr().err.startswith("tiltsam report: no run in")
+
+
+def test_import_error_is_not_reported_as_a_user_error(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tiltsam.lab.data", None)
+    with pytest.raises(ImportError, match=r"tiltsam\.lab\.data"):
+        main(["tasks"])
 
 
 def test_interrupted_train_says_how_to_resume(tmp_path, capsys, monkeypatch):

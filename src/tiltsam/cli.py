@@ -39,7 +39,7 @@ class _Version(argparse.Action):
     """Print the version and the digest of the code, which only this option computes."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        from tiltsam.lab.records import code_digest
+        from tiltsam.lab.devices import code_digest
 
         print(f"tiltsam {tiltsam.__version__} (code {code_digest()})")
         parser.exit()
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt as error:
         message = str(error) or f"interrupted{RESUMES.get(command, '')}"
         return exit_with_message(128 + getattr(error, "number", signal.SIGINT), command, message)
-    except (LabError, ImportError) as error:
+    except LabError as error:
         return exit_with_message(2, command, error)
     except BrokenPipeError:  # `tiltsam … | head` is not an error, but the work may be unfinished
         if command not in RESUMES:
@@ -84,40 +84,16 @@ def build_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.Argument
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    demo = commands.add_parser(
-        "demo",
-        help="compare seven methods on digits with noisy labels, in minutes",
-        description="Train seven methods on digits with 20% noisy labels and the same number of passes (TSAM with "
-        "one and with three samples), compare them, and write a report. The same command resumes.",
-        epilog="example: tiltsam demo --passes 600",
-    )
-    demo.add_argument("--passes", type=int, default=1300, metavar="INT", help="passes per run (default: %(default)s)")
-    demo.add_argument(
-        "--out", type=Path, default=Path("runs/demo"), metavar="DIR", help="folder of the runs (default: %(default)s)"
-    )
-    demo.set_defaults(run=_demo)
-
-    toys = commands.add_parser(
-        "toys",
-        help="the paper's toy figures and theorems, with exact numbers",
-        description="Draw the toy figures and check each statement of the paper numerically. Takes under a minute.",
-        epilog="example: tiltsam toys --out figures",
-    )
-    toys.add_argument("--out", type=Path, default=Path("toys"), help="folder of the figures (default: %(default)s)")
-    toys.add_argument("--no-figures", action="store_true", help="print the tables only")
-    toys.set_defaults(run=_toys)
-
+    _add_demo(commands)
+    _add_toys(commands)
     _add_train(commands)
     _add_compare(commands)
     _add_sharpness(commands)
     _add_report(commands)
     _add_reproduce(commands)
     _add_sweep(commands)
-
-    tasks = commands.add_parser("tasks", help="list the tasks and their data files", epilog="example: tiltsam tasks")
-    tasks.set_defaults(run=_tasks)
-    methods = commands.add_parser("methods", help="list the methods and their cost", epilog="example: tiltsam methods")
-    methods.set_defaults(run=_methods)
+    _add_tasks(commands)
+    _add_methods(commands)
     return parser, dict(commands.choices)
 
 
@@ -146,6 +122,43 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
+def _read_arguments(path: Path, parser: argparse.ArgumentParser) -> list[str]:
+    """Return the arguments in a TOML file: ``task``, and flags of the parser without their dashes.
+
+    Raises:
+        UserError: If the file cannot be read.
+    """
+    try:
+        content = tomllib.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
+    if not isinstance(content.get("task"), str):
+        raise UserError(f"{path} must name a task")
+
+    def text(value: object) -> str:
+        return str(value).lower() if isinstance(value, bool) else str(value)
+
+    arguments = [content.pop("task")]
+    for name, value in content.items():
+        flag = f"--{name.replace('_', '-')}"
+        if value is False:
+            negated, action = flag.replace("--", "--no-", 1), parser._option_string_actions.get(flag)
+            if negated in parser._option_string_actions:
+                arguments.append(negated)
+            elif action is None or action.nargs != 0:
+                arguments.append(f"{flag}=false")  # the parser rejects it by its name
+        elif value is True:
+            arguments.append(flag)
+        elif isinstance(value, dict):  # [grid]
+            rows = {k: v if isinstance(v, list) else [v] for k, v in value.items()}
+            arguments += [flag, *(f"{k}={','.join(map(text, v))}" for k, v in rows.items())]
+        elif isinstance(value, list):
+            arguments += [flag, *map(text, value)]
+        else:
+            arguments += [flag, text(value)]
+    return arguments
+
+
 @contextmanager
 def _plain_warnings(command: str) -> Iterator[None]:
     """Print warnings as one line, without the source line, inside the context."""
@@ -160,9 +173,85 @@ def _plain_warnings(command: str) -> Iterator[None]:
 
 def _check_packages(command: str) -> None:
     """Raise if the lab's packages are missing, before a run instead of when its model is saved."""
-    missing = [name for name in ("numpy", "rich", "safetensors") if find_spec(name) is None]
+    missing = [name for name in ("numpy", "rich", "safetensors", "scipy", "sklearn") if find_spec(name) is None]
     if missing and command not in ("methods", "report", "toys"):
         raise UserError(f"needs {' and '.join(missing)}: pip install '.[lab]'")
+
+
+def _add_task(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "task", metavar="TASK", help="a name printed by tiltsam tasks, or images:DIR, text:FILE, npz:FILE"
+    )
+
+
+def _add_folders(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of all commands that train."""
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs"), metavar="DIR", help="folder of the runs (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--data-root", type=Path, metavar="DIR", help="folder of the data sets (default: $TILTSAM_DATA, or data)"
+    )
+    parser.add_argument("--download", action="store_true", help="download missing data sets and models")
+
+
+def _add_log(parser: argparse.ArgumentParser) -> None:
+    from tiltsam.lab.tracking import TrackerName
+
+    parser.add_argument(
+        "--log",
+        choices=get_args(TrackerName),
+        help="also write the metrics to this tracker; TensorBoard's files are in the folders of the runs",
+    )
+
+
+def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    demo = commands.add_parser(
+        "demo",
+        help="compare seven methods on digits with noisy labels, in minutes",
+        description="Train seven methods on digits with 20% noisy labels and the same number of passes (TSAM with "
+        "one and with three samples), compare them, and write a report. The same command resumes.",
+        epilog="example: tiltsam demo --passes 600",
+    )
+    demo.add_argument("--passes", type=int, default=1300, metavar="INT", help="passes per run (default: %(default)s)")
+    demo.add_argument(
+        "--out", type=Path, default=Path("runs/demo"), metavar="DIR", help="folder of the runs (default: %(default)s)"
+    )
+    demo.set_defaults(run=_demo)
+
+
+def _demo(args: argparse.Namespace) -> None:
+    # With noisy labels a larger rho is better than with clean ones. ASAM measures it in units of weights.
+    methods = "erm sam asam:rho=5 esam2 pgn rsam tsam:num_samples=1 tsam:num_samples=3"
+    flags = f"--seeds 5 --rho 0.5 --passes {args.passes} --methods {methods}"
+    _compare(_parse(["compare", "digits", *flags.split(), "--out", str(args.out)]))
+
+
+def _add_toys(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    toys = commands.add_parser(
+        "toys",
+        help="the paper's toy figures and theorems, with exact numbers",
+        description="Draw the toy figures and check each statement of the paper numerically. Takes under a minute.",
+        epilog="example: tiltsam toys --out figures",
+    )
+    toys.add_argument("--out", type=Path, default=Path("toys"), help="folder of the figures (default: %(default)s)")
+    toys.add_argument("--no-figures", action="store_true", help="print the tables only")
+    toys.set_defaults(run=_toys)
+
+
+def _toys(args: argparse.Namespace) -> None:
+    from tiltsam.lab.devices import one_thread
+    from tiltsam.lab.theory import estimators, figures, findings
+
+    drawn = not args.no_figures and _can_write_figures(args.out)
+    with one_thread():
+        print(findings.render(findings.table()), flush=True)
+        qualities = estimators.study()
+        print("\n" + estimators.render(qualities), flush=True)
+        if drawn:
+            print()
+            for path in figures.draw_all(args.out, qualities=qualities):
+                print(f"wrote {path}", flush=True)
 
 
 def _add_train(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -205,6 +294,51 @@ def _add_train(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     train.set_defaults(run=_train)
 
 
+def _train(args: argparse.Namespace) -> None:
+    from tiltsam.lab.config import warn_if_tilt_has_no_effect
+    from tiltsam.lab.console import RunDisplay, print_suspects
+    from tiltsam.lab.data import find_task
+    from tiltsam.lab.devices import connect_ranks
+    from tiltsam.lab.flags import from_arguments
+    from tiltsam.lab.records import Record
+    from tiltsam.lab.train import train
+
+    config = from_arguments(args)
+    find_task(config.task)  # before a folder is created for it
+    record = Record.of(args.out, config)
+    with connect_ranks(args.parallel, config.device) as distributed, ExitStack() as held:
+        locked = held.enter_context(record.lock()) if distributed.is_main else None
+        if not distributed.broadcast_object(locked):
+            raise UserError(f"another process is training this run in {record.folder}")
+        callbacks: dict[str, Any] = {}
+        if distributed.is_main:
+            if idle := distributed.idle_ranks(config.all_options().get("num_samples", 1)):
+                warnings.warn(idle, stacklevel=2)
+            warn_if_tilt_has_no_effect(config, config.method)
+            display = held.enter_context(RunDisplay())
+            callbacks = {
+                "loading": display.loading,
+                "setup": partial(display.setup, config),
+                "report": partial(display.report, config),
+            }
+        result = train(
+            config,
+            record,
+            root=args.data_root,
+            download=args.download,
+            log=args.log,
+            distributed=distributed,
+            until=args.until,
+            **callbacks,
+        )
+    if distributed.is_main and "score" not in result:
+        print(f"paused after {result['epoch']:g} epochs, {result['passes']:.0f} passes: {record.folder}")
+    elif distributed.is_main:
+        print(f"test {result['metric']} {100 * result['score']:.2f} after {result['epoch']:g} epochs, ", end="")
+        print(f"{result['passes']:.0f} passes, {result['seconds']:.1f} s: {record.folder}")
+        print_suspects([record])
+
+
 def _add_compare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     from tiltsam.lab.config import COMPARED
     from tiltsam.lab.flags import add_arguments
@@ -236,6 +370,46 @@ def _add_compare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     compare.set_defaults(run=_compare)
 
 
+def _compare(args: argparse.Namespace) -> None:
+    from tiltsam.lab.compare import compare, comparison_cells, format_rows
+    from tiltsam.lab.config import warn_if_tilt_has_no_effect
+    from tiltsam.lab.console import RunDisplay, print_suspects, print_table
+    from tiltsam.lab.data import data_loader, find_task
+    from tiltsam.lab.flags import shared_settings
+    from tiltsam.lab.records import Record
+    from tiltsam.lab.report import write_report
+
+    config, settings = shared_settings(args)
+    find_task(config.task)  # before a folder is created for it
+    cells = comparison_cells(config, args.methods, args.seeds, settings)
+    for name, runs in cells.items():
+        warn_if_tilt_has_no_effect(runs[0], name)
+    unfinished = [run for runs in cells.values() for run in runs if Record.of(args.out, run).result() is None]
+    with RunDisplay({runs[0].key(): name for name, runs in cells.items()}, unfinished) as display:
+        rows = compare(
+            cells,
+            args.out,
+            data=data_loader(args.data_root, download=args.download, progress=display.loading),
+            log=args.log,
+            setup=display.setup,
+            report=display.report,
+            skip=display.skip,
+            failed=lambda run, error: display.print(f"{display.name(run)}: {error}"),
+            notify=display.print,
+        )
+    print_table(f"{config.task}: {_seeds(args.seeds)}, mean ± standard error", format_rows(rows))
+    if config.reestimate_batchnorm:
+        print("BatchNorm statistics, if any, were re-estimated before each evaluation.")
+    entries = {Record.of(args.out, run).folder: name for name, runs in cells.items() for run in runs}
+    task_folder = next(iter(entries)).parents[1]
+    report = write_report(list(entries), task_folder / "report", compare_settings=True, entries=entries)
+    print(f"{report.summary}\nruns: {task_folder}")
+    print_suspects(map(Record, entries))
+    print(report.message())
+    if not any(row.runs for row in rows):
+        raise UserError("all runs failed")
+
+
 def _add_sharpness(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     sharpness = commands.add_parser(
         "sharpness",
@@ -263,31 +437,70 @@ def _add_sharpness(commands: argparse._SubParsersAction[argparse.ArgumentParser]
     sharpness.set_defaults(run=_sharpness)
 
 
-def _add_task(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "task", metavar="TASK", help="a name printed by tiltsam tasks, or images:DIR, text:FILE, npz:FILE"
+def _sharpness(args: argparse.Namespace) -> None:
+    from tiltsam.lab.console import MeasurementBars, print_table
+    from tiltsam.lab.data import data_loader
+    from tiltsam.lab.flatness import (
+        FlatnessPlan,
+        find_runs,
+        flatness_cells,
+        measure_runs,
+        save_flatness,
+        setting_name,
     )
+    from tiltsam.lab.flatness_plots import write_figures
+    from tiltsam.lab.report.tables import FLATTER
 
+    if args.examples < 1 or args.samples < 2:
+        raise UserError(
+            f"--examples must be at least 1 and --samples at least 2, got {args.examples} and {args.samples}"
+        )
+    if not (math.isfinite(args.t) and args.t >= 0):
+        raise UserError(f"--t must be a finite number of at least 0, got {args.t:g}")
 
-def _add_folders(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of all commands that train."""
-    parser.add_argument(
-        "--out", type=Path, default=Path("runs"), metavar="DIR", help="folder of the runs (default: %(default)s)"
+    out = args.runs[0] / "flatness" if args.out is None else args.out
+
+    def skipped(message: str) -> None:
+        print(f"skipped: {message}", flush=True)
+
+    def reused(name: str) -> None:
+        print(f"already measured: {name}", flush=True)
+
+    runs = find_runs(args.runs, skipped=skipped, trials=args.trials)
+    figures = not args.no_figures and _can_write_figures(out)
+    plan = FlatnessPlan(num_samples=args.samples, t=args.t)
+    measured = {}
+    with MeasurementBars() as bars:
+        for flat, about in measure_runs(
+            runs,
+            task=args.task,
+            split=args.split,
+            examples=args.examples,
+            device=args.device,
+            data=data_loader(args.data_root),
+            plan=plan,
+            progress=bars,
+            skipped=skipped,
+            reused=reused,
+        ):
+            save_flatness(runs[flat.name], flat, about)  # now: the next run may take long
+            measured[flat.name] = flat
+    if not measured:
+        raise UserError("none of the runs can be measured")
+    flats = [measured[name] for name in runs if name in measured]
+    settings = [replace(flat, name=setting_name(flat.name)) for flat in flats]
+    several = len({flat.name for flat in settings}) < len(settings)
+    errors = "mean ± standard error over seeds" if several else "± standard error of the measurement"
+    print_table(f"flatness, {errors}", flatness_cells(settings))
+    print(
+        f"worst case: largest rise of the loss within a radius of {plan.rho:g}; adaptive: within {plan.adaptive_rho:g} "
+        f"relative to each weight; t-mean, t-variance: weighted by exp(t·loss), t = {plan.t:g}, under noise"
     )
-    parser.add_argument(
-        "--data-root", type=Path, metavar="DIR", help="folder of the data sets (default: $TILTSAM_DATA, or data)"
-    )
-    parser.add_argument("--download", action="store_true", help="download missing data sets and models")
-
-
-def _add_log(parser: argparse.ArgumentParser) -> None:
-    from tiltsam.lab.tracking import TrackerName
-
-    parser.add_argument(
-        "--log",
-        choices=get_args(TrackerName),
-        help="also write the metrics to this tracker; TensorBoard's files are in the folders of the runs",
-    )
+    print(FLATTER)
+    for path in write_figures(flats, out) if figures else ():
+        print(f"wrote {path}")
+    again = shlex.join(["tiltsam", "report", *map(str, args.runs), *(["--trials"] if args.trials else [])])
+    print(f"saved as flatness.json in each run's folder; to add it to the page: {again}")
 
 
 def _add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -303,6 +516,14 @@ def _add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser.add_argument("--trials", action="store_true", help=TRIALS_HELP)
     parser.add_argument("--no-figures", action="store_true", help="do not write figure files")
     parser.set_defaults(run=_report)
+
+
+def _report(args: argparse.Namespace) -> None:
+    from tiltsam.lab.report import write_report
+
+    out = args.folders[0] / "report" if args.out is None else args.out
+    report = write_report(args.folders, out, figures=not args.no_figures, trials=args.trials)
+    print(f"{report.summary}\n{report.message()}")
 
 
 def _add_reproduce(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -358,291 +579,6 @@ def _add_reproduce(commands: argparse._SubParsersAction[argparse.ArgumentParser]
     parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1 (default: a GPU if there is one)")
     _add_folders(parser)
     parser.set_defaults(run=_reproduce)
-
-
-def _add_sweep(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    from tiltsam.lab.config import COMPARED
-    from tiltsam.lab.flags import add_arguments
-    from tiltsam.lab.grids import ChoiceName, PrunerName, SamplerName
-
-    parser = commands.add_parser(
-        "sweep",
-        help="tune several methods with equal budgets, then test each choice",
-        description="Give every METHOD the same number of trials, choose on the validation split, train each choice\n"
-        "with several seeds and test it. The same command resumes an interrupted sweep. Started several times,\n"
-        "here or on machines with the same --storage, it shares the work. Other flags hold for every trial.",
-        epilog="examples:\n"
-        "  tiltsam sweep digits --methods sam tsam:num_samples=1 --grid lr=0.01,0.03,0.1 rho=0.05,0.1,0.2 --workers 2\n"
-        "  tiltsam sweep digits --methods sam --grid lr=1e-3..1e-1 rho=0.01..1 --sampler tpe --trials 30\n"
-        "  tiltsam sweep benchmarks/studies/digits.toml",
-        usage="tiltsam sweep [-h] TASK|FILE.toml --grid GRID [options]",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("task", metavar="TASK", help="a task as for tiltsam train, or a TOML file of arguments")
-    parser.add_argument(
-        "--methods",
-        nargs="+",
-        default=list(COMPARED),
-        metavar="METHOD",
-        help="methods, optionally with settings that no grid changes, as in tsam:num_samples=1 (default: "
-        f"{' '.join(COMPARED)})",
-    )
-    parser.add_argument(
-        "--grid",
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="GRID",
-        help="NAME=VALUE,VALUE,… for every method that has the setting; METHOD:NAME=… for one; NAME=LOW..HIGH is a "
-        "log-uniform range; paper is the paper's grid",
-    )
-    parser.add_argument(
-        "--sampler",
-        dest="trial_sampler",  # "sampler" is a setting of TSAM
-        choices=get_args(SamplerName),
-        default="grid",
-        help="how trials are chosen (default: grid); TSAM's own sampler is set as in tsam:sampler=hmc",
-    )
-    parser.add_argument(
-        "--trials", type=int, metavar="INT", help="trials per METHOD (default: the size of the largest grid)"
-    )
-    parser.add_argument(
-        "--pruner",
-        choices=get_args(PrunerName),
-        default="none",
-        help="halving stops the worse half of the trials at 25%% and at 50%% of the budget (default: none)",
-    )
-    parser.add_argument(
-        "--choose-by",
-        choices=get_args(ChoiceName),
-        default="score",
-        help="choose the highest validation score (default; ties: the lower loss); the lowest validation loss, which "
-        "is misleading with noisy labels; or the highest mean accuracy of the classes, for long-tailed tasks",
-    )
-    parser.add_argument(
-        "--trial-seeds", type=int, default=1, metavar="INT", help="runs per trial: seeds 0, 1, … (default: 1)"
-    )
-    parser.add_argument(
-        "--seeds", type=int, default=3, metavar="INT", help="runs that test each choice: seeds 0, 1, … (default: 3)"
-    )
-    for name in ("epochs", "passes", "seconds"):
-        parser.add_argument(
-            f"--final-{name}", type=float, metavar="FLOAT", help=f"{name} of the tests, instead of the trials' budget"
-        )
-    parser.add_argument("--workers", type=int, default=1, metavar="INT", help="processes on this machine (default: 1)")
-    parser.add_argument(
-        "--storage",
-        metavar="URL",
-        default=os.environ.get("TILTSAM_STORAGE"),
-        help="database (default: $TILTSAM_STORAGE, or sqlite:///OUT/sweeps.db)",
-    )
-    parser.add_argument(
-        "--heartbeat",
-        type=int,
-        default=10,
-        metavar="INT",
-        help="seconds between heartbeats; after six missing ones another process takes over (default: 10)",
-    )
-    add_arguments(parser, leave_out=("task", "method", "sampler", "seed"))
-    _add_folders(parser)
-    _add_log(parser)
-    parser.set_defaults(run=_sweep)
-
-
-def _read_arguments(path: Path, parser: argparse.ArgumentParser) -> list[str]:
-    """Return the arguments in a TOML file: ``task``, and flags of the parser without their dashes.
-
-    Raises:
-        UserError: If the file cannot be read.
-    """
-    try:
-        content = tomllib.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
-    if not isinstance(content.get("task"), str):
-        raise UserError(f"{path} must name a task")
-
-    def text(value: object) -> str:
-        return str(value).lower() if isinstance(value, bool) else str(value)
-
-    arguments = [content.pop("task")]
-    for name, value in content.items():
-        flag = f"--{name.replace('_', '-')}"
-        if value is False:
-            negated, action = flag.replace("--", "--no-", 1), parser._option_string_actions.get(flag)
-            if negated in parser._option_string_actions:
-                arguments.append(negated)
-            elif action is None or action.nargs != 0:
-                arguments.append(f"{flag}=false")  # the parser rejects it by its name
-        elif value is True:
-            arguments.append(flag)
-        elif isinstance(value, dict):  # [grid]
-            rows = {k: v if isinstance(v, list) else [v] for k, v in value.items()}
-            arguments += [flag, *(f"{k}={','.join(map(text, v))}" for k, v in rows.items())]
-        elif isinstance(value, list):
-            arguments += [flag, *map(text, value)]
-        else:
-            arguments += [flag, text(value)]
-    return arguments
-
-
-def _train(args: argparse.Namespace) -> None:
-    from tiltsam.lab.config import warn_if_tilt_has_no_effect
-    from tiltsam.lab.console import RunDisplay, print_suspects
-    from tiltsam.lab.data import find_task
-    from tiltsam.lab.devices import connect_ranks
-    from tiltsam.lab.flags import from_arguments
-    from tiltsam.lab.records import Record
-    from tiltsam.lab.train import train
-
-    config = from_arguments(args)
-    find_task(config.task)  # before a folder is created for it
-    record = Record.of(args.out, config)
-    with connect_ranks(args.parallel, config.device) as distributed, ExitStack() as held:
-        locked = held.enter_context(record.lock()) if distributed.is_main else None
-        if not distributed.broadcast_object(locked):
-            raise UserError(f"another process is training this run in {record.folder}")
-        callbacks: dict[str, Any] = {}
-        if distributed.is_main:
-            if idle := distributed.idle_ranks(config.all_options().get("num_samples", 1)):
-                warnings.warn(idle, stacklevel=2)
-            warn_if_tilt_has_no_effect(config, config.method)
-            display = held.enter_context(RunDisplay())
-            report = partial(display.report, config)
-            setup = partial(display.setup, config)
-            callbacks = {"loading": display.loading, "setup": setup, "report": report, "tick": report}
-        result = train(
-            config,
-            record,
-            root=args.data_root,
-            download=args.download,
-            log=args.log,
-            distributed=distributed,
-            until=args.until,
-            **callbacks,
-        )
-    if distributed.is_main and "score" not in result:
-        print(f"paused after {result['epoch']:g} epochs, {result['passes']:.0f} passes: {record.folder}")
-    elif distributed.is_main:
-        print(f"test {result['metric']} {100 * result['score']:.2f} after {result['epoch']:g} epochs, ", end="")
-        print(f"{result['passes']:.0f} passes, {result['seconds']:.1f} s: {record.folder}")
-        print_suspects([record])
-
-
-def _demo(args: argparse.Namespace) -> None:
-    # With noisy labels a larger rho is better than with clean ones. ASAM measures it in units of weights.
-    methods = "erm sam asam:rho=5 esam2 pgn rsam tsam:num_samples=1 tsam:num_samples=3"
-    flags = f"--seeds 5 --rho 0.5 --passes {args.passes} --methods {methods}"
-    _compare(_parse(["compare", "digits", *flags.split(), "--out", str(args.out)]))
-
-
-def _compare(args: argparse.Namespace) -> None:
-    from tiltsam.lab.compare import compare, comparison_cells, format_rows
-    from tiltsam.lab.config import warn_if_tilt_has_no_effect
-    from tiltsam.lab.console import RunDisplay, print_suspects, print_table
-    from tiltsam.lab.data import data_loader, find_task
-    from tiltsam.lab.flags import shared_settings
-    from tiltsam.lab.records import Record
-    from tiltsam.lab.report import write_report
-
-    config, settings = shared_settings(args)
-    find_task(config.task)  # before a folder is created for it
-    cells = comparison_cells(config, args.methods, args.seeds, settings)
-    for name, runs in cells.items():
-        warn_if_tilt_has_no_effect(runs[0], name)
-    unfinished = [run for runs in cells.values() for run in runs if Record.of(args.out, run).result() is None]
-    with RunDisplay({runs[0].key(): name for name, runs in cells.items()}, unfinished) as display:
-        rows = compare(
-            cells,
-            args.out,
-            data=data_loader(args.data_root, download=args.download, progress=display.loading),
-            log=args.log,
-            setup=display.setup,
-            report=display.report,
-            tick=display.report,
-            skip=display.skip,
-            failed=lambda run, error: display.print(f"{display.name(run)}: {error}"),
-            notify=display.print,
-        )
-    print_table(f"{config.task}: {_seeds(args.seeds)}, mean ± standard error", format_rows(rows))
-    if config.reestimate_batchnorm:
-        print("BatchNorm statistics, if any, were re-estimated before each evaluation.")
-    entries = {Record.of(args.out, run).folder: name for name, runs in cells.items() for run in runs}
-    task_folder = next(iter(entries)).parents[1]
-    report = write_report(list(entries), task_folder / "report", compare_settings=True, entries=entries)
-    print(f"{report.summary}\nruns: {task_folder}")
-    print_suspects(map(Record, entries))
-    print(report.message())
-    if not any(row.runs for row in rows):
-        raise UserError("all runs failed")
-
-
-def _sweep(args: argparse.Namespace) -> None:
-    with _optuna_hint("sweep"):
-        from tiltsam.lab.sweep import format_results, sweep
-    from tiltsam.lab.console import SweepDisplay, print_table
-    from tiltsam.lab.flags import shared_settings
-    from tiltsam.lab.grids import parse_grid
-    from tiltsam.lab.records import tested_runs
-    from tiltsam.lab.report import write_report
-
-    config, settings = shared_settings(args)
-    with SweepDisplay() as display:
-        result = sweep(
-            config,
-            args.methods,
-            parse_grid(args.grid, args.methods),
-            args.out,
-            sampler=args.trial_sampler,
-            trials=args.trials,
-            pruner=args.pruner,
-            choose_by=args.choose_by,
-            trial_seeds=args.trial_seeds,
-            seeds=args.seeds,
-            final_epochs=args.final_epochs,
-            final_passes=args.final_passes,
-            final_seconds=args.final_seconds,
-            settings=settings,
-            storage=args.storage,
-            workers=args.workers,
-            root=args.data_root,
-            download=args.download,
-            loading=display.loading,
-            heartbeat=args.heartbeat,
-            log=args.log,
-            report=display.report,
-            notify=display.print,
-        )
-    tested = f", tested with {_seeds(args.seeds)}, mean ± standard error" if args.seeds else ""
-    print_table(f"{args.task}: chosen by {result.value_name}{tested}", format_results(result))
-    folder = result.path.parent
-    report = None
-    if any((run / "config.json").exists() for run in tested_runs(folder)):  # all may be on other machines
-        report = write_report([folder], folder / "report", compare_settings=True)
-        print(report.summary)
-    for note in result.notes:
-        print(note)
-    print(f"result: {result.path}")
-    if report is not None:
-        print(report.message())
-    if not any(row.config for row in result.entries):
-        raise UserError("nothing was chosen: no trial finished with a finite loss")
-
-
-def _seeds(number: int) -> str:
-    return "1 seed" if number == 1 else f"{number} seeds"
-
-
-@contextmanager
-def _optuna_hint(command: str) -> Iterator[None]:
-    """Say how to install Optuna if an import inside the context lacks it."""
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        if error.name not in ("optuna", "sqlalchemy"):
-            raise
-        raise ImportError(f"tiltsam {command} needs Optuna: pip install '.[sweep]'") from None
 
 
 def _reproduce(args: argparse.Namespace) -> None:
@@ -750,78 +686,151 @@ def _two_tilts(args: argparse.Namespace) -> None:
     print(write_report(sweeps, folder, compare_settings=True).message())
 
 
-def _report(args: argparse.Namespace) -> None:
-    from tiltsam.lab.report import write_report
+def _add_sweep(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    from tiltsam.lab.config import COMPARED
+    from tiltsam.lab.flags import add_arguments
+    from tiltsam.lab.grids import ChoiceName, PrunerName, SamplerName
 
-    out = args.folders[0] / "report" if args.out is None else args.out
-    report = write_report(args.folders, out, figures=not args.no_figures, trials=args.trials)
-    print(f"{report.summary}\n{report.message()}")
-
-
-def _sharpness(args: argparse.Namespace) -> None:
-    from tiltsam.lab.console import MeasurementBars, print_table
-    from tiltsam.lab.data import data_loader
-    from tiltsam.lab.flatness import (
-        FlatnessPlan,
-        find_runs,
-        flatness_cells,
-        measure_runs,
-        save_flatness,
-        setting_name,
+    parser = commands.add_parser(
+        "sweep",
+        help="tune several methods with equal budgets, then test each choice",
+        description="Give every METHOD the same number of trials, choose on the validation split, train each choice\n"
+        "with several seeds and test it. The same command resumes an interrupted sweep. Started several times,\n"
+        "here or on machines with the same --storage, it shares the work. Other flags hold for every trial.",
+        epilog="examples:\n"
+        "  tiltsam sweep digits --methods sam tsam:num_samples=1 --grid lr=0.01,0.03,0.1 rho=0.05,0.1,0.2 --workers 2\n"
+        "  tiltsam sweep digits --methods sam --grid lr=1e-3..1e-1 rho=0.01..1 --sampler tpe --trials 30\n"
+        "  tiltsam sweep benchmarks/studies/digits.toml",
+        usage="tiltsam sweep [-h] TASK|FILE.toml --grid GRID [options]",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
-    from tiltsam.lab.flatness_plots import write_figures
-    from tiltsam.lab.report.tables import FLATTER
-
-    if args.examples < 1 or args.samples < 2:
-        raise UserError(
-            f"--examples must be at least 1 and --samples at least 2, got {args.examples} and {args.samples}"
+    parser.add_argument("task", metavar="TASK", help="a task as for tiltsam train, or a TOML file of arguments")
+    parser.add_argument(
+        "--methods",
+        nargs="+",
+        default=list(COMPARED),
+        metavar="METHOD",
+        help="methods, optionally with settings that no grid changes, as in tsam:num_samples=1 (default: "
+        f"{' '.join(COMPARED)})",
+    )
+    parser.add_argument(
+        "--grid",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="GRID",
+        help="NAME=VALUE,VALUE,… for every method that has the setting; METHOD:NAME=… for one; NAME=LOW..HIGH is a "
+        "log-uniform range; paper is the paper's grid",
+    )
+    parser.add_argument(
+        "--sampler",
+        dest="trial_sampler",  # "sampler" is a setting of TSAM
+        choices=get_args(SamplerName),
+        default="grid",
+        help="how trials are chosen (default: grid); TSAM's own sampler is set as in tsam:sampler=hmc",
+    )
+    parser.add_argument(
+        "--trials", type=int, metavar="INT", help="trials per METHOD (default: the size of the largest grid)"
+    )
+    parser.add_argument(
+        "--pruner",
+        choices=get_args(PrunerName),
+        default="none",
+        help="halving stops the worse half of the trials at 25%% and at 50%% of the budget (default: none)",
+    )
+    parser.add_argument(
+        "--choose-by",
+        choices=get_args(ChoiceName),
+        default="score",
+        help="choose the highest validation score (default; ties: the lower loss); the lowest validation loss, which "
+        "is misleading with noisy labels; or the highest mean accuracy of the classes, for long-tailed tasks",
+    )
+    parser.add_argument(
+        "--trial-seeds", type=int, default=1, metavar="INT", help="runs per trial: seeds 0, 1, … (default: 1)"
+    )
+    parser.add_argument(
+        "--seeds", type=int, default=3, metavar="INT", help="runs that test each choice: seeds 0, 1, … (default: 3)"
+    )
+    for name in ("epochs", "passes", "seconds"):
+        parser.add_argument(
+            f"--final-{name}", type=float, metavar="FLOAT", help=f"{name} of the tests, instead of the trials' budget"
         )
-    if not (math.isfinite(args.t) and args.t >= 0):
-        raise UserError(f"--t must be a finite number of at least 0, got {args.t:g}")
-
-    out = args.runs[0] / "flatness" if args.out is None else args.out
-
-    def skipped(message: str) -> None:
-        print(f"skipped: {message}", flush=True)
-
-    def reused(name: str) -> None:
-        print(f"already measured: {name}", flush=True)
-
-    runs = find_runs(args.runs, skipped=skipped, trials=args.trials)
-    figures = not args.no_figures and _can_write_figures(out)
-    plan = FlatnessPlan(num_samples=args.samples, t=args.t)
-    measured = {}
-    with MeasurementBars() as bars:
-        for flat, about in measure_runs(
-            runs,
-            task=args.task,
-            split=args.split,
-            examples=args.examples,
-            device=args.device,
-            data=data_loader(args.data_root),
-            plan=plan,
-            progress=bars,
-            skipped=skipped,
-            reused=reused,
-        ):
-            save_flatness(runs[flat.name], flat, about)  # now: the next run may take long
-            measured[flat.name] = flat
-    if not measured:
-        raise UserError("none of the runs can be measured")
-    flats = [measured[name] for name in runs if name in measured]
-    settings = [replace(flat, name=setting_name(flat.name)) for flat in flats]
-    several = len({flat.name for flat in settings}) < len(settings)
-    errors = "mean ± standard error over seeds" if several else "± standard error of the measurement"
-    print_table(f"flatness, {errors}", flatness_cells(settings))
-    print(
-        f"worst case: largest rise of the loss within a radius of {plan.rho:g}; adaptive: within {plan.adaptive_rho:g} "
-        f"relative to each weight; t-mean, t-variance: weighted by exp(t·loss), t = {plan.t:g}, under noise"
+    parser.add_argument("--workers", type=int, default=1, metavar="INT", help="processes on this machine (default: 1)")
+    parser.add_argument(
+        "--storage",
+        metavar="URL",
+        default=os.environ.get("TILTSAM_STORAGE"),
+        help="database (default: $TILTSAM_STORAGE, or sqlite:///OUT/sweeps.db)",
     )
-    print(FLATTER)
-    for path in write_figures(flats, out) if figures else ():
-        print(f"wrote {path}")
-    again = shlex.join(["tiltsam", "report", *map(str, args.runs), *(["--trials"] if args.trials else [])])
-    print(f"saved as flatness.json in each run's folder; to add it to the page: {again}")
+    parser.add_argument(
+        "--heartbeat",
+        type=int,
+        default=10,
+        metavar="INT",
+        help="seconds between heartbeats; after six missing ones another process takes over (default: 10)",
+    )
+    add_arguments(parser, leave_out=("task", "method", "sampler", "seed"))
+    _add_folders(parser)
+    _add_log(parser)
+    parser.set_defaults(run=_sweep)
+
+
+def _sweep(args: argparse.Namespace) -> None:
+    with _optuna_hint("sweep"):
+        from tiltsam.lab.sweep import format_results, sweep
+    from tiltsam.lab.console import SweepDisplay, print_table
+    from tiltsam.lab.flags import shared_settings
+    from tiltsam.lab.grids import parse_grid
+    from tiltsam.lab.report import write_report
+    from tiltsam.lab.report.runs import tested_runs
+
+    config, settings = shared_settings(args)
+    with SweepDisplay() as display:
+        result = sweep(
+            config,
+            args.methods,
+            parse_grid(args.grid, args.methods),
+            args.out,
+            sampler=args.trial_sampler,
+            trials=args.trials,
+            pruner=args.pruner,
+            choose_by=args.choose_by,
+            trial_seeds=args.trial_seeds,
+            seeds=args.seeds,
+            final_epochs=args.final_epochs,
+            final_passes=args.final_passes,
+            final_seconds=args.final_seconds,
+            settings=settings,
+            storage=args.storage,
+            workers=args.workers,
+            root=args.data_root,
+            download=args.download,
+            loading=display.loading,
+            heartbeat=args.heartbeat,
+            log=args.log,
+            report=display.report,
+            notify=display.print,
+        )
+    tested = f", tested with {_seeds(args.seeds)}, mean ± standard error" if args.seeds else ""
+    print_table(f"{args.task}: chosen by {result.value_name}{tested}", format_results(result))
+    folder = result.path.parent
+    report = None
+    if any((run / "config.json").exists() for run in tested_runs(folder)):  # all may be on other machines
+        report = write_report([folder], folder / "report", compare_settings=True)
+        print(report.summary)
+    for note in result.notes:
+        print(note)
+    print(f"result: {result.path}")
+    if report is not None:
+        print(report.message())
+    if not any(row.config for row in result.entries):
+        raise UserError("nothing was chosen: no trial finished with a finite loss")
+
+
+def _add_tasks(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    tasks = commands.add_parser("tasks", help="list the tasks and their data files", epilog="example: tiltsam tasks")
+    tasks.set_defaults(run=_tasks)
 
 
 def _tasks(args: argparse.Namespace) -> None:
@@ -835,19 +844,9 @@ def _tasks(args: argparse.Namespace) -> None:
     print("The test labels of GLUE and Tiny ImageNet are not public: their dev sets are used as test sets.")
 
 
-def _toys(args: argparse.Namespace) -> None:
-    from tiltsam.lab.devices import one_thread
-    from tiltsam.lab.theory import estimators, figures, findings
-
-    drawn = not args.no_figures and _can_write_figures(args.out)
-    with one_thread():
-        print(findings.render(findings.table()), flush=True)
-        qualities = estimators.study()
-        print("\n" + estimators.render(qualities), flush=True)
-        if drawn:
-            print()
-            for path in figures.draw_all(args.out, qualities=qualities):
-                print(f"wrote {path}", flush=True)
+def _add_methods(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    methods = commands.add_parser("methods", help="list the methods and their cost", epilog="example: tiltsam methods")
+    methods.set_defaults(run=_methods)
 
 
 def _methods(args: argparse.Namespace) -> None:
@@ -855,6 +854,21 @@ def _methods(args: argparse.Namespace) -> None:
     for name, method in tiltsam.METHODS.items():
         first = (inspect.getdoc(getattr(method, "func", method)) or "").splitlines()[0].replace("``", "")
         print(f"{name:{width}}  {first}")
+
+
+def _seeds(number: int) -> str:
+    return "1 seed" if number == 1 else f"{number} seeds"
+
+
+@contextmanager
+def _optuna_hint(command: str) -> Iterator[None]:
+    """Say how to install Optuna if an import inside the context lacks it."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name not in ("optuna", "sqlalchemy"):
+            raise
+        raise UserError(f"tiltsam {command} needs Optuna: pip install '.[sweep]'") from None
 
 
 def _can_write_figures(folder: Path) -> bool:

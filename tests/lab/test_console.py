@@ -188,15 +188,14 @@ def test_stop_before_stops_the_run_display(monkeypatch, capsys):
     assert out.split() == ["one", "is", "not", "measured"]
 
 
-def test_tick_is_called_within_a_long_epoch(tmp_path, monkeypatch):
-    monkeypatch.setattr(training, "TICK_SECONDS", 0.0)
-    ticks, ended = [], []
-    train(CONFIG, Record(tmp_path), tick=lambda p: ticks.append((p.done, p.seconds, bool(p.row))), report=ended.append)
-    assert len(ended) == 2
-    assert ticks == sorted(ticks)
-    assert len(ticks) > 20
-    assert ticks[0][2] is False
-    assert ticks[-1][2] is True
+def test_report_is_called_within_and_after_epochs(tmp_path, monkeypatch):
+    monkeypatch.setattr(training, "REPORT_SECONDS", 0.0)
+    reports = []
+    train(CONFIG, Record(tmp_path), report=lambda p: reports.append((p.done, p.seconds, p.row.get("epoch", 0))))
+    assert reports == sorted(reports)
+    assert len(reports) > 20
+    assert {row for *_, row in reports} == {0, 1, 2}
+    assert [row for *_, row in reports].count(2) == 1  # after the last epoch
 
 
 @pytest.fixture

@@ -17,10 +17,10 @@ from tiltsam.lab.data import load as load_task
 from tiltsam.lab.errors import ConfigError, RecordError
 from tiltsam.lab.flatness import (
     FlatnessPlan,
-    compare,
     find_runs,
     flatness_cells,
     load_flatness,
+    measure,
     measure_runs,
     save_flatness,
     setting_name,
@@ -43,7 +43,7 @@ def cells_by_label(flats, **options):
 
 
 def test_flatness_cells():
-    flats = compare({"a": convnet(), "b": convnet()}, cross_entropy, unequal_batches(), QUICK)
+    flats = [measure(name, convnet(), cross_entropy, unequal_batches(), QUICK) for name in ("a", "b")]
     headings, rows = cells_by_label(flats, std=0.1)
     assert headings == ["model", "a", "b"]
     assert all(a == b for a, b in rows.values())
@@ -54,19 +54,13 @@ def test_flatness_cells():
     assert float(rows["λ1"][0]) == pytest.approx(float(flats[0].eigenpairs.values[0]), rel=1e-3)
     assert {"loss", "t-variance at 0.1", "worst case", "adaptive", "trace"} <= rows.keys()
     assert abs(float(rows["4-bit rise"][0])) > abs(float(rows["8-bit rise"][0])) > 0
-    few = compare(
-        {"a": convnet()},
-        cross_entropy,
-        unequal_batches(),
-        FlatnessPlan((0.1,), 2, 1.0, 0.05, 0.5, 0, (), 0, 0, 0, 1, 0),
-    )
-    assert not {"λ1", "4-bit rise"} & cells_by_label(few)[1].keys()
-    with pytest.raises(ValueError, match="models"):
-        compare({}, cross_entropy, unequal_batches())
+    plan = FlatnessPlan((0.1,), 2, 1.0, 0.05, 0.5, 0, (), 0, 0, 0, 1, 0)
+    few = measure("a", convnet(), cross_entropy, unequal_batches(), plan)
+    assert not {"λ1", "4-bit rise"} & cells_by_label([few])[1].keys()
 
 
 def test_flatness_cells_average_models_with_the_same_name():
-    (flat,) = compare({"a": convnet()}, cross_entropy, unequal_batches(), FAST)
+    flat = measure("a", convnet(), cross_entropy, unequal_batches(), FAST)
     flats = [replace(flat, loss=1.0), replace(flat, loss=2.0), replace(flat, name="b", loss=math.inf)]
     headings, rows = cells_by_label(flats)
     assert headings == ["model", "a", "b"]
@@ -202,7 +196,7 @@ def test_measure_runs_measures_again_what_has_changed(copied):
 
 def test_load_flatness_returns_what_save_flatness_wrote(tmp_path):
     plan = replace(QUICK, num_density_probes=1)  # without an error, which is NaN
-    (flat,) = compare({"a": convnet()}, cross_entropy, unequal_batches(), plan)
+    flat = measure("a", convnet(), cross_entropy, unequal_batches(), plan)
     record, about = Record(tmp_path), {"task": "made up"}
     save_flatness(record, flat, about)
     found = load_flatness(record, "b", about)

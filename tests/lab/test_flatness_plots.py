@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from helpers.measuring import convnet, cross_entropy, unequal_batches
-from tiltsam.lab.flatness import FlatnessPlan, compare
+from tiltsam.lab.flatness import FlatnessPlan, measure
 from tiltsam.landscape import Slice1D
 from tiltsam.sharpness import neighborhood
 
@@ -22,7 +22,7 @@ def test_write_figures_writes_all(tmp_path: Path) -> None:
     from tiltsam.lab.flatness_plots import plot_neighborhood, write_figures
     from tiltsam.lab.palette import OKABE_ITO
 
-    flats = compare({"a": convnet(), "b/c": convnet()}, cross_entropy, unequal_batches(), QUICK)
+    flats = [measure(name, convnet(), cross_entropy, unequal_batches(), QUICK) for name in ("a", "b/c")]
     written = write_figures(flats, tmp_path / "new")
     names = {"neighborhood.png", "spectrum.png", "slices.png"}
     assert {path.name for path in written} == names
@@ -69,7 +69,7 @@ def test_write_figures_of_many_models_keeps_axes_visible(tmp_path: Path, monkeyp
         save(self, path, **options)
 
     monkeypatch.setattr(Figure, "savefig", keep)
-    (flat,) = compare({"": convnet()}, cross_entropy, unequal_batches(), QUICK)
+    flat = measure("", convnet(), cross_entropy, unequal_batches(), QUICK)
     names = [f"tsam epochs=6 lr=0.05 rho={rho} t=20 num_samples=1 seed 0" for rho in range(30)]
     write_figures([dataclasses.replace(flat, name=name) for name in names], tmp_path)
     assert set(saved) == {"neighborhood", "spectrum", "slices"}

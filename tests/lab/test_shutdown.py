@@ -39,6 +39,19 @@ def ctrl_c() -> None:
     signal.raise_signal(signal.SIGINT)
 
 
+def test_reraise_interrupts_that_became_import_errors():
+    def load():
+        try:
+            ctrl_c()
+        except KeyboardInterrupt:
+            raise ImportError from None  # as extension modules do
+
+    with pytest.raises(KeyboardInterrupt), reraise_dropped_interrupts():
+        load()
+    with pytest.raises(ImportError, match="a defect"), reraise_dropped_interrupts():
+        raise ImportError("a defect")
+
+
 def test_defer_interrupt_raises_at_the_end():
     done = []
 

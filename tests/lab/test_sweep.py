@@ -12,13 +12,13 @@ import optuna
 import pytest
 
 from tiltsam.cli import _parse, _read_arguments, main
-from tiltsam.lab import records
 from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.console import SweepDisplay
 from tiltsam.lab.errors import ConfigError, Diverged, RecordError, TrainError, UserError
 from tiltsam.lab.flags import shared_settings
 from tiltsam.lab.grids import PAPER, Range, make_entries, parse_grid
 from tiltsam.lab.records import Record
+from tiltsam.lab.report import runs
 from tiltsam.lab.studies import retry, sqlite_url
 from tiltsam.lab.sweep import SweepStatus, format_results, sweep
 from tiltsam.lab.train import Progress, train
@@ -39,12 +39,14 @@ def fake(monkeypatch):
             self.accuracy = lambda config: 0.5
             self.score = lambda config: 0.5 + config.seed / 100
 
-        def __call__(self, config, record, *, data, log, report, tick, until):
+        def __call__(self, config, record, *, data, log, report, until):
             if self.runs[-1:] != [config] or until == 1:
                 self.runs.append(config)
             loss = self.loss(config)
             row = {"epoch": until, "validation_accuracy": self.accuracy(config), "validation_loss": loss}
+            report(Progress(done=until / 2))  # within the first epoch
             report(Progress(epoch=until, done=until, row=row))
+            report(Progress(epoch=until, done=1.2 * until, row=row))  # within the next epoch
             if until < 1:
                 return row
             score = self.score(config)
@@ -565,7 +567,7 @@ def test_result_has_paired_differences_and_a_report(tmp_path, capsys):
     row = next(line for line in shown.splitlines() if line.startswith("| sam "))
     assert f"{differences.mean():+.2f}" in row
     assert f"[{differences.mean() - half:+.2f}, {differences.mean() + half:+.2f}]" in row
-    assert len(records.tested_runs(path.parent)) == 6
+    assert len(runs.tested_runs(path.parent)) == 6
     assert (path.parent / "report" / "report.html").exists()
     assert "run 10 of 10" in shown
 

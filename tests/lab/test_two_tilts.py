@@ -8,7 +8,8 @@ import pytest
 from tiltsam.cli import main
 from tiltsam.lab.flags import method_configs
 from tiltsam.lab.grids import make_entries
-from tiltsam.lab.records import Record, find_run_folders
+from tiltsam.lab.records import Record
+from tiltsam.lab.report.runs import find_run_folders
 from tiltsam.lab.stats import confidence_interval, mean_of
 from tiltsam.lab.two_tilts import GRID, STUDIES, TRIALS, num_runs, result_rows, run_study, select_studies
 

@@ -84,15 +84,14 @@ def compare(
     log: TrackerName | None = None,
     setup: Callable[[TrainConfig, dict[str, Any]], None] = lambda config, setup: None,
     report: Callable[[TrainConfig, Progress], None] = lambda config, progress: None,
-    tick: Callable[[TrainConfig, Progress], None] = lambda config, progress: None,
     failed: Callable[[TrainConfig, TrainError], None] = lambda config, error: None,
     skip: Callable[[TrainConfig], None] = lambda run: None,
     notify: Callable[[str], None] = lambda line: None,
 ) -> list[ComparisonRow]:
-    """Train every run that has no result yet, first those of one seed, and average over seeds.
+    """Train every run that has no result yet, seed by seed, and average over seeds.
 
-    Several processes may work on one folder: each run is locked by one of them; the others continue with the next run
-    and wait for it at the end.
+    Several processes may work on one folder. Each run is locked by one of them; the others go on to the next run, and
+    wait for locked runs at the end.
 
     Args:
         cells: The runs by the name of their row, one per seed; see :func:`comparison_cells`.
@@ -100,8 +99,7 @@ def compare(
         data: Returns the data of a config; by default a :func:`tiltsam.lab.data.data_loader`.
         log: Also write the metrics to this tracker.
         setup: Called before each run with the content of ``setup.json``; see :func:`tiltsam.lab.train.train`.
-        report: Called after every epoch.
-        tick: Called about twice a second within an epoch.
+        report: Called after every epoch, and about twice a second within one.
         failed: Called when a run fails; the others continue.
         skip: Called with a run that another process trains.
         notify: Called with a line about runs of other processes that are waited for.
@@ -118,7 +116,7 @@ def compare(
 
     data = data or data_loader()
     pending = list(dict.fromkeys(config for seed in zip(*cells.values(), strict=True) for config in seed))
-    diverged: list[TrainConfig] = []
+    failures: list[TrainConfig] = []
     waiting_for = 0
     while pending:
         elsewhere = []
@@ -137,10 +135,9 @@ def compare(
                         log=log,
                         setup=partial(setup, config),
                         report=partial(report, config),
-                        tick=partial(tick, config),
                     )
                 except TrainError as error:
-                    diverged.append(config)
+                    failures.append(config)
                     failed(config, error)
         pending = [c for c in elsewhere if Record.of(out, c).result() is None]
         if pending:
@@ -153,7 +150,7 @@ def compare(
         _row(
             name,
             [r for config in configs if (r := Record.of(out, config).result())],
-            sum(config in diverged for config in configs),
+            sum(config in failures for config in configs),
         )
         for name, configs in cells.items()
     ]

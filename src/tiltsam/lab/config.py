@@ -214,7 +214,7 @@ class TrainConfig:
 
     def _check_loss(self) -> None:
         for name, loss in {"gce_q": "gce", "logit_tau": "logit-adjusted"}.items():
-            if getattr(self, name) != getattr(TrainConfig, name) and self.loss != loss:
+            if getattr(self, name) != DEFAULTS[name] and self.loss != loss:
                 raise ConfigError(f"{name} needs loss {loss}, got {self.loss}")
         if not 0 < self.gce_q <= 1:
             raise ConfigError(f"gce_q must be in (0, 1], got {self.gce_q}")

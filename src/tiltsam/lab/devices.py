@@ -1,4 +1,4 @@
-"""Where a run is trained: the device, torch's settings for it, and the ranks that ``torchrun`` starts.
+"""Where a run is trained: device, versions, torch's settings, and the ranks that ``torchrun`` starts.
 
     torchrun --nproc-per-node 4 -m tiltsam train cifar100 --method tsam
     torchrun --nproc-per-node 3 -m tiltsam train cifar100 --method tsam --num-samples 3 --parallel samples
@@ -13,13 +13,17 @@ from the last checkpoint.
 
 from __future__ import annotations
 
+import functools
 import gc
+import hashlib
 import importlib
 import os
+import platform
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -36,7 +40,10 @@ __all__ = [
     "DistributedContext",
     "ParallelMode",
     "RunAheadLimit",
+    "code_digest",
     "connect_ranks",
+    "describe_environment",
+    "digest_of",
     "one_thread",
     "resolve_device",
     "torch_settings",
@@ -257,3 +264,38 @@ def _init_process_group(backend: str) -> None:
     store, rank, size = next(iter(rendezvous("env://")))
     own = PrefixStore(f"restart-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     dist.init_process_group(backend, store=own, rank=rank, world_size=size, timeout=timedelta(seconds=TIMEOUT))
+
+
+def describe_environment(device: torch.device) -> dict[str, Any]:
+    """Return the versions, the digest of the code, the device and the number of threads."""
+    environment: dict[str, Any] = {
+        "tiltsam": tiltsam.__version__,
+        "code": code_digest(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "device": str(device),
+        "threads": torch.get_num_threads(),
+    }
+    if device.type == "cuda":
+        environment["gpu"] = torch.cuda.get_device_name(device)
+    return environment
+
+
+@functools.cache
+def code_digest() -> str:
+    """Return twelve hexadecimal digits that identify the source files of ``tiltsam``, lab included.
+
+    Runs record it, because one version number covers many commits. The same sources have the same digest wherever they
+    are installed. ``tiltsam --version`` prints it.
+    """
+    return digest_of(Path(__file__).parents[1])
+
+
+def digest_of(package: Path) -> str:
+    """Return the digest of the names and contents of the Python files in a folder."""
+    digest = hashlib.sha256()
+    sources = (path for path in package.rglob("*.py") if path.is_file())  # an editor's lock is a broken link
+    for name, path in sorted((path.relative_to(package).as_posix(), path) for path in sources):
+        content = path.read_bytes()
+        digest.update(f"{name} {len(content)}\n".encode() + content)
+    return digest.hexdigest()[:12]

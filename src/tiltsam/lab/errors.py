@@ -32,7 +32,7 @@ class LabError(Exception):
 
 
 class UserError(LabError):
-    """Invalid use of a command."""
+    """Invalid use of a command, or a package that it needs and that is not installed."""
 
 
 class ConfigError(LabError):

@@ -104,7 +104,7 @@ def evaluated_weights(model: nn.Module, average: WeightAverage | None) -> Abstra
 def evaluate(outputs_of: OutputsOf, data: Data, split: Split) -> dict[str, float]:
     """Return the task's metrics and its loss, without label smoothing, on all examples of a split.
 
-    Of a classification also ``ece``, ``worst_class_accuracy`` and ``balanced_accuracy``, which are never the score.
+    For a classification also ``ece``, ``worst_class_accuracy`` and ``balanced_accuracy``, which are never the score.
 
     Args:
         outputs_of: Returns the model's outputs for some examples, in eval mode.
@@ -173,7 +173,7 @@ def silenced_examples(
 
 
 def silenced_scores(silenced: SilencedExamples, mislabelled: Tensor) -> dict[str, float]:
-    """Return how many of the silenced examples are mislabelled, and the reverse.
+    """Return the precision and the recall of the silenced examples as a detector of mislabelled ones.
 
     Args:
         silenced: The examples that a tilt silences.
@@ -209,8 +209,8 @@ def suspects_table(silenced: SilencedExamples, data: Data) -> list[list[str]]:
 def reestimate_batchnorm(model: nn.Module, outputs_of: OutputsOf, split: Split) -> None:
     """Set BatchNorm's statistics to their average over batches without augmentation, at the current weights.
 
-    The batches are always the same ones, drawn at random from all examples: a data set may be sorted by class.
-    :func:`torch.optim.swa_utils.update_bn` takes models of one input only, and whole loaders.
+    The batches are the same in every call, and are drawn at random, because a data set may be sorted by class.
+    :func:`torch.optim.swa_utils.update_bn` only takes models with one input, and runs over a whole loader.
 
     Args:
         model: The model; nothing is done if it has no BatchNorm layer.

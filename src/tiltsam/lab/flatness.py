@@ -1,6 +1,6 @@
 """Measure the flatness of models and of trained runs, save the measurements, and print them as a table.
 
-    flats = compare({"ERM": erm, "TSAM": tsam}, loss_fn, batches)
+    flats = [measure(name, model, loss_fn, batches) for name, model in models.items()]
     print(format_markdown(flatness_cells(flats)))  # from tiltsam.lab.console
     write_figures(flats, "figures")  # from tiltsam.lab.flatness_plots
 
@@ -35,8 +35,8 @@ from tiltsam.lab.errors import ConfigError, RecordError
 from tiltsam.lab.evaluate import task_loss
 from tiltsam.lab.files import drafted, file_digest, finite_json, parse_json
 from tiltsam.lab.models import load_model
-from tiltsam.lab.records import Record, find_run_folders, sweeps_of, tested_runs
-from tiltsam.lab.report.runs import RunRecord
+from tiltsam.lab.records import Record
+from tiltsam.lab.report.runs import RunRecord, find_run_folders, sweeps_of, tested_runs
 from tiltsam.lab.report.summary import summarize
 from tiltsam.lab.stats import Mean, format_mean, mean_of
 from tiltsam.landscape import Slice1D, random_direction, slice_1d
@@ -46,7 +46,6 @@ __all__ = [
     "PAPER_STDS",
     "Flatness",
     "FlatnessPlan",
-    "compare",
     "cross_runs",
     "find_runs",
     "flatness_cells",
@@ -184,24 +183,6 @@ def measure(
     )
 
 
-def compare(
-    models: Mapping[str, nn.Module],
-    loss_fn: LossFn,
-    batches: Batches,
-    plan: FlatnessPlan | None = None,
-    *,
-    size_of: Callable[[Any], float] | None = None,
-    progress: Callable[[str], ProgressCallback | None] | None = None,
-) -> list[Flatness]:
-    """Measure several models by name on the same data with the same draws, see :func:`measure`."""
-    if not models:
-        raise ValueError("models must not be empty")
-    return [
-        measure(name, model, loss_fn, batches, plan, size_of=size_of, progress=progress)
-        for name, model in models.items()
-    ]
-
-
 # ------------------------------------------------------------------------------------------------- runs
 
 # Errors that concern one run: it is unfinished, damaged, of another task's shape, or too sharp for its dtype.
@@ -215,7 +196,7 @@ def find_runs(
 
     Args:
         paths: The folders.
-        trials: Whether to include the trials of sweeps, see :func:`tiltsam.lab.records.find_run_folders`.
+        trials: Whether to include the trials of sweeps, see :func:`tiltsam.lab.report.runs.find_run_folders`.
         skipped: Called with a message for each damaged run; by default such a run raises.
 
     Raises:
@@ -237,7 +218,7 @@ def find_runs(
     for task in summarize(runs):
         for setting in task.settings:
             # A method's only setting has what is not at its default in its name, as one would type it.
-            name = setting.name if task.num_settings[setting.method] > 1 else setting.headline_name
+            name = setting.name if task.num_settings[setting.method] > 1 else setting.full_name
             named += [(f"{name} seed {run.seed}", run.folder) for run in setting.runs]
     times = Counter(name for name, _ in named)  # one config and seed may have several records
     return {name if times[name] == 1 else f"{name} in {folder}": Record(folder) for name, folder in named}
@@ -496,7 +477,7 @@ def flatness_cells(flats: Sequence[Flatness], std: float = 0.01) -> list[list[st
     all names differ, the errors are those of the measurements.
 
     Args:
-        flats: The result of :func:`compare`.
+        flats: The results of :func:`measure`.
         std: The noise level of the neighbourhood: the nearest measured one is used.
     """
     groups: dict[str, list[dict[str, Mean]]] = {}

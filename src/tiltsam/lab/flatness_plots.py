@@ -20,6 +20,7 @@ from torch import Tensor
 from tiltsam.curvature import Density, Eigenpairs
 from tiltsam.lab.flatness import Flatness
 from tiltsam.lab.palette import METHOD_COLORS, OKABE_ITO
+from tiltsam.lab.report.plots import MIN_RELATIVE_DENSITY
 from tiltsam.landscape import Slice1D
 from tiltsam.sharpness import Neighborhood
 
@@ -88,7 +89,7 @@ def plot_density(
     width = max(density.width for density in densities.values())
     grid = torch.linspace(low - 5 * width, high + 5 * width, 1024, dtype=torch.float64, device="cpu")
     curves = {name: density.smooth(grid, width) for name, density in densities.items()}
-    floor = 1e-6 * max(float(values.max()) for values, _ in curves.values())
+    floor = MIN_RELATIVE_DENSITY * max(float(values.max()) for values, _ in curves.values())
     ax.set_yscale("log")
     styles = _styles(curves)
     row = min(0.035, 0.3 / len(curves))  # height of the ticks of a model, as a fraction of the axis

@@ -324,7 +324,7 @@ def _timm_model(name: str, channels: int, num_classes: int) -> nn.Module:
     """Build a model of timm with random weights."""
     try:
         timm = importlib.import_module("timm")
-    except ImportError as error:
+    except ModuleNotFoundError as error:
         raise DataError(f"timm:{name} needs timm: pip install '.[timm]'") from error
     if "." in name:
         raise ConfigError(

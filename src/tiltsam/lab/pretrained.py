@@ -199,7 +199,7 @@ def _load(auto_class: Any, source: str, what: str, **options: Any) -> Any:
 def _transformers(source: str) -> Any:
     try:
         return importlib.import_module("transformers")
-    except ImportError as error:
+    except ModuleNotFoundError as error:
         raise DataError(f"{source!r} needs transformers: pip install '.[text]'") from error
 
 

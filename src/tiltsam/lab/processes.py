@@ -128,7 +128,7 @@ def main() -> int:
     try:
         with reraise_dropped_interrupts():
             function(*arguments, check)
-    except (LabError, ImportError) as error:
+    except LabError as error:
         print(error, file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -77,9 +77,10 @@ def defer_signals() -> Iterator[StopFlag]:
 
 @contextmanager
 def reraise_dropped_interrupts() -> Iterator[None]:
-    """Send an interrupt again if Python dropped it.
+    """Raise an interrupt again if Python dropped it, or if an import replaced it by an ImportError.
 
     Python drops exceptions raised in destructors and in callbacks of weak references; database clients have many.
+    Extension modules raise ImportError whatever ends their import.
     """
     others = sys.unraisablehook
 
@@ -92,8 +93,18 @@ def reraise_dropped_interrupts() -> Iterator[None]:
     sys.unraisablehook = hook
     try:
         yield
+    except ImportError as error:
+        if (interrupt := _interrupt_behind(error)) is not None:
+            raise interrupt from None
+        raise
     finally:
         sys.unraisablehook = others
+
+
+def _interrupt_behind(error: BaseException | None) -> KeyboardInterrupt | None:
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or error.__context__
+    return error
 
 
 def _interrupt() -> None:

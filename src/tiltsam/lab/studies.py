@@ -91,7 +91,7 @@ def open_storage(url: str, heartbeat: int = 10) -> Iterator[optuna.storages.RDBS
         raise ConfigError(f"cannot open {shown}: {_reason(error)}") from None
     storage = _create_storage(full, shown, options, heartbeat)
     others = threading.excepthook
-    # The thread that records heartbeats ends with a lost database, too: the error is reported once, below.
+    # The thread that records heartbeats also fails if the database is lost: the error is reported once, below.
     threading.excepthook = lambda args: None if _database_error(args.exc_value) else others(args)
     try:
         yield storage
@@ -174,7 +174,7 @@ def retry(study: optuna.Study, trial: FrozenTrial) -> None:
 
 
 class _Surplus(Exception):
-    """Raised in a trial that was started although enough others were."""
+    """Raised in a trial that exceeds the number of trials of its study."""
 
 
 class SharedStudy:
@@ -186,7 +186,7 @@ class SharedStudy:
         trials: Trials to run.
         sampler: Chooses their parameters.
         pruner: Stops trials early.
-        grace: Seconds after which a trial that has not begun is taken to be dead.
+        grace: Seconds after which a trial that was created but does not run is considered dead.
     """
 
     def __init__(
@@ -211,9 +211,11 @@ class SharedStudy:
 
     def trials(self) -> list[FrozenTrial]:
         """Return the trials that were started or queued, without failed ones."""
+        return [trial for trial in self._all_trials() if trial.state is not TrialState.FAIL]
+
+    def _all_trials(self) -> list[FrozenTrial]:
         with defer_interrupt():
-            trials = self.study.get_trials(deepcopy=False)
-        return [trial for trial in trials if trial.state is not TrialState.FAIL]
+            return self.study.get_trials(deepcopy=False)
 
     def ended(self) -> bool:
         """Return whether all trials have ended."""
@@ -221,19 +223,18 @@ class SharedStudy:
 
     def startable(self) -> int:
         """Return how many trials can be started now."""
-        with defer_interrupt():
-            trials = self.study.get_trials(deepcopy=False)
+        trials = self._all_trials()
         waiting = sum(trial.state is TrialState.WAITING for trial in trials)
         return waiting + max(0, self.num_trials - sum(_is_first(trial) for trial in trials))
 
     def run_one(self, objective: Callable[[Trial], float]) -> None:
-        """Run a queued or new trial. Whatever ends it but its result or a pruning, it is queued again."""
+        """Run a queued or new trial. Unless it ends with a result or is pruned, it is queued again."""
         begun: list[int] = []
 
         def run(trial: Trial) -> float:
             begun.append(trial.number)
             trial.set_user_attr("worker", f"{platform.node()}:{os.getpid()}")
-            # Processes that start a trial at once may exceed the number; their trials' numbers decide who is too many.
+            # Processes that start trials at the same time may exceed the number; the trials numbered last are surplus.
             earlier = [t for t in self.study.get_trials(deepcopy=False) if t.number < trial.number and _is_first(t)]
             if "retry_of" not in trial.user_attrs and len(earlier) >= self.num_trials:
                 raise _Surplus
@@ -247,7 +248,7 @@ class SharedStudy:
 
         try:
             self.study.optimize(run, n_trials=1, catch=(_Surplus,))
-        except ValueError:  # Optuna's, if another process has failed the trial: our heartbeats did not arrive
+        except ValueError:  # from Optuna, if another process has failed the trial because heartbeats were missing
             if not begun or self.study.trials[begun[0]].state is not TrialState.FAIL:
                 raise
 
@@ -262,7 +263,7 @@ class SharedStudy:
         with defer_interrupt(), warnings.catch_warnings():
             warnings.simplefilter("ignore", ExperimentalWarning)
             optuna.storages.fail_stale_trials(self.study)
-        # A process may die between the start of a trial and its first heartbeat, without which it is never stale.
+        # A process may die between the start of a trial and its first heartbeat; Optuna never calls such a trial stale.
         now = time.monotonic()
         for trial in self.trials():
             if trial.state is not TrialState.RUNNING or "worker" in trial.user_attrs:

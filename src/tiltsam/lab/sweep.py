@@ -128,7 +128,7 @@ class SweepStatus:
 
 
 class SweepWorker:
-    """Works on a plan, next to any number of other processes, until nothing is left.
+    """Runs the trials and tests of a plan, together with any number of other processes.
 
     Args:
         plan: The plan.
@@ -179,7 +179,7 @@ class SweepWorker:
     def _run_all(self, objectives: Mapping[SharedStudy, Callable[[Trial], float]]) -> None:
         while left := [study for study in objectives if not study.ended()]:
             self._check()
-            study = max(left, key=lambda study: study.startable())  # the entries take turns
+            study = max(left, key=SharedStudy.startable)  # the entries take turns
             if study.startable():
                 study.run_one(objectives[study])
             else:
@@ -220,15 +220,19 @@ class SweepWorker:
             raise RecordError(f"the data of {config.task} changed since this sweep was started: pass another --out")
         config = replace(config, device=self._device)
         record = Record.of(self.plan.out, config)
+        last_row: dict[str, Any] = {}
         last_step = 0
 
         def report(progress: Progress) -> None:
-            nonlocal last_step
+            nonlocal last_row, last_step
+            self._check()
+            if not progress.row or progress.row is last_row:  # within an epoch
+                return
+            last_row = progress.row
             step = int(min(progress.done, 1.0) * REPORTS) * 100 // REPORTS  # in per cent of the budget
-            if pruned and step > last_step and progress.row.get("epoch") == round(progress.epoch, 6):
+            if pruned and step > last_step:
                 trial.report(self.plan.value(progress.row, self._data(config).metrics[0]), step)  # the data are cached
                 last_step = step
-            self._check()
             self.report_status()
 
         stops = RUNGS if pruned and self.plan.pruner == "halving" else (1.0,)
@@ -251,10 +255,7 @@ class SweepWorker:
         while True:
             with record.lock() as locked:
                 if locked:
-                    tick = lambda progress: self._check()  # noqa: E731
-                    return train(
-                        config, record, data=self._data, log=self.plan.log, report=report, tick=tick, until=until
-                    )
+                    return train(config, record, data=self._data, log=self.plan.log, report=report, until=until)
             self._check()  # another process trains the same run: an equal point, or a trial that was taken over
             time.sleep(POLL_SECONDS)
 
@@ -396,7 +397,7 @@ class EntryResult:
 
 
 def _is_axis(values: Sequence[Any]) -> bool:
-    """Return whether values are numbers whose ends mean something; counts and choices are not."""
+    """Return whether values are several floats: the ends of counts and of choices mean nothing."""
     return len(values) > 1 and all(isinstance(value, float) for value in values)
 
 
@@ -528,8 +529,8 @@ def sweep(
 ) -> SweepResult:
     """Tune each method with the same number of trials, choose on the validation split, and test the choices.
 
-    The same call continues an interrupted sweep, and helps one that another process works on. Runs that exist in
-    ``out`` are not trained again.
+    The same call resumes an interrupted sweep, or joins one that other processes work on. Runs that exist in ``out``
+    are not trained again.
 
     Args:
         base: The settings that all trials share; its method and seed are replaced. For equal passes or seconds, set
@@ -544,8 +545,8 @@ def sweep(
         pruner: ``"halving"`` stops the worse half of the trials at 25% and again at 50% of the budget.
         choose_by: ``"score"`` chooses the highest validation score, and of equal ones the lowest validation loss;
             ``"loss"`` the lowest validation loss; ``"balanced"`` the highest mean accuracy of the classes, for
-            long-tailed tasks. With noisy validation labels, the loss favours models that are unsure, or have learnt
-            nothing, and it punishes negative tilts over examples.
+            long-tailed tasks. With noisy validation labels, the loss favours models that are unsure or untrained, and
+            penalises negative tilts over examples.
         trial_seeds: Runs per trial, with seeds 0, 1, …; their losses or scores are averaged.
         seeds: Tests of each choice, with seeds 0, 1, …; 0 tests nothing.
         final_epochs: Epochs of the tests. A final budget replaces that of the trials.
@@ -636,7 +637,7 @@ def sweep(
 
 
 def _punished_by_loss(entries: Sequence[Entry]) -> list[str]:
-    """Return a note on the entries that trust some labels less, which costs validation loss where labels are noisy."""
+    """Return a note on the entries that down-weight suspicious labels, which raises a noisy validation loss."""
 
     def values(entry: Entry, name: str) -> Sequence[Any]:
         tried = entry.space.get(name, (getattr(entry.config, name),))

@@ -14,6 +14,7 @@ import math
 import uuid
 from typing import Any, Literal, Self, TypeAlias
 
+from tiltsam.lab.errors import UserError
 from tiltsam.lab.files import write_json
 from tiltsam.lab.records import Record
 
@@ -32,7 +33,7 @@ class Tracker:
         record: The run.
 
     Raises:
-        ImportError: If the tracker is not installed.
+        UserError: If the tracker is not installed.
     """
 
     def __init__(self, name: TrackerName, record: Record) -> None:
@@ -134,12 +135,12 @@ def find_tracker(name: TrackerName) -> Any:
     """Import the module of a tracker.
 
     Raises:
-        ImportError: If the tracker is not installed.
+        UserError: If the tracker is not installed.
     """
     try:
         return importlib.import_module(_MODULES.get(name, name))
-    except ImportError:
-        raise ImportError(f"--log {name} needs {name}: pip install '.[{name}]'") from None
+    except ModuleNotFoundError:
+        raise UserError(f"--log {name} needs {name}: pip install '.[{name}]'") from None
 
 
 def _tagged(row: dict[str, Any]) -> dict[str, float]:

@@ -47,13 +47,13 @@ from tiltsam.optim import norm_groups
 
 __all__ = ["Progress", "Trainer", "train"]
 
-TICK_SECONDS = 0.5  # between progress reports within an epoch
-SMALL_ESS = 0.1  # a tilt over examples that leaves less of a batch gets a warning
+REPORT_SECONDS = 0.5  # between progress reports within an epoch
+SMALL_ESS = 0.1  # fraction of a batch; a smaller effective sample size of the examples gets a warning
 
 
 @dataclass
 class Progress:
-    """The progress of a run; passed to ``report`` after each epoch, and to ``tick`` within one."""
+    """The progress of a run."""
 
     epoch: float = 0.0
     passes: float = 0.0
@@ -62,7 +62,7 @@ class Progress:
     done: float = 0.0
     """Fraction of the budget that is used up."""
     row: dict[str, Any] = field(default_factory=dict)
-    """The metrics of the last evaluated epoch."""
+    """The metrics of the last evaluated epoch; another object after each evaluation."""
 
 
 def train(
@@ -76,7 +76,6 @@ def train(
     log: TrackerName | None = None,
     setup: Callable[[dict[str, Any]], None] = lambda setup: None,
     report: Callable[[Progress], None] = lambda progress: None,
-    tick: Callable[[Progress], None] = lambda progress: None,
     checkpoint_seconds: float | None = None,
     distributed: DistributedContext | None = None,
     until: float = 1.0,
@@ -93,8 +92,7 @@ def train(
         log: Also write the metrics to this tracker; see :mod:`tiltsam.lab.tracking`.
         setup: Called before training with the sizes of the splits, classes, label noise and model: the content of
             ``setup.json``.
-        report: Called after every epoch.
-        tick: Called about twice a second within an epoch; does not wait for the device.
+        report: Called after every epoch, and about twice a second within one, without waiting for the device.
         checkpoint_seconds: Seconds between checkpoints, which are written at the end of epochs; by default the
             environment variable TILTSAM_CHECKPOINT_SECONDS, or 20.
         distributed: The ranks that train the run together, each of which calls this; rank 0 writes and reports.
@@ -122,9 +120,13 @@ def train(
         if checkpoint_seconds is None:
             checkpoint_seconds = seconds_between_checkpoints()
 
+        tracked: dict[str, Any] | None = None
+
         def report_progress(progress: Progress) -> None:
-            if tracker is not None:
+            nonlocal tracked
+            if tracker is not None and progress.row is not tracked:
                 tracker.update(progress.steps)
+                tracked = progress.row
             report(progress)
 
         loaded = data(config) if data else load(config, root, download=download, progress=loading)
@@ -135,7 +137,7 @@ def train(
         # Several ranks would have to agree on the step to stop after: they end at once.
         with defer_signals() if distributed.world_size == 1 else nullcontext(StopFlag()) as stop:
             try:
-                numbers = run.run(report_progress, checkpoint_seconds, tick, until, stop)
+                numbers = run.run(report_progress, checkpoint_seconds, until, stop)
             except Diverged as error:
                 if distributed.is_main:
                     record.diverge(str(error))
@@ -174,7 +176,7 @@ class Trainer:
         distributed: The ranks that train the run together.
 
     Attributes:
-        step: Takes one step on a batch and returns its loss: a :class:`tiltsam.CapturedStep`.
+        step: A :class:`tiltsam.CapturedStep`, which takes a step on a batch and returns its loss.
         saved_message: A sentence that says up to which step the run is saved.
     """
 
@@ -275,7 +277,6 @@ class Trainer:
         self,
         report: Callable[[Progress], None],
         checkpoint_seconds: float,
-        tick: Callable[[Progress], None] = lambda progress: None,
         until: float = 1.0,
         stop: StopFlag | None = None,
     ) -> dict[str, Any]:
@@ -292,7 +293,7 @@ class Trainer:
                 write_json(self.record.folder / "setup.json", self.setup())
             last_save = time.perf_counter()
             while self.progress.done < until:
-                means = self._epoch(tick, stop)
+                means = self._epoch(report, stop)
                 pause = self.progress.done >= until
                 due = self.progress.done >= 1 or int(self.progress.epoch) % self.config.evaluate_every == 0
                 evaluated = pause or due
@@ -346,12 +347,12 @@ class Trainer:
             f"resnet18, the default model, is slow on a CPU: --model cnn{smaller} is much faster", stacklevel=2
         )
 
-    def _epoch(self, tick: Callable[[Progress], None], stop: StopFlag) -> dict[str, float]:
+    def _epoch(self, report: Callable[[Progress], None], stop: StopFlag) -> dict[str, float]:
         """Train an epoch, or what is left of it or of the budget.
 
         Returns:
-            The means over the whole epoch: of the loss, of the effective sample size and, with a tilt over examples,
-            of the fraction of the batch that its weights are worth.
+            The means over the whole epoch: of the loss, of the effective sample size of the samples and, with a tilt
+            over examples, of that of the examples, as a fraction of the batch.
         """
         config, progress = self.config, self.progress
         epoch, per_epoch = int(progress.epoch), self.batches.per_epoch
@@ -361,7 +362,7 @@ class Trainer:
         parts = self.optimizer.num_samples if config.split else 1  # of a batch, to each of which the tilt is applied
         before, run_ahead = self._interrupted_epoch, RunAheadLimit(self.device)
         start, seconds = time.perf_counter(), progress.seconds
-        ticked = start
+        reported = start
         self.wrapped.train()
         self.distributed.seed_dropout(config.seed, epoch)
         for k, batch in enumerate(self.batches.epoch(config.seed, epoch)):
@@ -378,9 +379,9 @@ class Trainer:
                 progress.steps += len(losses)
                 self._save()
                 raise KeyboardInterrupt
-            if now - ticked >= TICK_SECONDS and self.distributed.is_main:
-                tick(progress)
-                ticked = now
+            if now - reported >= REPORT_SECONDS and self.distributed.is_main:
+                report(progress)
+                reported = now
             set_rates(self.optimizer.param_groups, config, progress.done, self._initial)
             if self.tilt is not None:
                 self.tilt.t = example_tilt(config, progress.done)
@@ -417,7 +418,7 @@ class Trainer:
 
     def _check_example_ess(self, means: dict[str, float]) -> None:
         """Warn, once, if the tilt over examples leaves little of the batches of an epoch."""
-        # A model that predicts one class keeps the share of this class, which is one in num_classes.
+        # If a model predicts a single class, the examples of this class keep their weights: 1 / num_classes of a batch.
         smallest = max(SMALL_ESS, 1.5 / self.data.num_classes) if self.data.num_classes > 1 else SMALL_ESS
         if self._warned_small_ess or not means.get("example_ess", 1.0) < smallest:
             return
@@ -444,7 +445,7 @@ class Trainer:
 
         with warnings.catch_warnings():
             for remark in ("The .grad attribute of a Tensor that is not a leaf", "Online softmax is disabled"):
-                warnings.filterwarnings("ignore", remark)  # of the compiler about itself
+                warnings.filterwarnings("ignore", remark)  # about the compiler's own code
             try:
                 return self.step(*batch)
             except TorchDynamoException as error:  # the first step compiles
@@ -531,17 +532,13 @@ class Trainer:
 
     # ---------------------------------------------------------------- saving and resuming
 
-    def _position(self) -> float:
-        """Return the epochs trained, with the fraction of an interrupted one."""
-        part = len(self._interrupted_epoch.losses) / self.batches.per_epoch
-        return int(self.progress.epoch) + part if part else int(self.progress.epoch)
-
     def _save(self) -> None:
         self.record.save(self._checkpoint())
         self._note_saved()
 
     def _note_saved(self) -> None:
-        where = f"step {self.progress.steps} (epoch {self._position():.4g})"
+        epoch = int(self.progress.epoch) + len(self._interrupted_epoch.losses) / self.batches.per_epoch
+        where = f"step {self.progress.steps} (epoch {epoch:.4g})"
         self.saved_message = f"{self.record.folder} is saved up to {where}: the same command resumes there"
 
     def _checkpoint(self) -> Checkpoint:

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from matplotlib.colors import to_hex
 
 from helpers.report_runs import flatness, rows, write_run, write_runs
 from tiltsam.lab.palette import METHOD_COLORS
@@ -10,9 +11,7 @@ from tiltsam.lab.report.figures import draw_figure
 from tiltsam.lab.report.plots import flatness_plots, task_plots
 from tiltsam.lab.report.runs import read_runs
 from tiltsam.lab.report.summary import summarize
-from tiltsam.lab.report.tables import (
-    comparable_flatness,
-)
+from tiltsam.lab.report.tables import comparable_flatness
 
 
 def test_density_curve_has_gaps(tmp_path, monkeypatch):
@@ -36,7 +35,7 @@ def test_figure_uses_method_colors(tmp_path, monkeypatch):
     draw_figure(task_plots(task)[0], tmp_path / "x")
     (ax,) = drawn[0].axes
     methods = ["erm", "sam", "tsam", "tsam"]
-    assert [line.get_color() for line in ax.get_lines()] == [METHOD_COLORS[m].lower() for m in methods]
+    assert [to_hex(line.get_color()) for line in ax.get_lines()] == [METHOD_COLORS[m].lower() for m in methods]
     assert len({line.get_linestyle() for line in ax.get_lines()[2:]}) == 2
     assert (ax.get_xlabel(), ax.get_ylabel()) == ("epoch", "test accuracy (%)")
     samples = next(f for f in task_plots(task) if f.name == "effective-samples")

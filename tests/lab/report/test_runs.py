@@ -5,8 +5,6 @@ import json
 import pytest
 
 from helpers.report_runs import rows, write_run
-from tiltsam.cli import main
-from tiltsam.lab.errors import RecordError
 from tiltsam.lab.report import write_report
 from tiltsam.lab.report.runs import read_runs
 
@@ -56,18 +54,3 @@ def test_read_runs_drops_duplicates(tmp_path):
     assert [run.folder for run in reading.runs] == [again]
     assert reading.problems[0].where == str(tmp_path / "a" / again.relative_to(tmp_path / "b"))
     assert str(again) in reading.problems[0].what
-
-
-def test_read_runs_follows_symlinks(tmp_path):
-    write_run(tmp_path / "far", method="erm")
-    write_run(tmp_path / "runs", task="dtd", method="sam")
-    (tmp_path / "runs" / "digits").symlink_to(tmp_path / "far" / "digits")
-    (tmp_path / "runs" / "round").symlink_to(tmp_path / "runs")
-    assert [run.task for run in read_runs([tmp_path / "runs"]).runs] == ["digits", "dtd"]
-
-
-def test_read_runs_refuses_folder_without_runs(tmp_path, capsys):
-    with pytest.raises(RecordError, match=str(tmp_path)):
-        read_runs([tmp_path])
-    assert main(["report", str(tmp_path / "nowhere")]) == 2
-    assert str(tmp_path / "nowhere") in capsys.readouterr().err

@@ -4,6 +4,7 @@ import builtins
 
 import pytest
 
+from tiltsam.lab.errors import UserError
 from tiltsam.lab.theory import estimators, figures
 from tiltsam.lab.theory.estimators import ESTIMATORS
 from tiltsam.lab.theory.figures import COLORS, CONSISTENT, FIGURES, INCONSISTENT
@@ -74,10 +75,10 @@ def test_draw_all_names_extra_without_matplotlib(monkeypatch, tmp_path):
 
     def without(name, *args, **kwargs):
         if name.startswith("matplotlib"):
-            raise ImportError(name)
+            raise ModuleNotFoundError(name)
         return real(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(ImportError, match=r"pip install '\.\[plots\]'"):
+    with pytest.raises(UserError, match=r"pip install '\.\[plots\]'"):
         figures.draw_all(tmp_path / "nothing")
     assert not (tmp_path / "nothing").exists()

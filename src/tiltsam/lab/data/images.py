@@ -99,7 +99,7 @@ def _decode(path: Path, size: int) -> np.ndarray:
     """Return one image, (size, size, 3)."""
     try:
         from PIL import Image, ImageOps
-    except ImportError as error:
+    except ModuleNotFoundError as error:
         raise DataError("image files need Pillow: pip install pillow") from error
     try:
         with reading(path), Image.open(path) as opened:

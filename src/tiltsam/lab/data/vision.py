@@ -29,7 +29,7 @@ def digits(request: Request) -> Data:
     """Load the 1797 handwritten digits of scikit-learn, 8 by 8 pixels; a third of them is the test set."""
     try:
         from sklearn.datasets import load_digits
-    except ImportError as error:
+    except ModuleNotFoundError as error:
         raise DataError("digits come with scikit-learn: pip install '.[lab]'") from error
     bunch = load_digits()
     images = torch.tensor(bunch.images * 15, dtype=torch.uint8)[:, None]  # grey levels 0…16 become 0…240

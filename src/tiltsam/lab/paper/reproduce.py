@@ -188,7 +188,7 @@ def reproduce(
         download: Download missing data sets and models.
         loading: Progress callback of downloads and image decoding.
         setup: Called before each run with the content of ``setup.json``.
-        report: Called about twice a second, and after every epoch.
+        report: Called after every epoch, and about twice a second within one.
         notify: Called with a line about each run or column that fails, and about runs of other processes.
         measuring: ``measuring("what is measured")`` returns a progress callback.
 
@@ -208,7 +208,7 @@ def reproduce(
         cells = [cell for cell in recipe.cells if cell.column in columns]
         configs = {f"{cell.column} {cell.row}": plan.configs(cell) for cell in cells}
         try:
-            compare(configs, out, data=load, setup=setup, report=report, tick=report, failed=failed, notify=notify)
+            compare(configs, out, data=load, setup=setup, report=report, failed=failed, notify=notify)
         except DataError as error:
             reproduction.missing |= dict.fromkeys(columns, str(error))
             if len(reproduction.missing) == len(recipe.columns) == 1:

@@ -79,7 +79,7 @@ def _set_axes(ax: Any, plot: Plot, curves: list[Curve]) -> None:
 
 
 def _draw_curve(ax: Any, curve: Curve, plot: Plot) -> None:
-    color = _mixed_with_white(METHOD_COLORS.get(curve.method, OTHER_COLOR), curve.shade)
+    color = METHOD_COLORS.get(curve.method, OTHER_COLOR), curve.shade  # with its opacity
     pattern = DASHES[curve.dash % len(DASHES)]
     # DASHES are in pixels of a line of width 2; matplotlib's patterns are in line widths.
     style: Any = (0, tuple(x / 2 for x in pattern)) if pattern else "-"
@@ -118,11 +118,6 @@ def _y_limits(plot: Plot, curves: list[Curve]) -> tuple[float, float] | None:
     low, high = min(values, default=0.0), max(values, default=1.0)
     margin = 0.05 * (high - low) or 0.05 * abs(high) or 1.0
     return low - margin, high + margin
-
-
-def _mixed_with_white(color: str, fraction: float) -> str:
-    parts = [int(color[i : i + 2], 16) for i in (1, 3, 5)]
-    return "#" + "".join(f"{round(255 - fraction * (255 - part)):02x}" for part in parts)
 
 
 def _wrapped(name: str) -> str:

@@ -188,7 +188,6 @@ def task_facts(task: TaskSummary) -> dict[str, str]:
 def _shared_settings(task: TaskSummary) -> dict[str, str]:
     """Return the shared settings that are set and that neither the facts nor the table of methods contain."""
     elsewhere = {"model", "noise", "epochs", "passes", "seconds"}
-    elsewhere |= {name for setting in task.settings for name in setting.method_names}
     return {k: format_value(v) for k, v in task.shared.items() if v is not None and k not in elsewhere}
 
 
@@ -218,18 +217,18 @@ def headline(task: TaskSummary, *, compare_settings: bool = False) -> str:
     score = f"{_format_score(mean)}{'%' if task.unit == '%' else ' (×100)'}"
     plain, others = task.plain, ""
     if plain is not None and plain not in [s for s, _ in ranked[:2]]:
-        others = f" It is {_lead(first, plain, f'plain training ({plain.headline_name})')}."
+        others = f" It is {_lead(first, plain, f'plain training ({plain.full_name})')}."
     others += _better_earlier(task, [s for s, _ in ranked])
     if not rest:
         which = "best on validation" if task.has_validation(first) else "first (there is no validation score)"
         among = f"Of {len(task.settings)} settings, the {which}, " if len(task.settings) > len(compared) else ""
-        return f"{among}{first.headline_name}{',' if among else ''} reaches a test {task.metric} of {score}.{others}"
+        return f"{among}{first.full_name}{',' if among else ''} reaches a test {task.metric} of {score}.{others}"
     second, next_mean = rest[0]
     if mean.value - next_mean.value < 0.005:
-        text = f"{first.headline_name} and {second.headline_name} have the highest test {task.metric}, {score}.{others}"
+        text = f"{first.full_name} and {second.full_name} have the highest test {task.metric}, {score}.{others}"
     else:
-        text = f"{first.headline_name} has the highest test {task.metric}, {score}: "
-        text += f"{_lead(first, second, second.headline_name)}.{others}"
+        text = f"{first.full_name} has the highest test {task.metric}, {score}: "
+        text += f"{_lead(first, second, second.full_name)}.{others}"
     if max(setting_mean.runs for _, setting_mean in ranked) == 1:
         text += " One seed gives no interval: use several."
     if len(task.settings) > len(compared):
@@ -264,7 +263,7 @@ def _better_earlier(task: TaskSummary, compared: Sequence[SettingSummary]) -> st
         best = setting.finals("score_at_best_validation", 100)
         loss = paired_difference(best, setting.finals("score", 100))
         if loss.value > 1 and is_significant(loss):
-            early.append((mean_of(list(best.values())).value, loss.value, setting.headline_name))
+            early.append((mean_of(list(best.values())).value, loss.value, setting.full_name))
     if not early:
         return ""
     score, loss_since, name = max(early)

@@ -17,12 +17,14 @@ from tiltsam.lab.report.runs import measured
 from tiltsam.lab.report.summary import SettingSummary, TaskSummary, entry_text
 from tiltsam.lab.stats import Mean, mean_of
 
-__all__ = ["DASHES", "Curve", "Plot", "flatness_plots", "plot_data", "task_plots"]
+__all__ = ["DASHES", "MIN_RELATIVE_DENSITY", "Curve", "Plot", "flatness_plots", "plot_data", "task_plots"]
 
 DASHES: tuple[tuple[float, ...], ...] = ((), (7, 4), (2, 4), (9, 4, 2, 4), (15, 5), (9, 4, 2, 4, 2, 4))
 """Line styles, as pixels on and off; the first is a solid line."""
 
-MIN_RELATIVE_DENSITY = 1e-6  # below this fraction of its maximum, an estimated spectral density is noise
+MIN_RELATIVE_DENSITY = 1e-6
+"""Below this fraction of its maximum, an estimated spectral density is noise."""
+
 MAX_VISIBLE = 12  # settings; with more, a plot initially shows only the best of each method
 PRECISION = 7  # significant digits of the numbers in the page: more than float32 has
 
@@ -91,16 +93,22 @@ def task_plots(task: TaskSummary) -> list[Plot]:
     ]
     titles = {"passes": "Score against passes", "seconds": "Score against time"}
     plots += [(x, title, score, x, test, "") for x, title in titles.items() if x != task.budget]
-    drawn = [_metrics_plot(task, *arguments) for arguments in plots]
-    drawn += [_effective_samples(task), _example_ess(task), *_tilt(task, score, test)]
-    return [plot for plot in drawn if plot.curves]
+    drawn = _drawn(
+        [*(_metrics_plot(task, *arguments) for arguments in plots), _effective_samples(task), _example_ess(task)]
+    )
+    return [*(_limit_visible(plot, task) for plot in drawn), *_drawn(_tilt(task, score, test))]
+
+
+def _drawn(plots: Sequence[Plot]) -> list[Plot]:
+    """Return the plots without empty curves, and without plots that have no others."""
+    plots = [replace(plot, curves=[curve for curve in plot.curves if curve.x]) for plot in plots]
+    return [plot for plot in plots if plot.curves]
 
 
 def _metrics_plot(task: TaskSummary, name: str, title: str, y_label: str, x: str, y: str, note: str) -> Plot:
     """Plot one metric against another, one curve per setting."""
     curves = [_metrics_curve(setting, x, y, 1 if y == "train_loss" else 100) for setting in task.settings]
-    plot = Plot(name, title, X_LABELS[x], y_label, [c for c in curves if c.x], note, highest=y != "train_loss")
-    return _limit_visible(plot, task)
+    return Plot(name, title, X_LABELS[x], y_label, curves, note, highest=y != "train_loss")
 
 
 def _metrics_curve(setting: SettingSummary, x: str, y: str, scale: float = 1.0) -> Curve:
@@ -134,35 +142,28 @@ def _limit_visible(plot: Plot, task: TaskSummary) -> Plot:
 
 def _effective_samples(task: TaskSummary) -> Plot:
     several = [s for s in task.settings if is_number(s.values.get("num_samples")) and s.values["num_samples"] > 1]
-    return _limit_visible(
-        Plot(
-            "effective-samples",
-            "Effective sample size of the tilt",
-            X_LABELS[task.budget],
-            "effective samples per step",
-            [c for c in (_metrics_curve(setting, task.budget, "effective_sample_size") for setting in several) if c.x],
-            "1: one sample decides; s, the number of samples: all count alike. Near s throughout, the tilt did next to "
-            "nothing.",
-            y_bounds=(1.0, max((s.values["num_samples"] for s in several), default=1.0)),
-        ),
-        task,
+    return Plot(
+        "effective-samples",
+        "Effective sample size of the tilt",
+        X_LABELS[task.budget],
+        "effective samples per step",
+        [_metrics_curve(setting, task.budget, "effective_sample_size") for setting in several],
+        "1: one sample decides; s, the number of samples: all count alike. Near s throughout, the tilt did next to "
+        "nothing.",
+        y_bounds=(1.0, max((s.values["num_samples"] for s in several), default=1.0)),
     )
 
 
 def _example_ess(task: TaskSummary) -> Plot:
-    curves = [_metrics_curve(setting, task.budget, "example_ess", 100) for setting in task.settings]
-    return _limit_visible(
-        Plot(
-            "example-ess",
-            "Effective sample size of the batch",
-            X_LABELS[task.budget],
-            "effective examples (% of the batch)",
-            [curve for curve in curves if curve.x],
-            "100%: all examples of a batch count alike, as without a tilt. Near 100% throughout, the tilt did next to "
-            "nothing.",
-            y_bounds=(0.0, 100.0),
-        ),
-        task,
+    return Plot(
+        "example-ess",
+        "Effective sample size of the batch",
+        X_LABELS[task.budget],
+        "effective examples (% of the batch)",
+        [_metrics_curve(setting, task.budget, "example_ess", 100) for setting in task.settings],
+        "100%: all examples of a batch count alike, as without a tilt. Near 100% throughout, the tilt did next to "
+        "nothing.",
+        y_bounds=(0.0, 100.0),
     )
 
 
@@ -171,7 +172,7 @@ def _tilt(task: TaskSummary, y_label: str, metric_key: str) -> list[Plot]:
     families: dict[str, list[SettingSummary]] = {}
     for setting in task.settings:
         if setting.method == "tsam" and isinstance(setting.values.get("t"), float):
-            rest = entry_text("tsam", {k: v for k, v in setting.shown.items() if k != "t"})
+            rest = entry_text("tsam", {k: v for k, v in setting.differences.items() if k != "t"})
             families.setdefault(rest, []).append(setting)
     families = {rest: sorted(f, key=_t) for rest, f in families.items() if len({_t(s) for s in f}) > 1}
     if not families:
@@ -187,7 +188,7 @@ def _tilt(task: TaskSummary, y_label: str, metric_key: str) -> list[Plot]:
         "Final score by tilt",
         "tilt t",
         y_label,
-        [curve for curve in by_tilt if curve.x],
+        by_tilt,
         "Settings that differ in t only. Bars: one standard error over seeds.",
         ticks=[format_value(t) for t in tilts],
         points=True,
@@ -205,9 +206,8 @@ def _tilt(task: TaskSummary, y_label: str, metric_key: str) -> list[Plot]:
         for i, setting in enumerate(family)
     ]
     note = "Settings that differ in t only. A stronger colour means a larger t."
-    drawn = [curve for curve in curves if curve.x]
     x_label = X_LABELS[task.budget]
-    convergence = Plot("tilt-curves", "Convergence by tilt", x_label, y_label, drawn, note, highest=True)
+    convergence = Plot("tilt-curves", "Convergence by tilt", x_label, y_label, curves, note, highest=True)
     return [final, convergence]
 
 
@@ -231,7 +231,7 @@ def flatness_plots(settings: Sequence[SettingSummary], task: TaskSummary) -> lis
         for name, title, label, statistic in around
     ]
     plots += [_spectrum(settings, unit), _density(settings, unit), *_slices(settings, unit)]
-    return [_limit_visible(plot, task) for plot in plots if plot.curves]
+    return [_limit_visible(plot, task) for plot in _drawn(plots)]
 
 
 def _around(settings: Sequence[SettingSummary], statistic: str) -> list[Curve]:
@@ -243,7 +243,7 @@ def _around(settings: Sequence[SettingSummary], statistic: str) -> list[Curve]:
         # Both axes are logarithmic: drop what is not positive.
         pairs = [(a, m) for a, m in zip(levels, means, strict=False) if a > 0 and m.value > 0]
         curves.append(_curve(setting, [a for a, _ in pairs], [m for _, m in pairs]))
-    return [curve for curve in curves if curve.x]
+    return curves
 
 
 def _means(lists: Sequence[Sequence[float]]) -> list[Mean]:
@@ -262,7 +262,7 @@ def _spectrum(settings: Sequence[SettingSummary], unit: str) -> Plot:
         "Largest Hessian eigenvalues",
         "eigenvalue, largest first",
         f"eigenvalue ({unit} per squared unit of weight)",
-        [curve for curve in curves if curve.x],
+        curves,
         "Bars: one standard error over seeds.",
         ticks=[f"λ{i}" for i in range(1, most + 1)],
         points=True,

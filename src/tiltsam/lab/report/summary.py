@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import tiltsam
 from tiltsam.lab.config import DEFAULTS, NEEDED_OPTION, method_options, tilt_defaults
-from tiltsam.lab.flags import format_value, format_values
+from tiltsam.lab.flags import format_value
 from tiltsam.lab.palette import METHOD_COLORS, OTHER_COLOR
 from tiltsam.lab.records import is_number
 from tiltsam.lab.report.runs import MetricsRow, RunProblem, RunRecord
@@ -36,57 +36,22 @@ class SettingSummary:
     """The fields of the config and the options of the method, by name."""
     runs: list[RunRecord]
     name: str
-    """The entry as typed at the command line, or the method and what distinguishes this setting from its others."""
-    differing: dict[str, Any]
-    """Values that vary within the task, and those that only some methods have and that are not at their default."""
+    """The entry as typed at the command line, or the method and what distinguishes it from its other settings."""
+    full_name: str
+    """The entry as typed, or the method and its :attr:`differences` that are not at their default."""
+    differences: dict[str, Any]
+    """Values that vary within the task or that only some methods have, without what is switched off."""
+    method_values: dict[str, Any]
+    """Options of the method and what else differs, with defaults replaced by the values they stand for; without lr."""
     number: int
     """Index among the settings with the same colour."""
-    typed: bool = False
-    """Whether :attr:`name` was typed at the command line."""
-
-    @property
-    def shown(self) -> dict[str, Any]:
-        """:attr:`differing` without what is switched off."""
-        return _shown(self.method, self.differing)
-
-    @property
-    def differences(self) -> str:
-        """:attr:`shown` as text, such as ``rho=0.2 t=5``."""
-        return format_values(self.shown)
-
-    @property
-    def headline_name(self) -> str:
-        """The name as typed, or the method and what differs and is not at its default, such as ``sam:rho=0.2``."""
-        changed = {name: value for name, value in self.differing.items() if value != _defaults(self.method).get(name)}
-        return self.name if self.typed else entry_text(self.method, changed)
 
     @property
     def is_plain(self) -> bool:
         """Whether this is training without a method, an average, a tilt, or a loss that only some settings have."""
-        differing = [name for name in _NOT_PLAIN_IF_DIFFERING if name in self.differing]
+        differing = [name for name in _NOT_PLAIN_IF_DIFFERING if name in self.differences]
         is_default = all(self.values.get(name) == DEFAULTS[name] for name in (*_NEVER_PLAIN, *differing))
         return self.method == "erm" and is_default
-
-    @property
-    def method_names(self) -> set[str]:
-        """The names of the method's options, and of the fields that only some methods have."""
-        return {*_options(self.runs[0]), *NEEDED_OPTION}
-
-    @property
-    def method_values(self) -> str:
-        """The method's options, and the fields that differ or only some methods have, as text; without lr."""
-        fields = [name for name in NEEDED_OPTION if self.values.get(name, DEFAULTS[name]) != DEFAULTS[name]]
-        options = _options(self.runs[0])
-        differing = [name for name in self.shown if name not in (*options, "lr")]
-        names = dict.fromkeys((*options, *fields, *differing))
-        # Switches, names and counts of one, as in share_ascent=False, are shown if they are not at their default.
-        hidden = {
-            name: v
-            for name, v in _defaults(self.method).items()
-            if isinstance(v, bool | str) or (isinstance(v, int) and v == 1)
-        }
-        shown = {name: _resolved(self.method, name, self.values) for name in names}
-        return format_values({k: v for k, v in shown.items() if k not in hidden or v != hidden[k]})
 
     @cached_property
     def finished(self) -> list[RunRecord]:
@@ -139,7 +104,7 @@ class TaskSummary:
     metric: str
     settings: list[SettingSummary]
     shared: dict[str, Any]
-    """Values that are the same in all runs that have them."""
+    """Fields of the config that are the same in all runs, without those that only some methods have."""
     problems: list[RunProblem]
     notes: list[str]
     """What sweeps of these runs noted, such as choices at the edge of their grid."""
@@ -255,24 +220,30 @@ def _summarize_task(name: str, runs: list[RunRecord], problems: list[RunProblem]
     by_method = {m: _varying([v for v, method in zip(values, methods, strict=True) if method == m]) for m in methods}
     entries = [_common_entry(group) for group in ordered]
     typed = "" not in entries and len(set(entries)) == len(entries)
+    differing = [
+        {k: v for k, v in body.items() if k in varying or (k not in common and v != _defaults(method).get(k))}
+        for method, body in zip(methods, values, strict=True)
+    ]
     settings = []
     for i, (method, body, group) in enumerate(zip(methods, values, ordered, strict=True)):
-        defaults = _defaults(method)
+        own = {k: v for k, v in body.items() if k in by_method[method]}
+        differences = _shown(method, differing[i])
+        changed = {k: v for k, v in differences.items() if v != _defaults(method).get(k)}
         settings.append(
             SettingSummary(
-                method,
-                body,
-                sorted(group, key=lambda r: str(r.seed)),
-                entries[i]
-                if typed
-                else entry_text(method, _shown(method, {k: v for k, v in body.items() if k in by_method[method]})),
-                {k: v for k, v in body.items() if k in varying or (k not in common and v != defaults.get(k))},
-                colors[:i].count(colors[i]),
-                typed,
+                method=method,
+                values=body,
+                runs=sorted(group, key=lambda r: str(r.seed)),
+                name=entries[i] if typed else entry_text(method, _shown(method, own)),
+                full_name=entries[i] if typed else entry_text(method, changed),
+                differences=differences,
+                method_values=_method_values(method, body, _options(group[0]), differences),
+                number=colors[:i].count(colors[i]),
             )
         )
-    differing = varying.union(*(setting.differing for setting in settings))
-    shared = {k: v for body in values for k, v in body.items() if k not in differing}
+    in_methods_table = {*NEEDED_OPTION, *(name for group in ordered for name in _options(group[0]))}
+    elsewhere = varying.union(in_methods_table, *differing)
+    shared = {k: v for body in values for k, v in body.items() if k not in elsewhere}
     metric = _most_common(run.metric for run in runs if run.metric)
     problems = [
         *problems,
@@ -311,6 +282,20 @@ def _options(run: RunRecord) -> dict[str, Any]:
     """Return the options of the run's method; empty if the config is damaged."""
     options = run.config.get("options")
     return options if isinstance(options, dict) else {}
+
+
+def _method_values(
+    method: str, values: dict[str, Any], options: Iterable[str], differences: Iterable[str]
+) -> dict[str, Any]:
+    """Return the options of a method, and the fields that differ or that only some methods have; without lr."""
+    fields = [name for name in NEEDED_OPTION if values.get(name, DEFAULTS[name]) != DEFAULTS[name]]
+    names = dict.fromkeys((*options, *fields, *(name for name in differences if name != "lr")))
+    # Switches, names and counts of one, as in share_ascent=False, are shown if they are not at their default.
+    hidden = {
+        name: v for name, v in _defaults(method).items() if isinstance(v, bool | str) or (isinstance(v, int) and v == 1)
+    }
+    shown = {name: _resolved(method, name, values) for name in names}
+    return {k: v for k, v in shown.items() if k not in hidden or v != hidden[k]}
 
 
 def _resolved(method: str, name: str, values: dict[str, Any]) -> Any:

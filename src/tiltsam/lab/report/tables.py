@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from tiltsam.lab.flags import format_values
 from tiltsam.lab.report.runs import RunProblem, RunRecord, measured
 from tiltsam.lab.report.summary import SettingSummary, TaskSummary
 from tiltsam.lab.stats import Mean, best_of, format_interval, format_mean, mean_of, paired_difference
@@ -100,7 +101,7 @@ def methods_table(task: TaskSummary, *, compare_settings: bool = False) -> Repor
     rows = [
         [
             TableCell(s.method, method=s.method),
-            TableCell(s.method_values or "–"),
+            TableCell(format_values(s.method_values) or "–"),
             TableCell(f"{s.values['lr']:g}" if isinstance(s.values.get("lr"), float) else "–"),
             TableCell(task.tuning(s, compare_settings=compare_settings)),
         ]
@@ -359,8 +360,10 @@ def _settings_table(
     name: str, caption: str, settings: Sequence[SettingSummary], columns: Sequence[NumberColumn]
 ) -> ReportTable:
     """Return a row per setting: its method, what distinguishes it, and the columns."""
-    differ = any(setting.differing for setting in settings)
-    rows = [[TableCell(s.method, method=s.method)] + ([TableCell(s.differences)] if differ else []) for s in settings]
+    differ = any(setting.differences for setting in settings)
+    rows = [[TableCell(s.method, method=s.method)] for s in settings]
+    if differ:
+        rows = [[*row, TableCell(format_values(s.differences))] for row, s in zip(rows, settings, strict=True)]
     headings = ["method", *(["settings"] if differ else [])]
     for column in columns:
         values = [column.values(setting) for setting in settings]

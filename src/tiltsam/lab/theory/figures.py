@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from tiltsam import toys
+from tiltsam.lab.errors import UserError
 from tiltsam.lab.palette import OKABE_ITO
 from tiltsam.lab.theory import estimators
 from tiltsam.samplers import HMC
@@ -55,7 +56,7 @@ def draw_all(out_dir: str | Path, qualities: Sequence[estimators.Quality] | None
         qualities: The result of :func:`tiltsam.lab.theory.estimators.study`; measured if not given.
 
     Raises:
-        ImportError: If matplotlib is missing.
+        UserError: If matplotlib is missing.
     """
     _matplotlib()
     folder = Path(out_dir)
@@ -115,7 +116,7 @@ def toy2_losses(path: Path) -> Path:
     for ax, (method, objective) in zip(axes, objectives.items(), strict=True):
         ax.plot(theta, TOY2.loss(theta), color=_BLACK, lw=1.4, ls="--", label="ρ = 0 (the loss)")
         for k, rho in enumerate(rhos):
-            shade = _lighten(COLORS[method], 0.65 * (1 - k / (len(rhos) - 1)))
+            shade = COLORS[method], 0.35 + 0.65 * k / (len(rhos) - 1)  # with its opacity
             value = objective(theta, rho)
             best = value.argmin()
             ax.plot(theta, value, color=shade, lw=1.8, label=f"ρ = {rho:g}")
@@ -200,7 +201,7 @@ def hmc_density(path: Path) -> Path:
         sampler = HMC(1, 0.5, 1.0, integrator, "reflect", 30)  # type: ignore[arg-type]
         draws = estimators.draw_perturbations(sampler, delta=1.0, num_draws=60_000)
         color = COLORS[name]
-        ax.hist(draws.numpy(), bins=40, range=(-1, 1), density=True, color=_lighten(color, 0.45), label="draws")
+        ax.hist(draws.numpy(), bins=40, range=(-1, 1), density=True, color=(color, 0.55), label="draws")
         ax.plot(eps, exact, color=_BLACK, lw=2, label="exact, exp(δL)")
         ax.plot(eps, twice, color=_BLACK, lw=1.2, ls="--", label="exp(2δL)")
         distance = estimators.ks_distance(draws, HMC_TEST, 1.0)
@@ -272,17 +273,11 @@ def _tsam_grad(t: float, noise: Noise) -> Callable[[Tensor], Tensor]:
     return lambda x: toys.tsam(TOY1, x, t, noise).grad
 
 
-def _lighten(color: str, amount: float) -> tuple[float, ...]:
-    """Mix a colour with white."""
-    rgb = (int(color[k : k + 2], 16) / 255 for k in (1, 3, 5))
-    return tuple(c + (1 - c) * amount for c in rgb)
-
-
 def _matplotlib() -> Any:
     try:
         import matplotlib.figure
-    except ImportError as error:
-        raise ImportError("figures need matplotlib; run: pip install '.[plots]'") from error
+    except ModuleNotFoundError as error:
+        raise UserError("figures need matplotlib: pip install '.[plots]'") from error
     return matplotlib
 
 

@@ -238,6 +238,25 @@ def test_base_whose_groups_bring_settings_does_not_warn():
         assert [group["rho"] for group in base.param_groups] == [0.3, 0.05]
 
 
+def test_checkpoint_of_another_method_loads_rho_seed_and_steps():
+    """RSAM's gamma is not WSAM's. A checkpoint that names no method loads all settings."""
+    problem = Problem()
+    rsam = tiltsam.RSAM(sgd(problem.model.parameters(), lr=0.2), rho=0.3, gamma=0.6, seed=3)
+    rsam.step(problem.closure)
+    saved = rsam.state_dict()
+    wsam = tiltsam.WSAM(sgd(problem.model.parameters()), rho=0.05, gamma=0.9)
+    with pytest.warns(RuntimeWarning, match="RSAM.*WSAM"):
+        wsam.load_state_dict(saved)
+    group = wsam.param_groups[0]
+    assert {name: group[name] for name in ("lr", "rho", "gamma", "seed", "steps_taken")} == {
+        "lr": 0.2, "rho": 0.3, "gamma": 0.9, "seed": 3, "steps_taken": 1,
+    }  # fmt: skip
+    assert "RSAM" not in group.values()
+    del saved["param_groups"][0]["tilt_method"]
+    wsam.load_state_dict(saved)  # warnings are errors
+    assert wsam.param_groups[0]["gamma"] == 0.6
+
+
 def test_settings_named_like_those_of_the_base():
     """Adadelta has a rho, RMSprop an alpha; ours must not overwrite them."""
     problem = Problem()
@@ -265,4 +284,5 @@ def test_repr_omits_internal_entries_and_keeps_them_in_param_groups(method):
     assert "weight_decay: " in text
     assert "own_rho" not in text
     assert "steps_taken" not in text
+    assert "tilt_method" not in text
     assert [dict(group) for group in optimizer.param_groups] == before

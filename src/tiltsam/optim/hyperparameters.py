@@ -12,6 +12,8 @@ from tiltsam.space.validation import warn
 
 __all__ = ["Hyperparameters", "Schedule"]
 
+_METHOD = "tilt_method"  # the entry that names the method in checkpoints
+
 Schedule: TypeAlias = Callable[[int], float]
 """A value as a function of the step, 0 at the first; :mod:`tiltsam.tilting` has ready ones."""
 
@@ -20,19 +22,22 @@ class Hyperparameters:
     """The settings of a method as entries of ``param_groups``, where users, schedulers and checkpoints find them.
 
     If the base already uses a name, the entry is called ``tilt_<name>``. ``rho`` may differ between groups; an entry
-    ``own_rho`` marks the groups that brought their own. All other settings have one value for the whole step.
+    ``own_rho`` marks the groups that brought their own. All other settings have one value for the whole step. An entry
+    ``tilt_method`` names the method.
 
     Args:
         base: The optimizer that owns the groups.
+        method: Name of the method.
         initial: Names and initial values; a callable is a schedule.
     """
 
     per_group = frozenset({"own_rho", "rho"})
 
-    def __init__(self, base: Optimizer, initial: Mapping[str, Any]) -> None:
+    def __init__(self, base: Optimizer, method: str, initial: Mapping[str, Any]) -> None:
         if "rho" in initial:
             initial = {"own_rho": False, **initial}  # before rho: it records which groups brought one
         self._base = base
+        self._method = method
         self._schedules: dict[str, Schedule] = {name: value for name, value in initial.items() if callable(value)}
         self._initial = {name: _as_python(value(0) if callable(value) else value) for name, value in initial.items()}
         self._keys = {name: f"tilt_{name}" if name in base.defaults else name for name in initial}
@@ -84,7 +89,7 @@ class Hyperparameters:
 
     def entries(self) -> frozenset[str]:
         """Return the names of the entries in the groups."""
-        return frozenset(self._keys.values())
+        return frozenset((_METHOD, *self._keys.values()))
 
     def fill(self, before: Sequence[Mapping[str, Any]] | None = None) -> None:
         """Give groups that lack a setting its value: that of group 0, or for ``rho`` the initial one.
@@ -109,6 +114,18 @@ class Hyperparameters:
         taken = max((group[key] for group in groups), default=0)
         for group in groups:
             group[key] = taken  # a group that was removed for a while has fallen behind
+            group[_METHOD] = self._method
+
+    def drop_foreign_settings(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Return the state dict; of another method's settings keep only rho, seed and steps_taken, and warn."""
+        groups = state_dict.get("param_groups", ())  # a base that wraps an optimizer may have none
+        found = next((group[_METHOD] for group in groups if _METHOD in group), self._method)
+        if found == self._method:
+            return state_dict
+        warn(f"the checkpoint is of {found}: {self._method} loads only its rho, seed and steps_taken")
+        kept = {*self.per_group, "seed", "steps_taken"}
+        dropped = {key for name, key in self._keys.items() if name not in kept}
+        return {**state_dict, "param_groups": [{k: v for k, v in g.items() if k not in dropped} for g in groups]}
 
     def update(self) -> None:
         """Fill groups that were added to the base, and give scheduled settings their values at the coming step."""

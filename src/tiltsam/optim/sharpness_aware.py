@@ -134,7 +134,8 @@ class SharpnessAware(Optimizer):
         # Optimizer (hooks, the profiled step) around ours.
         Optimizer.__setstate__(self, {"defaults": {**base.defaults}})
         self._zero_grad_profile_name = f"Optimizer.zero_grad#{type(self).__name__}.zero_grad"
-        self._hyperparameters = Hyperparameters(base, {**settings, "seed": seed, "steps_taken": 0})
+        initial = {**settings, "seed": seed, "steps_taken": 0}
+        self._hyperparameters = Hyperparameters(base, type(self).__name__, initial)
         self._setting_names = [name for name in settings if name != "rho"]
         self._space: ParameterSpace | None = None
         self._space_key: tuple[Any, ...] = ()
@@ -638,7 +639,7 @@ class SharpnessAware(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what :meth:`state_dict` returned, or a checkpoint of the bare base: settings then stay as they are.
 
-        A checkpoint of a different method also restores the settings both share (e.g. ``rho``).
+        Of a checkpoint of another method only ``rho``, ``seed`` and ``steps_taken`` are loaded, with a warning.
         """
         state_dict = state_dict.copy()
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
@@ -646,6 +647,7 @@ class SharpnessAware(Optimizer):
             state_dict = state_dict if replaced is None else replaced
         self._hyperparameters.fill()
         before = [dict(group) for group in self.param_groups]
+        state_dict = self._hyperparameters.drop_foreign_settings(state_dict)
         self._sampler_state.load_state_dict(self.base, state_dict)
         self._hyperparameters.fill(before)
         for post in self._optimizer_load_state_dict_post_hooks.values():
@@ -653,7 +655,7 @@ class SharpnessAware(Optimizer):
         self.check_settings()
 
     def __repr__(self) -> str:
-        base = re.sub(r"^ +(own_rho|steps_taken): .*\n", "", repr(self.base), flags=re.MULTILINE)
+        base = re.sub(r"^ +(own_rho|steps_taken|tilt_method): .*\n", "", repr(self.base), flags=re.MULTILINE)
         return f"{type(self).__name__}({self._hyperparameters},\n  base={base})"
 
 

@@ -210,32 +210,31 @@ def test_init_refuses_different_t_per_group(which):
         tiltsam.TSAM(sgd(groups), num_samples=3, t=20.0)
 
 
-def test_base_with_settings_of_an_earlier_method():
-    """They win, as in a resume; a warning names those that differ from the new arguments."""
-    group = {"params": nn.Linear(2, 2).parameters()}
-    base = sgd([group])
-    tiltsam.SAM(base, rho=0.05, seed=1)
-    saved = base.state_dict()
-    tiltsam.SAM(base, rho=0.05, seed=1)  # warnings are errors
-    tiltsam.SAM(base, rho=lambda step: 0.5, seed=1)  # a schedule writes its own value at each step
-    loaded = sgd(nn.Linear(2, 2).parameters())
-    loaded.load_state_dict(saved)
-    for earlier in (base, torch.optim.SGD(base.param_groups), loaded):
-        with pytest.warns(RuntimeWarning, match=r"\{'rho': 0.05, 'seed': 1\}") as caught:
-            again = tiltsam.SAM(earlier, rho=0.5, seed=7)
-        assert [warning.filename for warning in caught] == [__file__]
-        assert (again.param_groups[0]["rho"], again.param_groups[0]["seed"]) == (0.05, 1)
-    with pytest.warns(RuntimeWarning, match=r"\{'rho': 0.05\}"):
-        tiltsam.TSAM(base, rho=0.1, t=3.0, seed=1)
+def test_wrapping_a_base_again_replaces_settings():
+    """As when a notebook cell runs again. The step count stays."""
+    problem = Problem()
+    base = sgd(problem.model.parameters())
+    optimizer = tiltsam.SAM(base, rho=0.05, seed=1)
+    optimizer.step(problem.closure)
+    loaded = sgd(problem.model.parameters())
+    loaded.load_state_dict(optimizer.state_dict())
+    for wrapped in (base, torch.optim.SGD(base.param_groups), loaded):
+        group = tiltsam.SAM(wrapped, rho=0.5, seed=7).param_groups[0]
+        assert (group["rho"], group["seed"], group["steps_taken"]) == (0.5, 7, 1)
+    group = tiltsam.TSAM(base, rho=0.1, t=3.0).param_groups[0]
+    assert (group["rho"], group["t"], group["seed"], group["steps_taken"]) == (0.1, 3.0, 0, 1)
 
 
-def test_base_whose_groups_bring_settings_does_not_warn():
+def test_wrapping_a_base_again_keeps_rho_that_groups_brought():
     groups = [{"params": nn.Linear(2, 2).parameters(), "rho": 0.3, "seed": 4}, {"params": nn.Linear(2, 2).parameters()}]
     base = sgd(groups)
     base.param_groups[1]["seed"] = 4
-    for _ in range(2):
-        tiltsam.SAM(base, rho=0.05, seed=4)  # warnings are errors
-        assert [group["rho"] for group in base.param_groups] == [0.3, 0.05]
+    for rho in (0.05, 0.07):
+        tiltsam.SAM(base, rho=rho, seed=4)
+        assert [group["rho"] for group in base.param_groups] == [0.3, rho]
+    tiltsam.ERM(base)
+    tiltsam.SAM(base, rho=0.09)
+    assert [group["rho"] for group in base.param_groups] == [0.3, 0.09]
 
 
 def test_checkpoint_of_another_method_loads_rho_seed_and_steps():

@@ -23,7 +23,8 @@ class Hyperparameters:
 
     If the base already uses a name, the entry is called ``tilt_<name>``. ``rho`` may differ between groups; an entry
     ``own_rho`` marks the groups that brought their own. All other settings have one value for the whole step. An entry
-    ``tilt_method`` names the method.
+    ``tilt_method`` names the method. If the base was wrapped before, the new settings replace the earlier ones, except
+    the step count and the ``rho`` of groups that brought their own.
 
     Args:
         base: The optimizer that owns the groups.
@@ -41,29 +42,14 @@ class Hyperparameters:
         self._schedules: dict[str, Schedule] = {name: value for name, value in initial.items() if callable(value)}
         self._initial = {name: _as_python(value(0) if callable(value) else value) for name, value in initial.items()}
         self._keys = {name: f"tilt_{name}" if name in base.defaults else name for name in initial}
-        self._warn_of_earlier_settings()
         for group in base.param_groups:  # before fill, which would copy what group 0 brought to the others
+            wrapped = self._keys["steps_taken"] in group
+            if "rho" in self and group.get("own_rho") is False:
+                group.pop(self._keys["rho"], None)
             for name, key in self._keys.items():
                 if name not in self.per_group and name != "steps_taken":
-                    group.setdefault(key, self._initial[name])
+                    group[key] = self._initial[name] if wrapped else group.get(key, self._initial[name])
         self.fill()
-
-    def _warn_of_earlier_settings(self) -> None:
-        """Warn if the base was wrapped before, or has loaded the checkpoint of a method, with other settings."""
-        kept = {
-            key: group[key]
-            for group in self._base.param_groups
-            if self._keys["steps_taken"] in group
-            for name, key in self._keys.items()
-            if name not in {"own_rho", "steps_taken", *self._schedules}
-            and not (name == "rho" and group.get("own_rho"))
-            and group.get(key, self._initial[name]) != self._initial[name]
-        }
-        if kept:
-            warn(
-                f"the base has the settings of an earlier method, which win: {kept}. Pass a new base, or set "
-                "param_groups"
-            )
 
     def __contains__(self, name: str) -> bool:
         return name in self._keys

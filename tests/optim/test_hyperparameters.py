@@ -44,6 +44,12 @@ def test_numpy_settings_are_saved_as_python_numbers():
     file.seek(0)
     group = torch.load(file, weights_only=True)["param_groups"][0]
     assert (group["t"], group["rho"], group["num_samples"]) == (1.0, float(rho[0]), 2)
+    optimizer.param_groups[0].update(rho=rho[1], num_samples=num_samples[0])
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))], "rho": rho[0]})
+    optimizer.step(problem.closure)
+    first, second = optimizer.param_groups
+    assert [type(value) for value in (first["rho"], second["rho"], first["num_samples"])] == [float, float, int]
+    assert (first["rho"], second["rho"], first["num_samples"]) == (float(rho[1]), float(rho[0]), 1)
 
 
 @pytest.mark.filterwarnings("ignore:the checkpoint has no")  # that of the base

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral, Real
+from types import NoneType
 from typing import Any, TypeAlias
 
 from torch.optim import Optimizer
@@ -13,6 +14,7 @@ from tiltsam.space.validation import warn
 __all__ = ["Hyperparameters", "Schedule"]
 
 _METHOD = "tilt_method"  # the entry that names the method in checkpoints
+_PLAIN = (bool, int, float, NoneType)
 
 Schedule: TypeAlias = Callable[[int], float]
 """A value as a function of the step, 0 at the first; :mod:`tiltsam.tilting` has ready ones."""
@@ -80,6 +82,8 @@ class Hyperparameters:
     def fill(self, before: Sequence[Mapping[str, Any]] | None = None) -> None:
         """Give groups that lack a setting its value: that of group 0, or for ``rho`` the initial one.
 
+        Numbers of numpy are converted.
+
         Args:
             before: The groups before a state dict was loaded; their values then count as initial.
         """
@@ -87,6 +91,8 @@ class Hyperparameters:
         for i, group in enumerate(groups):
             for name, key in self._keys.items():
                 if key in group:
+                    if type(group[key]) not in _PLAIN:
+                        group[key] = _as_python(group[key])
                     continue
                 if name not in self.per_group and key in groups[0]:
                     group[key] = groups[0][key]

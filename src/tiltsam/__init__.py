@@ -34,9 +34,9 @@ _check_torch(str(torch.__version__))
 
 from tiltsam import curvature, landscape, samplers, sharpness, tilting
 from tiltsam.averaging import WeightAverage
-from tiltsam.capture import capture
-from tiltsam.capture.captured_step import CapturedStep
 from tiltsam.distributed import Parallel
+from tiltsam.graphs import capture
+from tiltsam.graphs.captured_step import CapturedStep
 from tiltsam.optim import (
     ASAM,
     ERM,

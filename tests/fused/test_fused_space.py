@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from helpers.cases import METHODS, sgd
-from tiltsam.capture import capture
 from tiltsam.fused import fused_space, parameter_space
 from tiltsam.fused.fused_space import FusedSpace, ReservedTables
+from tiltsam.graphs import capture
 from tiltsam.optim import sharpness_aware
 from tiltsam.samplers import Draw, draw_at
 from tiltsam.space.parameter_space import ParameterSpace

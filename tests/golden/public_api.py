@@ -15,7 +15,6 @@ MODULES = (
     "tiltsam.tilting",
     "tiltsam.samplers",
     "tiltsam.averaging",
-    "tiltsam.capture",
     "tiltsam.sharpness",
     "tiltsam.curvature",
     "tiltsam.landscape",

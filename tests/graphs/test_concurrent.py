@@ -7,13 +7,13 @@ import torch
 from torch import nn
 
 import tiltsam
-from tiltsam.capture.concurrent import (
+from tiltsam.graphs.concurrent import (
     allocate_scratch,
     average_samples_concurrently,
     can_run_concurrently,
     weights_at,
 )
-from tiltsam.capture.random_state import CapturedModelState
+from tiltsam.graphs.random_state import CapturedModelState
 from tiltsam.optim.step_info import StepInfo
 from tiltsam.samplers import HMC, Ascent, CenterThenAscent, Uniform, draw_after_ascent
 

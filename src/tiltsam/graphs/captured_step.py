@@ -1,4 +1,4 @@
-"""Warm-up, capture, replay and invalidation of a step as a CUDA graph; see :func:`tiltsam.capture.capture`."""
+"""Warm-up, capture, replay and invalidation of a step as a CUDA graph; see :func:`tiltsam.capture`."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from tiltsam.capture.concurrent import (
+from tiltsam.fused.fused_space import FusedSpace, ReservedTables
+from tiltsam.graphs.concurrent import (
     Scratch,
     allocate_scratch,
     average_samples_concurrently,
     can_run_concurrently,
     weights_at,
 )
-from tiltsam.capture.random_state import CapturedModelState, CapturedRandom
-from tiltsam.fused.fused_space import FusedSpace, ReservedTables
+from tiltsam.graphs.random_state import CapturedModelState, CapturedRandom
 from tiltsam.optim.sharpness_aware import SharpnessAware, Step
 from tiltsam.optim.step_info import StepInfo
 from tiltsam.space.evaluator import Closure

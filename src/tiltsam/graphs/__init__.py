@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tiltsam.capture.captured_step import WARM_UP, CapturedStep
+from tiltsam.graphs.captured_step import WARM_UP, CapturedStep
 from tiltsam.optim.sharpness_aware import SharpnessAware
 
 __all__ = ["capture"]

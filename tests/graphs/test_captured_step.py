@@ -12,8 +12,8 @@ from torch import nn
 
 import tiltsam
 from helpers.cases import METHODS, Net, Problem, sgd
-from tiltsam.capture import capture, captured_step
-from tiltsam.capture.captured_step import CapturedStep, _arrange_state, _WarmUp
+from tiltsam.graphs import capture, captured_step
+from tiltsam.graphs.captured_step import CapturedStep, _arrange_state, _WarmUp
 
 every_method = pytest.mark.parametrize("method", METHODS, ids=repr)
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -391,7 +391,7 @@ def train(method, model, steps=10, captured=False):
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(steps, 16, 6, generator=generator).to(DEVICE)
     y = torch.randint(3, (steps, 16), generator=generator).to(DEVICE)
-    step = capture(optimizer, loss_fn, (x[0], y[0])) if captured else None
+    step = capture(optimizer, loss_fn) if captured else None
     for k in range(steps):
 
         def closure(k=k):

@@ -62,7 +62,6 @@ class CapturedStep:
         self,
         optimizer: SharpnessAware,
         loss_fn: Callable[..., Tensor] | Sequence[Callable[..., Tensor]],
-        example_batch: Sequence[Any],
         *,
         ascent_loss_fn: Callable[..., Tensor] | None = None,
         concurrent: bool = False,
@@ -95,7 +94,6 @@ class CapturedStep:
         self._stream: torch.cuda.Stream | None = None
         self._rates: list[Tensor] = []  # learning rates on the device, where graphs read them
         self._rate_values: list[float] = []
-        _check_batch(tuple(example_batch))
         if self.reason is not None and "cuda" in _device_types(optimizer):
             warn(f"steps run eagerly, because {self.reason}")
 

@@ -128,7 +128,7 @@ class SharpnessAware(Optimizer):
         self.parallel = parallel
         self.skip_nonfinite = skip_nonfinite
         self._model_options = {"buffers_once": buffers_once, "same_dropout": same_dropout}
-        self._sampler_state = SamplerState(getattr(sampler, "state_names", ()))
+        self._sampler_state = SamplerState(sampler.state_names)
         self._sampler_state.check_base(base)
         # Optimizer.__init__ would create its own groups and state. Its unpickling path sets up the rest of an
         # Optimizer (hooks, the profiled step) around ours.
@@ -477,7 +477,7 @@ class SharpnessAware(Optimizer):
             each = sampler.independent and num_samples > 1
             takes = f"one closure, or one for each of its {num_samples} samples" if each else "one closure"
             raise ValueError(f"{type(self).__name__} takes {takes}; got {number}")
-        if getattr(sampler, "share_ascent", False) and not has_ascent_closure:
+        if sampler.share_ascent and not has_ascent_closure:
             raise ValueError("a shared ascent needs ascent_closure if each sample has its own closure")
 
     # ---------------------------------------------------------------- the space and what a step measured

@@ -36,8 +36,9 @@ MODULES = sorted(
 # A package imports from the layers above it in this list, never from its own or from those below. The library (up to
 # "tiltsam", its __init__) does not import the lab.
 LAYERS = (
-    {"tilting", "distributed"},
+    {"distributed"},
     {"space"},
+    {"tilting"},
     {"fused", "samplers", "flatness"},
     {"optim", "toys", "sharpness", "curvature", "landscape"},
     {"graphs", "averaging", "integrations"},

@@ -29,7 +29,7 @@ from tiltsam.flatness.numerics import at_least_float32, total_norm
 from tiltsam.flatness.objectives import CrossEntry, CrossTable, ErmLoss, SamLoss, TsamLoss, cross_objectives
 from tiltsam.flatness.randomness import Purpose, generator
 from tiltsam.flatness.worst_case import WorstCase, m_sharpness
-from tiltsam.space.validation import check_nonnegative
+from tiltsam.space.validation import check_count, check_nonnegative
 from tiltsam.tilting import effective_sample_size, tilted_weights
 
 __all__ = [
@@ -98,8 +98,7 @@ class Neighborhood:
         """Return the statistics of losses of shape ``[num_std, num_samples]``."""
         check_nonnegative("t", t)
         num = losses.shape[1]
-        if num < 2:
-            raise ValueError(f"num_samples must be at least 2 to estimate an error, got {num}")
+        check_count("num_samples", num, 2)
         plain = [_leave_one_out(row, 0.0) for row in losses]
         tilted = [_leave_one_out(row, t) for row in losses] if t > 0 else plain
         weights = [tilted_weights(row, t) for row in losses]
@@ -196,8 +195,7 @@ def neighborhood(
         (torch.Size([2]), True)
     """
     stds = _check_stds(std)
-    if num_samples < 2:
-        raise ValueError(f"num_samples must be at least 2 to estimate an error, got {num_samples}")
+    check_count("num_samples", num_samples, 2)
     check_nonnegative("t", t)
     total = len(stds) * num_samples + 1
     with LossSurface(model, loss_fn, batches, parameters=parameters, size_of=size_of, seed=seed) as surface:

@@ -605,8 +605,9 @@ def test_capture_refuses_bad_arguments():
     base = sgd(problem.model.parameters())
     with pytest.raises(TypeError, match="SGD"):
         capture(base, problem.loss)
-    with pytest.raises(ValueError, match="got 0"):
-        capture(tiltsam.SAM(base), problem.loss, warm_up=0)
+    for warm_up in (0, 2.5):
+        with pytest.raises(ValueError, match=f"warm_up .*got {warm_up}"):
+            capture(tiltsam.SAM(base), problem.loss, warm_up=warm_up)
     with pytest.raises(TypeError, match="positional"):
         capture(tiltsam.SAM(base), problem.loss, (problem.x,))
     with pytest.raises(TypeError, match="tensor"):

@@ -9,8 +9,10 @@ def test_linear_schedules():
     assert Linear(1.0, 3.0, 2)(1) == 2.0
     assert [Linear(20.3, 0.1, 4)(k) for k in (0, 4, 9)] == [20.3, 0.1, 0.1]
     assert {Linear(0.3, 0.3, 10)(k) for k in range(12)} == {0.3}
-    with pytest.raises(ValueError, match="num_steps must be at least 1, got 0"):
-        linear_up(1.0, 0)
+    for schedule in (linear_up, linear_down, late_phase):
+        for num_steps in (0, 2.5):
+            with pytest.raises(ValueError, match=f"num_steps .*got {num_steps}"):
+                schedule(1.0, num_steps)
 
 
 def test_late_phase_schedule():

@@ -25,7 +25,7 @@ from tiltsam.optim.step_info import StepInfo
 from tiltsam.space.evaluator import Closure
 from tiltsam.space.parameter_space import ParameterSpace
 from tiltsam.space.step_record import unpack
-from tiltsam.space.validation import warn
+from tiltsam.space.validation import check_count, warn
 
 __all__ = ["WARM_UP", "CapturedStep"]
 
@@ -72,8 +72,7 @@ class CapturedStep:
                 f"optimizer must be a tiltsam optimizer, got {type(optimizer).__name__}: for plain training wrap it in "
                 "tiltsam.ERM"
             )
-        if warm_up < 1:
-            raise ValueError(f"warm_up must be >= 1, got {warm_up}")
+        check_count("warm_up", warm_up)
         if concurrent and (optimizer.model is None or not optimizer.current_space().model_state.buffers_once):
             raise ValueError(
                 "concurrent samples need model= and buffers_once=True: only one sample may update BatchNorm statistics"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tiltsam.space.validation import check_count
+
 __all__ = ["Late", "Linear", "late_phase", "linear_down", "linear_up"]
 
 
@@ -19,8 +21,7 @@ class Linear:
     num_steps: int
 
     def __post_init__(self) -> None:
-        if self.num_steps < 1:
-            raise ValueError(f"num_steps must be at least 1, got {self.num_steps}")
+        check_count("num_steps", self.num_steps)
 
     def __call__(self, step: int) -> float:
         """Return the value at ``step``."""
@@ -65,6 +66,7 @@ def late_phase(value: float, num_steps: int, fraction: float = 0.75) -> Late:
         >>> rho(749), rho(750)
         (0.0, 0.05)
     """
+    check_count("num_steps", num_steps)
     if not 0 <= fraction <= 1:
         raise ValueError(f"fraction must be in [0, 1], got {fraction}")
     return Late(value, round(fraction * num_steps))

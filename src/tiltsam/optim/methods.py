@@ -489,7 +489,7 @@ METHODS: dict[str, Callable[..., SharpnessAware]] = {
     "friendlysam": FriendlySAM,
     "wsam": WSAM,
     "usam": USAM,
-    "msam": MomentumSAM,
+    "momentumsam": MomentumSAM,
 }
 """All methods by name: TSAM and those of its paper, then the variants of SAM."""
 

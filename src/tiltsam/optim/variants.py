@@ -8,7 +8,7 @@ name             class            gradient given to the base                    
 ``friendlysam``  FriendlySAM      ∇L(θ + ρ n(g − σm)), m the running mean of g     2
 ``wsam``         WSAM             (1−2γ)/(1−γ) g + γ/(1−γ) g_p                     2
 ``usam``         USAM             ∇L(θ + ρ ‖g‖^p n(g))                             2
-``msam``         MomentumSAM      ∇L(θ − ρ n(v)), v the momentum                   1
+``momentumsam``  MomentumSAM      ∇L(θ − ρ n(v)), v the momentum                   1
 ===============  ===============  ===============================================  ====================================
 
 Here ``g = ∇L(θ)``, ``g_p = ∇L(θ + ρ n(g))`` is SAM's gradient, and ``g_v`` the part of the last ``g_p`` that is

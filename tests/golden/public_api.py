@@ -13,6 +13,7 @@ from collections.abc import Iterator
 MODULES = (
     "tiltsam",
     "tiltsam.tilting",
+    "tiltsam.schedules",
     "tiltsam.samplers",
     "tiltsam.averaging",
     "tiltsam.sharpness",

@@ -11,7 +11,7 @@ from torch import nn
 
 import tiltsam
 from helpers.cases import METHODS, Problem, backward, sgd
-from tiltsam.tilting import linear_up
+from tiltsam.schedules import linear_up
 
 every_method = pytest.mark.parametrize("method", METHODS, ids=repr)
 

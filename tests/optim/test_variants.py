@@ -8,7 +8,7 @@ import tiltsam
 from helpers import reference
 from helpers.cases import METHODS, Problem, assert_same, sgd
 from tiltsam.optim import norm_groups
-from tiltsam.tilting import late_phase
+from tiltsam.schedules import late_phase
 
 ASCENDING = [m for m in METHODS if "rho" in m.kwargs and not m.name.startswith("tsam")]  # TSAM's start is noise
 every_ascending_method = pytest.mark.parametrize("method", ASCENDING, ids=repr)

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
 from types import NoneType
-from typing import Any, TypeAlias
+from typing import Any
 
 from torch.optim import Optimizer
 
+from tiltsam.schedules import Schedule
 from tiltsam.space.validation import warn
 
-__all__ = ["Hyperparameters", "Schedule"]
+__all__ = ["Hyperparameters"]
 
 _METHOD = "tilt_method"  # the entry that names the method in checkpoints
 _PLAIN = (bool, int, float, NoneType)
-
-Schedule: TypeAlias = Callable[[int], float]
-"""A value as a function of the step, 0 at the first; :mod:`tiltsam.tilting` has ready ones."""
 
 
 class Hyperparameters:

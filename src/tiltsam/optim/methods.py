@@ -28,7 +28,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from tiltsam.distributed import Parallel
-from tiltsam.optim.hyperparameters import Schedule
 from tiltsam.optim.sharpness_aware import DETECTED, SharpnessAware
 from tiltsam.optim.validation import check_sampler
 from tiltsam.optim.variants import GSAM, USAM, WSAM, FriendlySAM, LookSAM, MomentumSAM
@@ -44,6 +43,7 @@ from tiltsam.samplers import (
     Sampler,
     Uniform,
 )
+from tiltsam.schedules import Schedule
 from tiltsam.space.parameter_space import ParameterSpace
 from tiltsam.space.protocol import default_radius
 from tiltsam.space.step_record import FixedWeights, Weighting

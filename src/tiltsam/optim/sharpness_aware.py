@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 
 from tiltsam.distributed import Parallel
 from tiltsam.fused import parameter_space
-from tiltsam.optim.hyperparameters import Hyperparameters, Schedule
+from tiltsam.optim.hyperparameters import Hyperparameters
 from tiltsam.optim.sample_parallel import average_samples_over_ranks
 from tiltsam.optim.step_info import StepInfo
 from tiltsam.optim.validation import (
@@ -52,7 +52,7 @@ from tiltsam.space.sampler_state import SamplerState
 from tiltsam.space.step_record import FixedWeights, StepRecord, Weighting
 from tiltsam.space.validation import check_nonnegative, warn, warn_low_precision
 
-__all__ = ["Schedule", "SharpnessAware", "Step", "StepInfo"]
+__all__ = ["SharpnessAware", "Step", "StepInfo"]
 
 DETECTED = Parallel()  # the processes of DDP, FSDP2 or torch.distributed
 _MAX_PENDING = 256  # samples whose validity is kept before it is summed up

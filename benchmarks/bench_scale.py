@@ -294,7 +294,7 @@ def _measure_method(work: Transformer, setting: Setting, name: str, mode: str, r
         optimizer = tiltsam.METHODS[key](work.base(setting.base), model=work.model, **options)
         step: Step = partial(optimizer.step, work.closure)
         if mode == "captured":
-            captured = tiltsam.capture(optimizer, work.loss, (work.x, work.y), warm_up=2)
+            captured = tiltsam.capture(optimizer, work.loss, warm_up=2)
             step = partial(captured, work.x, work.y)
         for _ in range(3 * period if period > 1 else 1):  # warm up every kind of step
             step()

@@ -102,7 +102,7 @@ def time_captured(work: Workload, args: argparse.Namespace, device: torch.device
     rows = [_row("one pass alone", "captured", alone, 1, alone)]
     for name, (key, options, passes) in our_methods(args.samples).items():
         optimizer = tiltsam.METHODS[key](work.sgd(), model=work.model, **options)
-        step = tiltsam.capture(optimizer, work.loss, (work.x, work.y))
+        step = tiltsam.capture(optimizer, work.loss)
         for _ in range(4):
             step(work.x, work.y)
         if step.reason is not None:
@@ -152,7 +152,7 @@ def measure_memory(args: argparse.Namespace, device: torch.device) -> None:
         optimizer = tiltsam.TSAM(work.sgd(), t=TILT, rho=RHO, radius=RADIUS, num_samples=int(number), model=work.model)
         step = partial(optimizer.step, work.closure)
         if kind == "captured":
-            step = partial(tiltsam.capture(optimizer, work.loss, (work.x, work.y)), work.x, work.y)
+            step = partial(tiltsam.capture(optimizer, work.loss), work.x, work.y)
     for _ in range(5):
         step()
     print(json.dumps({"peak_mib": peak_memory(device)}))

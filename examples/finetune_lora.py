@@ -73,7 +73,7 @@ def main() -> None:
         starts = torch.randint(len(tokens) - args.length, (args.batch, 1), generator=random)
         return tokens[starts + torch.arange(args.length + 1)].to(device)
 
-    take_step = tiltsam.capture(optimizer, loss_fn, (draw(),))  # one CUDA graph; eager on a CPU
+    take_step = tiltsam.capture(optimizer, loss_fn)  # one CUDA graph; eager on a CPU
     for step in range(args.steps):
         loss = take_step(draw())
         schedule.step()

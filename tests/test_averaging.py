@@ -339,7 +339,7 @@ def test_average_of_captured_steps():
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3)).cuda()
     x, y = torch.randn(32, 8, device="cuda"), torch.randint(3, (32,), device="cuda")
     optimizer = tiltsam.SAM(torch.optim.SGD(model.parameters(), lr=0.1))
-    step = tiltsam.capture(optimizer, lambda x, y: nn.functional.cross_entropy(model(x), y), (x, y))
+    step = tiltsam.capture(optimizer, lambda x, y: nn.functional.cross_entropy(model(x), y))
     average, seen = tiltsam.WeightAverage(model, power=0), []
     for _ in range(12):
         step(x, y)

@@ -220,15 +220,21 @@ def test_trace_deflates_with_eigenpairs_of_other_dtype() -> None:
     ("measure", "options"),
     [
         (top_eigenvalues, {"k": 0}),
-        (top_eigenvalues, {"k": 3, "basis_size": 3}),
+        (top_eigenvalues, {"k": True}),
+        (top_eigenvalues, {"max_products": 0}),
+        (top_eigenvalues, {"tol": -1.0}),
+        (top_eigenvalues, {"basis_size": 4, "k": 4}),
         (top_eigenvalues, {"which": "middle"}),
         (trace, {"num_samples": 1}),
         (spectral_density, {"num_probes": 0}),
+        (spectral_density, {"num_steps": 1.5}),
+        (spectral_density, {"num_points": 1}),
         (spectral_density, {"width": 0.0}),
     ],
 )
 def test_curvature_rejects_bad_arguments(measure: Any, options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="must be"):
+    name, value = next(iter(options.items()))
+    with pytest.raises(ValueError, match=f"{name} must be .*got {value!r}"):
         measure(mlp(), cross_entropy, ONE, **options)
 
 

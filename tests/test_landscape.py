@@ -144,8 +144,13 @@ def test_between_moves_and_restores_frozen_parameters() -> None:
 @pytest.mark.parametrize("options", [{"span": (1.0, -1.0)}, {"num_points": 1}, {"span": (0.0, math.inf)}], ids=str)
 def test_slice_rejects_bad_span(options: dict[str, Any]) -> None:
     model = convnet()
-    with pytest.raises(ValueError, match="span"):
+    with pytest.raises(ValueError, match=next(iter(options))):
         slice_1d(model, cross_entropy, unequal_batches(), random_direction(model), **options)
+
+
+def test_slice_rejects_direction_without_parameters() -> None:
+    with pytest.raises(ValueError, match="parameter, got none"):
+        slice_1d(convnet(), cross_entropy, unequal_batches(), {})
 
 
 def test_slice_rejects_direction_of_other_shape() -> None:

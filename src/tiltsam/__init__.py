@@ -8,6 +8,7 @@
 - Averaged weights: :class:`WeightAverage`, for any optimizer.
 - Several processes: :class:`Parallel`; DDP and FSDP2 are detected automatically.
 - Measuring flatness: :mod:`tiltsam.sharpness`, :mod:`tiltsam.curvature`, :mod:`tiltsam.landscape`.
+- Schedules of settings: :mod:`tiltsam.schedules`.
 - The mathematics: :mod:`tiltsam.tilting`, :mod:`tiltsam.samplers`.
 """
 
@@ -32,11 +33,11 @@ def _check_torch(version: str) -> None:
 
 _check_torch(str(torch.__version__))
 
-from tiltsam import curvature, landscape, samplers, sharpness, tilting
+from tiltsam import curvature, landscape, samplers, schedules, sharpness, tilting
 from tiltsam.averaging import WeightAverage
-from tiltsam.capture import capture
-from tiltsam.capture.captured_step import CapturedStep
 from tiltsam.distributed import Parallel
+from tiltsam.graphs import capture
+from tiltsam.graphs.captured_step import CapturedStep
 from tiltsam.optim import (
     ASAM,
     ERM,
@@ -85,6 +86,7 @@ __all__ = [
     "curvature",
     "landscape",
     "samplers",
+    "schedules",
     "sharpness",
     "tilted_loss",
     "tilted_mean",

@@ -35,6 +35,7 @@ from tiltsam.flatness.lanczos import Which, quadrature, thick_restart
 from tiltsam.flatness.loss_surface import Batches, LossFn, LossSurface, ProgressCallback, trainable
 from tiltsam.flatness.numerics import Estimate, rademacher_, weighted_mean
 from tiltsam.flatness.randomness import Purpose, generator
+from tiltsam.space.validation import check_count, check_nonnegative, check_positive
 
 __all__ = [
     "Density",
@@ -180,10 +181,11 @@ def top_eigenvalues(
         >>> bool(found.converged.all()), bool(found.values[0] >= found.values[1])
         (True, True)
     """
-    if k < 1 or max_products < 1 or not tol >= 0:
-        raise ValueError(f"k and max_products must be >= 1 and tol >= 0, got {k}, {max_products} and {tol}")
-    if basis_size is not None and basis_size <= k:
-        raise ValueError(f"basis_size must be larger than k = {k}, got {basis_size}")
+    check_count("k", k)
+    check_count("max_products", max_products)
+    check_nonnegative("tol", tol)
+    if basis_size is not None:
+        check_count("basis_size", basis_size, k + 1)
     if which not in ("largest", "smallest", "magnitude"):
         raise ValueError(f"which must be 'largest', 'smallest' or 'magnitude', got {which!r}")
     with LossSurface(model, loss_fn, batches, parameters=parameters, size_of=size_of, seed=seed) as surface:
@@ -263,8 +265,7 @@ def trace(
         >>> found.value > 0 and found.error < found.value
         True
     """
-    if num_samples < 2:
-        raise ValueError(f"num_samples must be at least 2 to estimate an error, got {num_samples}")
+    check_count("num_samples", num_samples, 2)
     with LossSurface(model, loss_fn, batches, parameters=parameters, size_of=size_of, seed=seed) as surface:
         hessian = HessianOperator(surface, keep_graph=keep_graph)
         if deflate is not None and list(deflate.shapes.items()) != _shapes(surface):
@@ -352,11 +353,11 @@ def spectral_density(
         >>> abs(float(torch.trapezoid(found.values, found.grid)) - 1) < 1e-3
         True
     """
-    if num_probes < 1 or num_steps < 1 or num_points < 2 or (width is not None and not width > 0):
-        raise ValueError(
-            "num_probes and num_steps must be >= 1, num_points >= 2 and width > 0, "
-            f"got {num_probes}, {num_steps}, {num_points} and {width}"
-        )
+    check_count("num_probes", num_probes)
+    check_count("num_steps", num_steps)
+    check_count("num_points", num_points, 2)
+    if width is not None:
+        check_positive("width", width)
     with LossSurface(model, loss_fn, batches, parameters=parameters, size_of=size_of, seed=seed) as surface:
         nodes, weights = torch.zeros(2, num_probes, num_steps, dtype=torch.float64, device="cpu")
         hessian = HessianOperator(surface, keep_graph=keep_graph)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from tiltsam.flatness.loss_surface import Batches, LossFn, LossSurface, ProgressCallback, trainable
 from tiltsam.flatness.numerics import at_least_float32
 from tiltsam.flatness.randomness import Purpose, generator
-from tiltsam.space.validation import warn
+from tiltsam.space.validation import check_count, warn
 
 __all__ = ["Direction", "Slice1D", "Slice2D", "between", "random_direction", "slice_1d", "slice_2d"]
 
@@ -136,7 +136,7 @@ def slice_1d(
         >>> line.losses.shape
         torch.Size([21])
     """
-    positions = _positions(span, num_points)
+    positions = _positions("span", span, num_points)
     points = [(a,) for a in positions.tolist()]
     losses = _losses_at(model, loss_fn, batches, [direction], points, seed, size_of, progress)
     return Slice1D(positions, losses, label)
@@ -165,7 +165,7 @@ def slice_2d(
     Raises:
         ValueError: If the data is empty, a loss is not finite, or a direction does not fit the model.
     """
-    x, y = _positions(span_x, num_points), _positions(span_y, num_points)
+    x, y = _positions("span_x", span_x, num_points), _positions("span_y", span_y, num_points)
     points = [(a, b) for b in y.tolist() for a in x.tolist()]
     losses = _losses_at(model, loss_fn, batches, [direction_x, direction_y], points, seed, size_of, progress)
     return Slice2D(x, y, losses.view(len(y), len(x)), label)
@@ -216,7 +216,7 @@ def between(
             raise ValueError("start and end must have the names and shapes of the model's state dict")
     # The weights of the model itself change below: an end that shares memory with them must be copied.
     ends = [_copy_if_shared(state, own) for state in states]
-    positions = _positions(span, num_points)
+    positions = _positions("span", span, num_points)
     with LossSurface(model, loss_fn, batches, size_of=size_of, seed=seed) as surface:
         losses = torch.empty(num_points, dtype=torch.float64, device="cpu")
         surface.save_all()
@@ -249,6 +249,8 @@ def _losses_at(
     """Return the loss at ``theta + sum_k point[k] directions[k]`` for every point."""
     known = trainable(model)
     for direction in directions:
+        if not direction:
+            raise ValueError("a direction must have at least one parameter, got none")
         for name, part in direction.items():
             if name not in known or part.shape != known[name].shape:
                 raise ValueError(f"a direction must fit the model, got {name!r} of shape {tuple(part.shape)}")
@@ -273,11 +275,12 @@ def _offsets(surface: LossSurface, directions: Sequence[Direction], point: tuple
         yield offset
 
 
-def _positions(span: tuple[float, float], num_points: int) -> Tensor:
+def _positions(name: str, span: tuple[float, float], num_points: int) -> Tensor:
     """Return evenly spaced positions (float64, on the host)."""
     low, high = span
-    if num_points < 2 or not (math.isfinite(low) and math.isfinite(high) and low < high):
-        raise ValueError(f"num_points must be >= 2 and span finite and increasing, got {num_points} and {span}")
+    check_count("num_points", num_points, 2)
+    if not (math.isfinite(low) and math.isfinite(high) and low < high):
+        raise ValueError(f"{name} must be finite and increasing, got {span}")
     # From both ends towards the middle: a symmetric span is symmetric to the last bit and contains 0 exactly.
     middle, half = (low + high) / 2, (high - low) / 2
     positions = [middle + half * ((2 * i - (num_points - 1)) / (num_points - 1)) for i in range(num_points)]

@@ -9,7 +9,7 @@ in eval mode:
     t-weighted variance  sum w (x - mean_w)^2        Definition 3.5 of the paper: t-sharpness
 
 :func:`neighborhood` estimates all four, with standard errors, at one or several ``std``; :func:`t_sharper` compares two
-models. :func:`rounding` measures the loss after the weights are rounded to a few bits, a perturbation that deployed
+of them. :func:`rounding` measures the loss after the weights are rounded to a few bits, a perturbation that deployed
 models meet. Worst-case sharpness (:mod:`tiltsam.flatness.worst_case`), the losses of ERM, SAM and TSAM
 (:mod:`tiltsam.flatness.objectives`) and :func:`~tiltsam.flatness.loss_surface.supervised` are re-exported here.
 """
@@ -29,7 +29,7 @@ from tiltsam.flatness.numerics import at_least_float32, total_norm
 from tiltsam.flatness.objectives import CrossEntry, CrossTable, ErmLoss, SamLoss, TsamLoss, cross_objectives
 from tiltsam.flatness.randomness import Purpose, generator
 from tiltsam.flatness.worst_case import WorstCase, m_sharpness
-from tiltsam.space.validation import check_nonnegative
+from tiltsam.space.validation import check_count, check_nonnegative
 from tiltsam.tilting import effective_sample_size, tilted_weights
 
 __all__ = [
@@ -39,7 +39,7 @@ __all__ = [
     "Neighborhood",
     "Rounding",
     "SamLoss",
-    "Sharper",
+    "SharpnessComparison",
     "TsamLoss",
     "WorstCase",
     "cross_objectives",
@@ -98,8 +98,7 @@ class Neighborhood:
         """Return the statistics of losses of shape ``[num_std, num_samples]``."""
         check_nonnegative("t", t)
         num = losses.shape[1]
-        if num < 2:
-            raise ValueError(f"num_samples must be at least 2 to estimate an error, got {num}")
+        check_count("num_samples", num, 2)
         plain = [_leave_one_out(row, 0.0) for row in losses]
         tilted = [_leave_one_out(row, t) for row in losses] if t > 0 else plain
         weights = [tilted_weights(row, t) for row in losses]
@@ -128,7 +127,7 @@ class Neighborhood:
 
 
 @dataclass(frozen=True)
-class Sharper:
+class SharpnessComparison:
     """The comparison of two points by t-sharpness, per ``std``.
 
     Attributes:
@@ -137,7 +136,7 @@ class Sharper:
         difference: The t-weighted variance of the first less that of the second.
         error: The standard error of the difference; NaN for two draws.
         sharper: Whether the first is sharper: its t-weighted variance is larger (Definition 3.5 of the paper).
-        sure: Whether the difference, of either sign, is more than twice its error.
+        significant: Whether the difference, of either sign, is more than twice its error.
     """
 
     std: Tensor
@@ -145,7 +144,7 @@ class Sharper:
     difference: Tensor
     error: Tensor
     sharper: Tensor
-    sure: Tensor
+    significant: Tensor
 
 
 def neighborhood(
@@ -196,8 +195,7 @@ def neighborhood(
         (torch.Size([2]), True)
     """
     stds = _check_stds(std)
-    if num_samples < 2:
-        raise ValueError(f"num_samples must be at least 2 to estimate an error, got {num_samples}")
+    check_count("num_samples", num_samples, 2)
     check_nonnegative("t", t)
     total = len(stds) * num_samples + 1
     with LossSurface(model, loss_fn, batches, parameters=parameters, size_of=size_of, seed=seed) as surface:
@@ -212,68 +210,39 @@ def neighborhood(
     return Neighborhood.from_losses(torch.tensor(stds, dtype=torch.float64, device="cpu"), losses, center, t)
 
 
-def t_sharper(
-    a: nn.Module | Neighborhood,
-    b: nn.Module | Neighborhood,
-    loss_fn: LossFn | None = None,
-    batches: Batches | None = None,
-    std: float | Sequence[float] = 0.01,
-    num_samples: int = 100,
-    t: float = 1.0,
-    seed: int = 0,
-    *,
-    size_of: Callable[[Any], float] | None = None,
-    progress: ProgressCallback | None = None,
-) -> Sharper:
+def t_sharper(a: Neighborhood, b: Neighborhood, t: float = 1.0) -> SharpnessComparison:
     """Return whether ``a`` is t-sharper than ``b``: whether its t-weighted variance of the loss is larger.
 
-    Models of the same shape get the same draws, and the error is that of the paired difference.
-
-    Cost: twice that of :func:`neighborhood`; none for two :class:`Neighborhood`, whose ``std`` must agree and whose
-    ``t`` is replaced by this one.
+    Models of the same shape that were measured with the same seed had the same draws. The error is that of the paired
+    difference. Costs no pass over the data.
 
     Args:
-        a: A model, or its measured neighbourhood.
-        b: Another.
-        loss_fn: ``loss_fn(model, batch)``, the mean loss of a batch; needed for models.
-        batches: The data set, needed for models.
-        std: The standard deviation of the noise, or several.
-        num_samples: Draws per ``std``.
-        t: The tilt.
-        seed: Seed of the draws.
-        size_of: Weight of a batch; its number of examples by default.
-        progress: Called as ``progress(done, total)``, first for ``a``, then for ``b``.
+        a: The neighbourhood of a model, from :func:`neighborhood`.
+        b: That of another, with the same ``std`` and number of draws.
+        t: The tilt; replaces those of the neighbourhoods.
 
     Raises:
-        ValueError: As :func:`neighborhood`; or if two neighbourhoods differ in ``std`` or number of draws.
+        ValueError: If the neighbourhoods differ in ``std`` or number of draws.
 
     Note:
         The theorem that TSAM prefers the flatter of two minima requires one to be sharper at *every* tilt up to ``t``;
-        a single ``t`` is not enough. Check several with :meth:`Neighborhood.at_tilt`.
+        a single ``t`` is not enough.
 
     Example:
         >>> from tiltsam.sharpness import supervised
         >>> data = [(torch.randn(8, 2), torch.randn(8, 1))]
         >>> flat, steep = nn.Linear(2, 1), nn.Sequential(nn.Linear(2, 1), nn.Linear(1, 1))
-        >>> t_sharper(flat, steep, supervised(nn.functional.mse_loss), data).sharper.shape
+        >>> sides = [neighborhood(model, supervised(nn.functional.mse_loss), data, std=0.1) for model in (flat, steep)]
+        >>> t_sharper(*sides).sharper.shape
         torch.Size([1])
     """
-    sides: list[Neighborhood] = []
-    for side in (a, b):
-        if isinstance(side, Neighborhood):
-            sides.append(side.at_tilt(t))
-        elif loss_fn is None or batches is None:
-            raise ValueError("pass loss_fn and batches to compare models")
-        else:
-            around = neighborhood(side, loss_fn, batches, std, num_samples, t, seed, size_of=size_of, progress=progress)
-            sides.append(around)
-    first, second = sides
+    first, second = a.at_tilt(t), b.at_tilt(t)
     if first.losses.shape != second.losses.shape or not torch.equal(first.std, second.std):
         raise ValueError("the two neighbourhoods differ in std or in the number of draws")
     difference = first.tilted_variance - second.tilted_variance
     pairs = zip(first.losses, second.losses, strict=True)
     error = _jackknife([_leave_one_out(x, t)[1] - _leave_one_out(y, t)[1] for x, y in pairs])
-    return Sharper(first.std, t, difference, error, difference > 0, difference.abs() > 2 * error)
+    return SharpnessComparison(first.std, t, difference, error, difference > 0, difference.abs() > 2 * error)
 
 
 @dataclass(frozen=True)

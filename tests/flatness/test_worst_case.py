@@ -132,9 +132,12 @@ def test_m_sharpness_cuts_chunks_of_m_examples() -> None:
         m_sharpness(model, cross_entropy, [(x, y)], rho=0.1, m=11)
 
 
-@pytest.mark.parametrize("options", [{"rho": 0.0}, {"rho": 1.0, "num_steps": 0}, {"rho": 1.0, "m": 0}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"rho": 0.0}, {"num_steps": 0, "rho": 1.0}, {"m": 0, "rho": 1.0}, {"eta": -1.0, "rho": 1.0}], ids=str
+)
 def test_m_sharpness_rejects_bad_arguments(options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="must be"):
+    name, value = next(iter(options.items()))
+    with pytest.raises(ValueError, match=f"{name} must be .*got {value}"):
         m_sharpness(convnet(), cross_entropy, unequal_batches(), **options)
 
 

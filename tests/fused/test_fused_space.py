@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from helpers.cases import METHODS, sgd
-from tiltsam.capture import capture
 from tiltsam.fused import fused_space, parameter_space
 from tiltsam.fused.fused_space import FusedSpace, ReservedTables
+from tiltsam.graphs import capture
 from tiltsam.optim import sharpness_aware
 from tiltsam.samplers import Draw, draw_at
 from tiltsam.space.parameter_space import ParameterSpace
@@ -391,7 +391,7 @@ def train(method, model, steps=10, captured=False):
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(steps, 16, 6, generator=generator).to(DEVICE)
     y = torch.randint(3, (steps, 16), generator=generator).to(DEVICE)
-    step = capture(optimizer, loss_fn, (x[0], y[0])) if captured else None
+    step = capture(optimizer, loss_fn) if captured else None
     for k in range(steps):
 
         def closure(k=k):

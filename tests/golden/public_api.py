@@ -13,9 +13,9 @@ from collections.abc import Iterator
 MODULES = (
     "tiltsam",
     "tiltsam.tilting",
+    "tiltsam.schedules",
     "tiltsam.samplers",
     "tiltsam.averaging",
-    "tiltsam.capture",
     "tiltsam.sharpness",
     "tiltsam.curvature",
     "tiltsam.landscape",

@@ -123,7 +123,7 @@ def trajectory(
 
     step: Callable[[Tensor, Tensor], Tensor]
     if captured:
-        step = tiltsam.capture(optimizer, loss_fn, batches[0])
+        step = tiltsam.capture(optimizer, loss_fn)
     else:
 
         def step(x: Tensor, y: Tensor) -> Tensor:

@@ -72,7 +72,7 @@ METHODS = [
     Method("friendlysam", tiltsam.FriendlySAM, {"rho": 0.05}),
     Method("wsam", tiltsam.WSAM, {"rho": 0.05, "gamma": 0.7}),
     Method("usam", tiltsam.USAM, {"rho": 0.05}),
-    Method("msam", tiltsam.MomentumSAM, {"rho": 0.05}, 1, 1),
+    Method("momentumsam", tiltsam.MomentumSAM, {"rho": 0.05}, 1, 1),
     Method("vasso", vasso.VaSSO, {"rho": 0.05}),  # a user's method, with a state vector
 ]
 

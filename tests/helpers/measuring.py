@@ -158,7 +158,6 @@ def _between(model: nn.Module, loss_fn: Loss, batches: Any) -> Any:
 
 MEASUREMENTS: dict[str, Callable[[nn.Module, Loss, Any], Any]] = {
     "neighborhood": lambda m, f, b: sharpness.neighborhood(m, f, b, std=0.1, num_samples=3, t=1.0).losses,
-    "t_sharper": lambda m, f, b: sharpness.t_sharper(m, m, f, b, num_samples=3, std=0.1).difference,
     "m_sharpness": lambda m, f, b: sharpness.m_sharpness(m, f, b, rho=0.1).rises,
     "adaptive": lambda m, f, b: sharpness.m_sharpness(m, f, b, rho=0.1, adaptive=True, random_start=True).rises,
     "random_start": lambda m, f, b: sharpness.m_sharpness(m, f, b, rho=0.1, random_start=True).rises,

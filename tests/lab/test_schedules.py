@@ -111,7 +111,7 @@ def test_learning_rate_decays_after_warmup(schedule, warmup):
         ("friendlysam", {}, 2),
         ("wsam", {}, 2),
         ("usam", {}, 2),
-        ("msam", {}, 1),
+        ("momentumsam", {}, 1),
         ("tsam", {"num_samples": 5}, 10),
         ("tsam", {"num_samples": 3, "ascent_steps": 3}, 12),
         ("tsam", {"num_samples": 10, "sampler": "uniform"}, 10),

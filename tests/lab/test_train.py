@@ -61,7 +61,7 @@ def test_every_method_trains(method, tmp_path):
     assert not damaged
     assert rows[-1]["passes"] == result["passes"]
     assert record.config() == config
-    per_step = {"erm": 1, "esam2": 2 + 10 / 3, "tsam": 4, "looksam": 20 / 16, "msam": 1}.get(method, 2)
+    per_step = {"erm": 1, "esam2": 2 + 10 / 3, "tsam": 4, "looksam": 20 / 16, "momentumsam": 1}.get(method, 2)
     assert result["passes"] == pytest.approx(per_step * result["steps"], rel=1e-3)
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 import tiltsam
 from helpers.cases import METHODS, Problem, backward, sgd
-from tiltsam.tilting import linear_up
+from tiltsam.schedules import linear_up
 
 every_method = pytest.mark.parametrize("method", METHODS, ids=repr)
 
@@ -44,6 +44,12 @@ def test_numpy_settings_are_saved_as_python_numbers():
     file.seek(0)
     group = torch.load(file, weights_only=True)["param_groups"][0]
     assert (group["t"], group["rho"], group["num_samples"]) == (1.0, float(rho[0]), 2)
+    optimizer.param_groups[0].update(rho=rho[1], num_samples=num_samples[0])
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))], "rho": rho[0]})
+    optimizer.step(problem.closure)
+    first, second = optimizer.param_groups
+    assert [type(value) for value in (first["rho"], second["rho"], first["num_samples"])] == [float, float, int]
+    assert (first["rho"], second["rho"], first["num_samples"]) == (float(rho[1]), float(rho[0]), 1)
 
 
 @pytest.mark.filterwarnings("ignore:the checkpoint has no")  # that of the base
@@ -210,32 +216,50 @@ def test_init_refuses_different_t_per_group(which):
         tiltsam.TSAM(sgd(groups), num_samples=3, t=20.0)
 
 
-def test_base_with_settings_of_an_earlier_method():
-    """They win, as in a resume; a warning names those that differ from the new arguments."""
-    group = {"params": nn.Linear(2, 2).parameters()}
-    base = sgd([group])
-    tiltsam.SAM(base, rho=0.05, seed=1)
-    saved = base.state_dict()
-    tiltsam.SAM(base, rho=0.05, seed=1)  # warnings are errors
-    tiltsam.SAM(base, rho=lambda step: 0.5, seed=1)  # a schedule writes its own value at each step
-    loaded = sgd(nn.Linear(2, 2).parameters())
-    loaded.load_state_dict(saved)
-    for earlier in (base, torch.optim.SGD(base.param_groups), loaded):
-        with pytest.warns(RuntimeWarning, match=r"\{'rho': 0.05, 'seed': 1\}") as caught:
-            again = tiltsam.SAM(earlier, rho=0.5, seed=7)
-        assert [warning.filename for warning in caught] == [__file__]
-        assert (again.param_groups[0]["rho"], again.param_groups[0]["seed"]) == (0.05, 1)
-    with pytest.warns(RuntimeWarning, match=r"\{'rho': 0.05\}"):
-        tiltsam.TSAM(base, rho=0.1, t=3.0, seed=1)
+def test_wrapping_a_base_again_replaces_settings():
+    """As when a notebook cell runs again. The step count stays."""
+    problem = Problem()
+    base = sgd(problem.model.parameters())
+    optimizer = tiltsam.SAM(base, rho=0.05, seed=1)
+    optimizer.step(problem.closure)
+    loaded = sgd(problem.model.parameters())
+    loaded.load_state_dict(optimizer.state_dict())
+    for wrapped in (base, torch.optim.SGD(base.param_groups), loaded):
+        group = tiltsam.SAM(wrapped, rho=0.5, seed=7).param_groups[0]
+        assert (group["rho"], group["seed"], group["steps_taken"]) == (0.5, 7, 1)
+    group = tiltsam.TSAM(base, rho=0.1, t=3.0).param_groups[0]
+    assert (group["rho"], group["t"], group["seed"], group["steps_taken"]) == (0.1, 3.0, 0, 1)
 
 
-def test_base_whose_groups_bring_settings_does_not_warn():
+def test_wrapping_a_base_again_keeps_rho_that_groups_brought():
     groups = [{"params": nn.Linear(2, 2).parameters(), "rho": 0.3, "seed": 4}, {"params": nn.Linear(2, 2).parameters()}]
     base = sgd(groups)
     base.param_groups[1]["seed"] = 4
-    for _ in range(2):
-        tiltsam.SAM(base, rho=0.05, seed=4)  # warnings are errors
-        assert [group["rho"] for group in base.param_groups] == [0.3, 0.05]
+    for rho in (0.05, 0.07):
+        tiltsam.SAM(base, rho=rho, seed=4)
+        assert [group["rho"] for group in base.param_groups] == [0.3, rho]
+    tiltsam.ERM(base)
+    tiltsam.SAM(base, rho=0.09)
+    assert [group["rho"] for group in base.param_groups] == [0.3, 0.09]
+
+
+def test_checkpoint_of_another_method_loads_rho_seed_and_steps():
+    """RSAM's gamma is not WSAM's. A checkpoint that names no method loads all settings."""
+    problem = Problem()
+    rsam = tiltsam.RSAM(sgd(problem.model.parameters(), lr=0.2), rho=0.3, gamma=0.6, seed=3)
+    rsam.step(problem.closure)
+    saved = rsam.state_dict()
+    wsam = tiltsam.WSAM(sgd(problem.model.parameters()), rho=0.05, gamma=0.9)
+    with pytest.warns(RuntimeWarning, match="RSAM.*WSAM"):
+        wsam.load_state_dict(saved)
+    group = wsam.param_groups[0]
+    assert {name: group[name] for name in ("lr", "rho", "gamma", "seed", "steps_taken")} == {
+        "lr": 0.2, "rho": 0.3, "gamma": 0.9, "seed": 3, "steps_taken": 1,
+    }  # fmt: skip
+    assert "RSAM" not in group.values()
+    del saved["param_groups"][0]["tilt_method"]
+    wsam.load_state_dict(saved)  # warnings are errors
+    assert wsam.param_groups[0]["gamma"] == 0.6
 
 
 def test_settings_named_like_those_of_the_base():
@@ -265,4 +289,5 @@ def test_repr_omits_internal_entries_and_keeps_them_in_param_groups(method):
     assert "weight_decay: " in text
     assert "own_rho" not in text
     assert "steps_taken" not in text
+    assert "tilt_method" not in text
     assert [dict(group) for group in optimizer.param_groups] == before

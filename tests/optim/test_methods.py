@@ -14,7 +14,7 @@ from tiltsam import samplers
 from tiltsam.space.parameter_space import ParameterSpace
 
 STEPS = 50
-VARIANTS = ["gsam", "looksam", "friendlysam", "wsam", "usam", "msam"]
+VARIANTS = ["gsam", "looksam", "friendlysam", "wsam", "usam", "momentumsam"]
 
 
 def test_methods_by_name():
@@ -111,7 +111,7 @@ TWINS = [
     (Method("usam", tiltsam.USAM), reference.usam),
     (Method("usam-power0", tiltsam.USAM, {"power": 0.0}), reference.sam),
     (Method("usam-power2", tiltsam.USAM, {"power": 2.0}), functools.partial(reference.usam, power=2.0)),
-    (Method("msam", tiltsam.MomentumSAM, {"rho": 0.05}), reference.MomentumSAM()),
+    (Method("momentumsam", tiltsam.MomentumSAM, {"rho": 0.05}), reference.MomentumSAM()),
 ]
 
 

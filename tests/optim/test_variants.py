@@ -8,7 +8,7 @@ import tiltsam
 from helpers import reference
 from helpers.cases import METHODS, Problem, assert_same, sgd
 from tiltsam.optim import norm_groups
-from tiltsam.tilting import late_phase
+from tiltsam.schedules import late_phase
 
 ASCENDING = [m for m in METHODS if "rho" in m.kwargs and not m.name.startswith("tsam")]  # TSAM's start is noise
 every_ascending_method = pytest.mark.parametrize("method", ASCENDING, ids=repr)
@@ -96,7 +96,7 @@ def test_unperturbed_groups_do_not_count_in_the_norm(method):
         if method.name != "rsam":  # whose noise reaches all groups
             assert not any(moved)
         length = optimizer.info.perturbation_norms[-1].item()
-        if method.name not in ("asam", "usam", "esam2", "looksam", "msam"):
+        if method.name not in ("asam", "usam", "esam2", "looksam", "momentumsam"):
             assert length == pytest.approx(0.05)
     assert length > 0 or method.name == "looksam"
 
@@ -181,7 +181,7 @@ def test_looksam_without_weight_takes_plain_steps_between():
     assert_same(ours.weights(), plain.weights())
 
 
-@pytest.mark.parametrize("name", ["looksam", "friendlysam", "msam"])
+@pytest.mark.parametrize("name", ["looksam", "friendlysam", "momentumsam"])
 def test_nonfinite_gradients_do_not_change_the_state(name):
     problem = Problem()
     optimizer = tiltsam.METHODS[name](sgd(problem.model.parameters()), model=problem.model)
@@ -207,7 +207,7 @@ def test_nonfinite_gradients_do_not_change_the_state(name):
 
 @pytest.mark.filterwarnings("ignore:weights are")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("name", ["gsam", "looksam", "friendlysam", "wsam", "usam", "msam"])
+@pytest.mark.parametrize("name", ["gsam", "looksam", "friendlysam", "wsam", "usam", "momentumsam"])
 def test_low_precision_weights_stay_finite(name, dtype):
     """Also at the first step of Momentum-SAM, whose direction is zero."""
     theta = nn.Parameter(torch.linspace(-1, 1, 8, dtype=dtype))

@@ -86,8 +86,7 @@ def test_sampler_info_is_stacked():
     record = StepRecord(FixedWeights(torch.ones(2)))
     for loss, value in ((1.0, 0.3), (2.0, 0.7)):
         record.add(draw(loss, info={"acceptance": torch.tensor(value)}), torch.zeros(()))
-    other = StepRecord(FixedWeights(torch.ones(2)))
-    other.set_sampler_info(record)
+    other = StepRecord(FixedWeights(torch.ones(2)), reported=record)
     for one in (record, other):
         torch.testing.assert_close(one.sampler_info(), {"acceptance": torch.tensor([0.3, 0.7])})
 

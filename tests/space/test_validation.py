@@ -2,19 +2,33 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import tiltsam
 from helpers.cases import Problem, sgd
-from tiltsam.space.validation import check_count, check_nonnegative, check_storage, warn
+from tiltsam.space.validation import check_count, check_fraction, check_nonnegative, check_positive, check_storage, warn
 
 
 @pytest.mark.parametrize("value", [-0.1, math.nan, math.inf, "0.1", True, None])
 def test_check_nonnegative_refuses(value):
     with pytest.raises(ValueError, match=f"size.*got {value!r}"):
         check_nonnegative("size", value)
+
+
+@pytest.mark.parametrize("value", [0.0, -1, math.nan, math.inf, "0.1", True, None])
+def test_check_positive_refuses(value):
+    with pytest.raises(ValueError, match=f"size.*got {value!r}"):
+        check_positive("size", value)
+
+
+def test_checks_accept_numbers_of_numpy():
+    check_nonnegative("size", np.float32(0.1))
+    check_positive("size", np.float32(0.1))
+    check_fraction("size", np.float32(0.1))
+    check_count("number", np.int64(3))
 
 
 @pytest.mark.parametrize("value", [0, 1.5, True, "3"])

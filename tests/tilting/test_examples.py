@@ -218,7 +218,7 @@ def test_captured_step_sees_later_tilts():
         def loss_fn(x, y, model=model, tilt=tilt):
             return tilt(nn.functional.cross_entropy(model(x), y, reduction="none"))
 
-        step = tiltsam.capture(optimizer, loss_fn, batch(0)) if captured else None
+        step = tiltsam.capture(optimizer, loss_fn) if captured else None
         for k in range(10):
             x, y = batch(k)
             tilt.t = -0.3 * k

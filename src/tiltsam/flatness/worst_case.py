@@ -8,7 +8,6 @@ layer is scaled up and the next one down by the same factor, up to ``eta``).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +20,7 @@ from tiltsam.flatness.loss_surface import Batches, LossFn, LossSurface, Progress
 from tiltsam.flatness.numerics import at_least_float32, finite_losses, total_norm, weighted_mean
 from tiltsam.flatness.randomness import Purpose, generator
 from tiltsam.space import EPS
+from tiltsam.space.validation import check_count, check_nonnegative, check_positive
 
 __all__ = ["WorstCase", "m_sharpness"]
 
@@ -101,10 +101,11 @@ def m_sharpness(
         >>> worst.value >= 0, len(worst.rises)
         (True, 2)
     """
-    if not (math.isfinite(rho) and rho > 0):
-        raise ValueError(f"rho must be a finite number > 0, got {rho}")
-    if num_steps < 1 or (m is not None and m < 1) or not eta >= 0:
-        raise ValueError(f"num_steps and m must be >= 1 and eta >= 0, got {num_steps}, {m} and {eta}")
+    check_positive("rho", rho)
+    check_count("num_steps", num_steps)
+    if m is not None:
+        check_count("m", m)
+    check_nonnegative("eta", eta)
     highs, lows, sizes = [], [], []
     with LossSurface(model, loss_fn, batches, parameters=parameters, size_of=size_of, seed=seed) as surface:
         for number, (chunk, size) in enumerate(_chunks(surface, m)):

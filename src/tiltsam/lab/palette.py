@@ -21,7 +21,7 @@ METHOD_COLORS = {
     "friendlysam": "#BB55FF",
     "wsam": "#883333",
     "usam": "#7700FF",
-    "msam": "#7700BB",
+    "momentumsam": "#7700BB",
 }
 """Colour of each method in every figure."""
 

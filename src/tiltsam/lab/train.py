@@ -218,7 +218,6 @@ class Trainer:
         self.step: Callable[..., Tensor] = tiltsam.capture(
             self.optimizer,
             [partial(self._part_loss, i) for i in range(samples)] if config.split else self._loss,
-            (self.data.train.targets,),
             ascent_loss_fn=self._ascent_loss if config.ascent_fraction < 1 else None,
             concurrent=config.concurrent,
         )

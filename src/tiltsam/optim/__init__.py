@@ -1,9 +1,10 @@
 """The optimizers: TSAM and the methods it is compared with, and what is needed to write another one."""
 
 from tiltsam.optim.methods import ASAM, ERM, METHODS, PGN, RSAM, SAM, TSAM, LineSearchSAM
-from tiltsam.optim.sharpness_aware import Schedule, SharpnessAware
+from tiltsam.optim.sharpness_aware import SharpnessAware
 from tiltsam.optim.step_info import StepInfo
 from tiltsam.optim.variants import GSAM, USAM, WSAM, FriendlySAM, LookSAM, MomentumSAM, norm_groups
+from tiltsam.schedules import Schedule
 from tiltsam.space.step_record import FixedWeights, Weighting
 from tiltsam.space.validation import check_count, check_fraction, check_nonnegative
 

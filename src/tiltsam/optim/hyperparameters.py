@@ -2,63 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
-from typing import Any, TypeAlias
+from types import NoneType
+from typing import Any
 
 from torch.optim import Optimizer
 
+from tiltsam.schedules import Schedule
 from tiltsam.space.validation import warn
 
-__all__ = ["Hyperparameters", "Schedule"]
+__all__ = ["Hyperparameters"]
 
-Schedule: TypeAlias = Callable[[int], float]
-"""A value as a function of the step, 0 at the first; :mod:`tiltsam.tilting` has ready ones."""
+_METHOD = "tilt_method"  # the entry that names the method in checkpoints
+_PLAIN = (bool, int, float, NoneType)
 
 
 class Hyperparameters:
     """The settings of a method as entries of ``param_groups``, where users, schedulers and checkpoints find them.
 
     If the base already uses a name, the entry is called ``tilt_<name>``. ``rho`` may differ between groups; an entry
-    ``own_rho`` marks the groups that brought their own. All other settings have one value for the whole step.
+    ``own_rho`` marks the groups that brought their own. All other settings have one value for the whole step. An entry
+    ``tilt_method`` names the method. If the base was wrapped before, the new settings replace the earlier ones, except
+    the step count and the ``rho`` of groups that brought their own.
 
     Args:
         base: The optimizer that owns the groups.
+        method: Name of the method.
         initial: Names and initial values; a callable is a schedule.
     """
 
     per_group = frozenset({"own_rho", "rho"})
 
-    def __init__(self, base: Optimizer, initial: Mapping[str, Any]) -> None:
+    def __init__(self, base: Optimizer, method: str, initial: Mapping[str, Any]) -> None:
         if "rho" in initial:
             initial = {"own_rho": False, **initial}  # before rho: it records which groups brought one
         self._base = base
+        self._method = method
         self._schedules: dict[str, Schedule] = {name: value for name, value in initial.items() if callable(value)}
         self._initial = {name: _as_python(value(0) if callable(value) else value) for name, value in initial.items()}
         self._keys = {name: f"tilt_{name}" if name in base.defaults else name for name in initial}
-        self._warn_of_earlier_settings()
         for group in base.param_groups:  # before fill, which would copy what group 0 brought to the others
+            wrapped = self._keys["steps_taken"] in group
+            if "rho" in self and group.get("own_rho") is False:
+                group.pop(self._keys["rho"], None)
             for name, key in self._keys.items():
                 if name not in self.per_group and name != "steps_taken":
-                    group.setdefault(key, self._initial[name])
+                    group[key] = self._initial[name] if wrapped else group.get(key, self._initial[name])
         self.fill()
-
-    def _warn_of_earlier_settings(self) -> None:
-        """Warn if the base was wrapped before, or has loaded the checkpoint of a method, with other settings."""
-        kept = {
-            key: group[key]
-            for group in self._base.param_groups
-            if self._keys["steps_taken"] in group
-            for name, key in self._keys.items()
-            if name not in {"own_rho", "steps_taken", *self._schedules}
-            and not (name == "rho" and group.get("own_rho"))
-            and group.get(key, self._initial[name]) != self._initial[name]
-        }
-        if kept:
-            warn(
-                f"the base has the settings of an earlier method, which win: {kept}. Pass a new base, or set "
-                "param_groups"
-            )
 
     def __contains__(self, name: str) -> bool:
         return name in self._keys
@@ -84,10 +75,12 @@ class Hyperparameters:
 
     def entries(self) -> frozenset[str]:
         """Return the names of the entries in the groups."""
-        return frozenset(self._keys.values())
+        return frozenset((_METHOD, *self._keys.values()))
 
     def fill(self, before: Sequence[Mapping[str, Any]] | None = None) -> None:
         """Give groups that lack a setting its value: that of group 0, or for ``rho`` the initial one.
+
+        Numbers of numpy are converted.
 
         Args:
             before: The groups before a state dict was loaded; their values then count as initial.
@@ -96,6 +89,8 @@ class Hyperparameters:
         for i, group in enumerate(groups):
             for name, key in self._keys.items():
                 if key in group:
+                    if type(group[key]) not in _PLAIN:
+                        group[key] = _as_python(group[key])
                     continue
                 if name not in self.per_group and key in groups[0]:
                     group[key] = groups[0][key]
@@ -109,6 +104,18 @@ class Hyperparameters:
         taken = max((group[key] for group in groups), default=0)
         for group in groups:
             group[key] = taken  # a group that was removed for a while has fallen behind
+            group[_METHOD] = self._method
+
+    def drop_foreign_settings(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Return the state dict; of another method's settings keep only rho, seed and steps_taken, and warn."""
+        groups = state_dict.get("param_groups", ())  # a base that wraps an optimizer may have none
+        found = next((group[_METHOD] for group in groups if _METHOD in group), self._method)
+        if found == self._method:
+            return state_dict
+        warn(f"the checkpoint is of {found}: {self._method} loads only its rho, seed and steps_taken")
+        kept = {*self.per_group, "seed", "steps_taken"}
+        dropped = {key for name, key in self._keys.items() if name not in kept}
+        return {**state_dict, "param_groups": [{k: v for k, v in g.items() if k not in dropped} for g in groups]}
 
     def update(self) -> None:
         """Fill groups that were added to the base, and give scheduled settings their values at the coming step."""

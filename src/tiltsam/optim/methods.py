@@ -28,8 +28,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from tiltsam.distributed import Parallel
-from tiltsam.optim.hyperparameters import Schedule
 from tiltsam.optim.sharpness_aware import DETECTED, SharpnessAware
+from tiltsam.optim.validation import check_sampler
 from tiltsam.optim.variants import GSAM, USAM, WSAM, FriendlySAM, LookSAM, MomentumSAM
 from tiltsam.samplers import (
     HMC,
@@ -43,6 +43,7 @@ from tiltsam.samplers import (
     Sampler,
     Uniform,
 )
+from tiltsam.schedules import Schedule
 from tiltsam.space.parameter_space import ParameterSpace
 from tiltsam.space.protocol import default_radius
 from tiltsam.space.step_record import FixedWeights, Weighting
@@ -167,7 +168,7 @@ class TSAM(SharpnessAware):
             if delta > t:
                 raise ValueError(f"delta must be <= t, got delta={delta} with t={t}")
         check_count("num_samples", self.num_samples)
-        if self.num_samples > 1 and getattr(self.sampler, "deterministic", False):
+        if self.num_samples > 1 and self.sampler.deterministic:
             raise ValueError(
                 f"num_samples must be 1 with {self.sampler!r}, whose samples are all the same, got {self.num_samples}"
             )
@@ -488,7 +489,7 @@ METHODS: dict[str, Callable[..., SharpnessAware]] = {
     "friendlysam": FriendlySAM,
     "wsam": WSAM,
     "usam": USAM,
-    "msam": MomentumSAM,
+    "momentumsam": MomentumSAM,
 }
 """All methods by name: TSAM and those of its paper, then the variants of SAM."""
 
@@ -498,6 +499,7 @@ def _sampler(sampler: str | Sampler) -> Sampler:
         if sampler not in _SAMPLERS:
             raise ValueError(f"sampler must be one of {', '.join(_SAMPLERS)}, or an instance; got {sampler!r}")
         return _SAMPLERS[sampler]()
-    if method := getattr(sampler, "only_for", None):
-        raise ValueError(f"{sampler!r} does not work in TSAM: use {method}")
+    check_sampler(sampler)
+    if sampler.only_for:
+        raise ValueError(f"{sampler!r} does not work in TSAM: use {sampler.only_for}")
     return sampler

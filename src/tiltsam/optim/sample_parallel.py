@@ -34,7 +34,7 @@ def average_samples_over_ranks(
             space.add_to_mean(draw, record.add(draw, space.perturbation_norm()), single=False)
     else:
         _skip_samples(space)
-    return _join_samples(space, record, samples, StepRecord(make_weighting()), num_samples)
+    return _join_samples(space, record, samples, StepRecord(make_weighting(), reported=record), num_samples)
 
 
 def _skip_samples(space: ParameterSpace) -> None:
@@ -66,7 +66,7 @@ def _join_samples(
     rows, seen = numbers[: 5 * num_samples].view(-1, 5), numbers[5 * num_samples :]
     for j, row in zip(samples, record.rows(), strict=True):
         rows[j] = row
-    seen.copy_(torch.tensor(space.gradient_mean.seen(), dtype=space.dtype))
+    seen.copy_(torch.tensor(space.gradient_mean.seen, dtype=space.dtype))
     space.ranks.sum_over_samples(numbers)
     for row in rows:
         loss, valid, start_loss, perturbation_norm, gradient_norm = row.unbind()
@@ -75,5 +75,4 @@ def _join_samples(
     total = sample_weights[list(samples)].sum() if samples else space.zero
     space.gradient_mean.sum_over_ranks(total, (seen > 0).tolist())
     space.ranks.copy_from_first([*space.model_state.buffers(), *space.sampler_state.tensors(space.params)])
-    joined.set_sampler_info(record)
     return joined

@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 
 from tiltsam.distributed import Parallel
 from tiltsam.fused import parameter_space
-from tiltsam.optim.hyperparameters import Hyperparameters, Schedule
+from tiltsam.optim.hyperparameters import Hyperparameters
 from tiltsam.optim.sample_parallel import average_samples_over_ranks
 from tiltsam.optim.step_info import StepInfo
 from tiltsam.optim.validation import (
@@ -52,7 +52,7 @@ from tiltsam.space.sampler_state import SamplerState
 from tiltsam.space.step_record import FixedWeights, StepRecord, Weighting
 from tiltsam.space.validation import check_nonnegative, warn, warn_low_precision
 
-__all__ = ["Schedule", "SharpnessAware", "Step", "StepInfo"]
+__all__ = ["SharpnessAware", "Step", "StepInfo"]
 
 DETECTED = Parallel()  # the processes of DDP, FSDP2 or torch.distributed
 _MAX_PENDING = 256  # samples whose validity is kept before it is summed up
@@ -128,13 +128,14 @@ class SharpnessAware(Optimizer):
         self.parallel = parallel
         self.skip_nonfinite = skip_nonfinite
         self._model_options = {"buffers_once": buffers_once, "same_dropout": same_dropout}
-        self._sampler_state = SamplerState(getattr(sampler, "state_names", ()))
+        self._sampler_state = SamplerState(sampler.state_names)
         self._sampler_state.check_base(base)
         # Optimizer.__init__ would create its own groups and state. Its unpickling path sets up the rest of an
         # Optimizer (hooks, the profiled step) around ours.
         Optimizer.__setstate__(self, {"defaults": {**base.defaults}})
         self._zero_grad_profile_name = f"Optimizer.zero_grad#{type(self).__name__}.zero_grad"
-        self._hyperparameters = Hyperparameters(base, {**settings, "seed": seed, "steps_taken": 0})
+        initial = {**settings, "seed": seed, "steps_taken": 0}
+        self._hyperparameters = Hyperparameters(base, type(self).__name__, initial)
         self._setting_names = [name for name in settings if name != "rho"]
         self._space: ParameterSpace | None = None
         self._space_key: tuple[Any, ...] = ()
@@ -484,7 +485,7 @@ class SharpnessAware(Optimizer):
             each = sampler.independent and num_samples > 1
             takes = f"one closure, or one for each of its {num_samples} samples" if each else "one closure"
             raise ValueError(f"{type(self).__name__} takes {takes}; got {number}")
-        if getattr(sampler, "share_ascent", False) and not has_ascent_closure:
+        if sampler.share_ascent and not has_ascent_closure:
             raise ValueError("a shared ascent needs ascent_closure if each sample has its own closure")
 
     # ---------------------------------------------------------------- the space and what a step measured
@@ -646,7 +647,7 @@ class SharpnessAware(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what :meth:`state_dict` returned, or a checkpoint of the bare base: settings then stay as they are.
 
-        A checkpoint of a different method also restores the settings both share (e.g. ``rho``).
+        Of a checkpoint of another method only ``rho``, ``seed`` and ``steps_taken`` are loaded, with a warning.
         """
         state_dict = state_dict.copy()
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
@@ -654,6 +655,7 @@ class SharpnessAware(Optimizer):
             state_dict = state_dict if replaced is None else replaced
         self._hyperparameters.fill()
         before = [dict(group) for group in self.param_groups]
+        state_dict = self._hyperparameters.drop_foreign_settings(state_dict)
         self._sampler_state.load_state_dict(self.base, state_dict)
         self._hyperparameters.fill(before)
         for post in self._optimizer_load_state_dict_post_hooks.values():
@@ -661,7 +663,7 @@ class SharpnessAware(Optimizer):
         self.check_settings()
 
     def __repr__(self) -> str:
-        base = re.sub(r"^ +(own_rho|steps_taken): .*\n", "", repr(self.base), flags=re.MULTILINE)
+        base = re.sub(r"^ +(own_rho|steps_taken|tilt_method): .*\n", "", repr(self.base), flags=re.MULTILINE)
         return f"{type(self).__name__}({self._hyperparameters},\n  base={base})"
 
 

@@ -15,6 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from tiltsam.distributed import Parallel, local_part
+from tiltsam.samplers import Sampler
 from tiltsam.space.evaluator import Closure
 from tiltsam.space.validation import warn
 
@@ -146,15 +147,16 @@ def check_arguments(base: Optimizer, model: Any, seed: Any, parallel: Any) -> No
 
 
 def check_sampler(sampler: Any) -> None:
-    """Raise unless ``sampler`` is an instance with the attributes of a sampler."""
+    """Raise unless ``sampler`` is a :class:`Sampler` that can be hashed."""
     if isinstance(sampler, type):
         raise TypeError(f"sampler must be an instance, got the class {sampler.__name__}: write {sampler.__name__}()")
     name = type(sampler).__name__
-    if missing := [part for part in ("begin", "sample", "tilted", "independent") if not hasattr(sampler, part)]:
-        raise TypeError(f"{name} is not a sampler: it lacks {', '.join(missing)} (see tiltsam.samplers.Sampler)")
-    if isinstance(names := getattr(sampler, "state_names", ()), str):
+    if not isinstance(sampler, Sampler):
+        raise TypeError(f"sampler must be a tiltsam.samplers.Sampler, got {name}")
+    if isinstance(sampler.state_names, str):
+        names = sampler.state_names
         raise TypeError(f"{name}.state_names must be a tuple of names, got {names!r}: write ({names!r},)")
-    if names and sampler.independent:
+    if sampler.state_names and sampler.independent:
         raise ValueError(f"{name} keeps state between samples; set independent = False")
     try:
         hash(sampler)

@@ -8,13 +8,13 @@ name             class            gradient given to the base                    
 ``friendlysam``  FriendlySAM      ∇L(θ + ρ n(g − σm)), m the running mean of g     2
 ``wsam``         WSAM             (1−2γ)/(1−γ) g + γ/(1−γ) g_p                     2
 ``usam``         USAM             ∇L(θ + ρ ‖g‖^p n(g))                             2
-``msam``         MomentumSAM      ∇L(θ − ρ n(v)), v the momentum                   1
+``momentumsam``  MomentumSAM      ∇L(θ − ρ n(v)), v the momentum                   1
 ===============  ===============  ===============================================  ====================================
 
 Here ``g = ∇L(θ)``, ``g_p = ∇L(θ + ρ n(g))`` is SAM's gradient, and ``g_v`` the part of the last ``g_p`` that is
 orthogonal to its ``g``.
 
-Two more variants are settings of any method. Late-phase SAM is ``rho=tiltsam.tilting.late_phase(...)``: while ``rho``
+Two more variants are settings of any method. Late-phase SAM is ``rho=tiltsam.schedules.late_phase(...)``: while ``rho``
 is 0, a step is that of the base, bit for bit, at one pass (except for TSAM's noise). SAM-ON perturbs the normalisation
 layers only: wrap a base over the parameter groups of :func:`norm_groups`.
 """
@@ -28,7 +28,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from tiltsam.distributed import Parallel
-from tiltsam.optim.hyperparameters import Schedule
 from tiltsam.optim.sharpness_aware import DETECTED, SharpnessAware
 from tiltsam.samplers import (
     Center,
@@ -40,6 +39,7 @@ from tiltsam.samplers import (
     Sampler,
     SurrogateGap,
 )
+from tiltsam.schedules import Schedule
 from tiltsam.space.parameter_space import ParameterSpace
 from tiltsam.space.step_record import FixedWeights, Weighting
 from tiltsam.space.validation import check_count, check_fraction, check_nonnegative

@@ -21,7 +21,7 @@ method name theirs in ``only_for``.
 """
 
 from tiltsam.samplers.ascent import AdaptiveAscent, Ascent, CenterThenAscent, LineSearch, RandomAscent
-from tiltsam.samplers.base import BaseSampler, Draw, Sampler, Start, draw_after_ascent, draw_at
+from tiltsam.samplers.base import Draw, Sampler, Start, draw_after_ascent, draw_at
 from tiltsam.samplers.hmc import HMC
 from tiltsam.samplers.noise import Center, Gaussian, Uniform
 from tiltsam.samplers.variants import FriendlyAscent, MomentumAscent, PowerAscent, ReusedAscent, SurrogateGap
@@ -30,7 +30,6 @@ __all__ = [
     "HMC",
     "AdaptiveAscent",
     "Ascent",
-    "BaseSampler",
     "Center",
     "CenterThenAscent",
     "Draw",

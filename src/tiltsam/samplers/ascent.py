@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import torch
 
-from tiltsam.samplers.base import BaseSampler, Draw, Start, draw_after_ascent, draw_at
+from tiltsam.samplers.base import Draw, Sampler, Start, draw_after_ascent, draw_at
 from tiltsam.samplers.noise import Uniform
 from tiltsam.space.protocol import EPS, Evaluation, Space
 from tiltsam.space.validation import check_count
@@ -16,7 +16,7 @@ __all__ = ["AdaptiveAscent", "Ascent", "CenterThenAscent", "LineSearch", "Random
 
 
 @dataclass(frozen=True)
-class Ascent(BaseSampler):
+class Ascent(Sampler):
     """Algorithm 2: a random start δ in the ball of radius R, then ρ along the normalised gradient there.
 
     ``ε = δ + ρ n(∇L(θ+δ))``, so ``‖ε‖ ≤ R + ρ``. With R = 0 this is SAM's ascent. Two passes a sample.
@@ -45,7 +45,7 @@ class Ascent(BaseSampler):
     @property
     def deterministic(self) -> bool:  # type: ignore[override]
         """Whether all samples of a step are the same."""
-        return getattr(self.start, "deterministic", False)
+        return self.start.deterministic
 
     def begin(self, space: Space) -> Evaluation | None:
         """Compute the shared ascent ρ n(∇L(θ)) into the vector ``ascent``."""
@@ -76,7 +76,7 @@ class Ascent(BaseSampler):
 
 
 @dataclass(frozen=True)
-class AdaptiveAscent(BaseSampler):
+class AdaptiveAscent(Sampler):
     """ASAM's ascent, scaled to each weight: ``ε = ρ T²g/‖Tg‖``, ``T = |w| + η`` (Kwon et al. 2021). Two passes."""
 
     only_for: ClassVar[str | None] = "ASAM"  # which has eta
@@ -92,7 +92,7 @@ class AdaptiveAscent(BaseSampler):
 
 
 @dataclass(frozen=True)
-class LineSearch(BaseSampler):
+class LineSearch(Sampler):
     """The paper's ESAM2: among ``ρ_k = ρ k/K`` along ``n(∇L(θ))``, k = 1..K, the one with the largest loss.
 
     Two passes and K forward passes. Losses that are not finite are ignored.
@@ -128,7 +128,7 @@ class LineSearch(BaseSampler):
 
 
 @dataclass(frozen=True)
-class RandomAscent(BaseSampler):
+class RandomAscent(Sampler):
     """RSAM's ascent (Liu et al. 2022): noise scaled to each filter, then ``ε = ρ n(Δ + λ ∇L(θ+Δ))``. Two passes.
 
     ``Δ`` is N(0, (γ‖w_filter‖)²) on each filter, a filter being a slice along the first dimension; a tensor of one
@@ -155,7 +155,7 @@ class RandomAscent(BaseSampler):
 
 
 @dataclass(frozen=True)
-class CenterThenAscent(BaseSampler):
+class CenterThenAscent(Sampler):
     """Two points, of PGN and WSAM: sample 0 is θ, sample 1 is ``θ + ρ n(g)`` with the gradient g at θ. Two passes."""
 
     independent: ClassVar[bool] = False

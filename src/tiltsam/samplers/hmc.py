@@ -21,7 +21,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from tiltsam.samplers.base import BaseSampler, Draw, draw_at
+from tiltsam.samplers.base import Draw, Sampler, draw_at
 from tiltsam.space.protocol import Evaluation, Space, Spread, Vector
 from tiltsam.space.validation import check_count, check_nonnegative
 
@@ -34,7 +34,7 @@ _TINY = 1e-30  # keeps divisions by a speed or a chord of zero finite
 
 
 @dataclass(frozen=True)
-class HMC(BaseSampler):
+class HMC(Sampler):
     """Samples of μ·exp(δL): each starts uniform in the ball and makes ``num_proposals`` accept/reject moves.
 
     Cost: ``1 + num_steps · num_proposals`` passes a sample. Memory: six vectors, whatever s. Consistent as

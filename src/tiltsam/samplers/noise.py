@@ -7,30 +7,15 @@ from typing import ClassVar
 
 import torch
 
-from tiltsam.samplers.base import BaseSampler, Draw, draw_at
+from tiltsam.samplers.base import Start
 from tiltsam.space.protocol import Space, Spread
 from tiltsam.space.validation import check_nonnegative
 
 __all__ = ["Center", "Gaussian", "Uniform"]
 
 
-class _OnePass(BaseSampler):
-    """A sampler that moves the point and evaluates there."""
-
-    tilted: ClassVar[bool] = False
-
-    def move(self, space: Space, index: int) -> None:
-        """``point <- θ + δ``."""
-        raise NotImplementedError
-
-    def sample(self, space: Space, index: int, common: None) -> Draw:
-        """Move, evaluate."""
-        self.move(space, index)
-        return draw_at(space.evaluate())
-
-
 @dataclass(frozen=True)
-class Center(_OnePass):
+class Center(Start):
     """ε = 0: plain training. One pass a sample."""
 
     deterministic: ClassVar[bool] = True
@@ -41,7 +26,7 @@ class Center(_OnePass):
 
 
 @dataclass(frozen=True)
-class Uniform(_OnePass):
+class Uniform(Start):
     """ε uniform in the ball of radius R (naive sampling, appendix of the paper). One pass a sample.
 
     Consistent: with sample weights softmax(t L) the aggregate tends to the gradient of the tilted loss as s grows, with
@@ -57,7 +42,7 @@ class Uniform(_OnePass):
 
 
 @dataclass(frozen=True)
-class Gaussian(_OnePass):
+class Gaussian(Start):
     """ε ~ N(0, std² I) (naive sampling under Gaussian μ). One pass a sample; consistent like :class:`Uniform`.
 
     Args:

@@ -8,14 +8,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from tiltsam.samplers.base import BaseSampler, Draw, draw_after_ascent, draw_at
+from tiltsam.samplers.base import Draw, Sampler, draw_after_ascent, draw_at
 from tiltsam.space.protocol import EPS, Evaluation, Space, Vector
 
 __all__ = ["FriendlyAscent", "MomentumAscent", "PowerAscent", "ReusedAscent", "SurrogateGap"]
 
 
 @dataclass(frozen=True)
-class SurrogateGap(BaseSampler):
+class SurrogateGap(Sampler):
     """GSAM's gradient: SAM's ``g_p``, minus α times the part of ``g`` that is orthogonal to it. Two passes."""
 
     only_for: ClassVar[str | None] = "GSAM"  # which has alpha
@@ -36,7 +36,7 @@ class SurrogateGap(BaseSampler):
 
 
 @dataclass(frozen=True)
-class ReusedAscent(BaseSampler):
+class ReusedAscent(Sampler):
     """LookSAM's gradient: SAM's, whose part ``g_v`` orthogonal to ``g`` is kept, or ``g`` plus the kept part.
 
     Two passes with ``refresh``, else one. A gradient that is not finite does not change ``g_v``.
@@ -67,7 +67,7 @@ class ReusedAscent(BaseSampler):
 
 
 @dataclass(frozen=True)
-class FriendlyAscent(BaseSampler):
+class FriendlyAscent(Sampler):
     """Friendly-SAM's ascent, along what is specific to the batch: ``ε = ρ n(g − σ m)``, m a running mean of g.
 
     Two passes. Without an ascent (ρ = 0) the mean goes on, at one pass.
@@ -93,7 +93,7 @@ class FriendlyAscent(BaseSampler):
 
 
 @dataclass(frozen=True)
-class PowerAscent(BaseSampler):
+class PowerAscent(Sampler):
     """USAM's ascent, longer where the gradient is large: ``ε = ρ ‖g‖^p n(g)``. Two passes."""
 
     only_for: ClassVar[str | None] = "USAM"  # which has power
@@ -109,7 +109,7 @@ class PowerAscent(BaseSampler):
 
 
 @dataclass(frozen=True)
-class MomentumAscent(BaseSampler):
+class MomentumAscent(Sampler):
     """Momentum-SAM's point: ``ε = −ρ n(v)``, v a running mean of the gradients of earlier steps. One pass."""
 
     independent: ClassVar[bool] = False

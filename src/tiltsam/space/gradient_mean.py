@@ -87,6 +87,11 @@ class GradientMean:
         self._seen[:] = [seen or g is not None for seen, g in zip(self._seen, gradient, strict=True)]
 
     @property
+    def seen(self) -> tuple[bool, ...]:
+        """Which parameters have had a gradient in this step."""
+        return tuple(self._seen)
+
+    @property
     def is_empty(self) -> bool:
         """Whether nothing has been added in this step."""
         return not any(self._seen)
@@ -123,10 +128,6 @@ class GradientMean:
         tensors = self.tensors
         for block in self._blocks:
             torch._foreach_mul_([x for i in block.indices if (x := tensors[i]) is not None], factor.to(block.device))
-
-    def seen(self) -> list[bool]:
-        """Return which parameters have a gradient in this step."""
-        return self._seen
 
     def sum_over_ranks(self, weight: Tensor, seen: list[bool]) -> None:
         """Replace the mean by the sum over the ranks that share samples, this rank's multiplied by ``weight``."""

@@ -195,7 +195,11 @@ class ParameterSpace(TensorLists):
         return [as_real(local_part(p)) for p in self.params] if self.sharding.needs_views else list(self.params)
 
     def accepts_memory(self) -> bool:
-        """Return whether the space can use the memory that the parameters have now, after ``p.data`` was replaced."""
+        """Return whether the space can use the memory that the parameters have now, after ``p.data`` was replaced.
+
+        Raises:
+            ValueError: If two parameters share memory.
+        """
         check_storage(self.params)
         return True
 

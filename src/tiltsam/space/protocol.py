@@ -196,7 +196,7 @@ class Space(Protocol):
     def state_vector(self, name: str) -> Vector:
         """Return a vector that the sampler keeps between steps; zero at the first step.
 
-        Its name is in ``BaseSampler.state_names``. Write to it in place. It is part of the optimizer's ``state_dict``
+        Its name is in ``Sampler.state_names``. Write to it in place. It is part of the optimizer's ``state_dict``
         and restored if the step raises.
         """
         ...

@@ -65,14 +65,16 @@ class StepRecord:
 
     Args:
         weighting: Computes the sample weights; ``None`` for a step with one sample, which has all the weight.
+        reported: The record whose numbers of the sampler are returned: that of this rank's samples, in the record of
+            all ranks. By default this one.
     """
 
-    def __init__(self, weighting: Weighting | None) -> None:
+    def __init__(self, weighting: Weighting | None, reported: StepRecord | None = None) -> None:
         self._weighting = weighting
         self._draws: list[Draw] = []
         self.valid: list[Tensor] = []
         """Whether each sample was finite."""
-        self._reported = self._draws  # whose numbers sampler_info returns
+        self._reported = self._draws if reported is None else reported._draws
         self._perturbation_norms: list[Tensor] = []
         self._shares: list[Tensor] = []
 
@@ -120,10 +122,6 @@ class StepRecord:
         """Return what the sampler reported, one entry per sample."""
         names = self._reported[0].info if self._reported else ()
         return {name: torch.stack([d.info[name] for d in self._reported]) for name in names}
-
-    def set_sampler_info(self, other: StepRecord) -> None:
-        """Report the sampler's numbers of another record: those of this rank, in the record of all ranks."""
-        self._reported = other._reported
 
 
 def unpack(row: Tensor) -> tuple[Tensor, Tensor]:

@@ -7,6 +7,7 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -14,27 +15,45 @@ from torch import Tensor
 
 from tiltsam.distributed import local_part
 
-__all__ = ["check_count", "check_fraction", "check_nonnegative", "check_storage", "warn", "warn_low_precision"]
+__all__ = [
+    "check_count",
+    "check_fraction",
+    "check_nonnegative",
+    "check_positive",
+    "check_storage",
+    "warn",
+    "warn_low_precision",
+]
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 
 def check_nonnegative(name: str, value: Any) -> None:
     """Raise ValueError unless ``value`` is a finite number >= 0."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
+    if not _is_finite(value) or value < 0:
         raise ValueError(f"{name} must be a finite number >= 0, got {value!r}")
+
+
+def check_positive(name: str, value: Any) -> None:
+    """Raise ValueError unless ``value`` is a finite number > 0."""
+    if not _is_finite(value) or value <= 0:
+        raise ValueError(f"{name} must be a finite number > 0, got {value!r}")
 
 
 def check_count(name: str, value: Any, minimum: int = 1) -> None:
     """Raise ValueError unless ``value`` is an integer >= ``minimum``."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < minimum:
         raise ValueError(f"{name} must be an integer >= {minimum}, got {value!r}")
 
 
 def check_fraction(name: str, value: Any) -> None:
     """Raise ValueError unless ``value`` is a number in [0, 1)."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
+    if not _is_finite(value) or not 0 <= value < 1:
         raise ValueError(f"{name} must be a number in [0, 1), got {value!r}")
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def check_storage(params: Sequence[Tensor]) -> None:

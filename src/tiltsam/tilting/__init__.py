@@ -2,11 +2,9 @@
 
 - :mod:`~tiltsam.tilting.streaming`: tilted loss, weights, mean and variance.
 - :mod:`~tiltsam.tilting.examples`: :class:`ExampleTilt`, the loss of a batch with tilted examples.
-- :mod:`~tiltsam.tilting.schedules`: schedules of t and rho.
 """
 
 from tiltsam.tilting.examples import ExampleTilt
-from tiltsam.tilting.schedules import Late, Linear, late_phase, linear_down, linear_up
 from tiltsam.tilting.streaming import (
     StreamingTilt,
     effective_sample_size,
@@ -18,13 +16,8 @@ from tiltsam.tilting.streaming import (
 
 __all__ = [
     "ExampleTilt",
-    "Late",
-    "Linear",
     "StreamingTilt",
     "effective_sample_size",
-    "late_phase",
-    "linear_down",
-    "linear_up",
     "tilted_loss",
     "tilted_mean",
     "tilted_var",

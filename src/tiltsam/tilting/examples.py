@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tiltsam.space.validation import check_count, check_fraction
 from tiltsam.tilting.streaming import check_tilt
 
 __all__ = ["ExampleTilt"]
@@ -85,12 +86,13 @@ class ExampleTilt:
         process_group: Any = None,
         sync: bool = True,
     ) -> None:
-        if not 0 <= min_ess < 1:
-            raise ValueError(f"min_ess must be in [0, 1), got {min_ess}")
+        check_fraction("min_ess", min_ess)
         if group_tilt is not None and num_groups is None:
             raise ValueError(f"group_tilt={group_tilt} needs num_groups")
-        if num_groups is not None and (num_groups < 1 or min_ess):
-            raise ValueError(f"num_groups must be at least 1, and min_ess 0 with it, got {num_groups} and {min_ess}")
+        if num_groups is not None:
+            check_count("num_groups", num_groups)
+            if min_ess:
+                raise ValueError(f"min_ess must be 0 with num_groups, got {min_ess}")
         self.min_ess, self.num_groups = min_ess, num_groups
         self.process_group, self.sync = process_group, sync
         self._group_tilt = None if group_tilt is None else check_tilt(group_tilt, "group_tilt")

@@ -3,7 +3,7 @@
 A step of TSAM with three samples on a ResNet-18 is about 2,500 kernels, and the host takes longer to launch them than
 the GPU to run them. Captured once and replayed, a step is one launch.
 
-    step = tiltsam.capture(optimizer, loss_fn, (inputs, targets))
+    step = tiltsam.capture(optimizer, loss_fn)
     for inputs, targets in loader:
         loss = step(inputs, targets)
 
@@ -15,11 +15,10 @@ cannot change in a graph (the shape of the batch, ``num_samples``, a frozen laye
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from torch import Tensor
 
-from tiltsam.capture.captured_step import WARM_UP, CapturedStep
+from tiltsam.graphs.captured_step import WARM_UP, CapturedStep
 from tiltsam.optim.sharpness_aware import SharpnessAware
 
 __all__ = ["capture"]
@@ -28,7 +27,6 @@ __all__ = ["capture"]
 def capture(
     optimizer: SharpnessAware,
     loss_fn: Callable[..., Tensor] | Sequence[Callable[..., Tensor]],
-    example_batch: Sequence[Any],
     *,
     ascent_loss_fn: Callable[..., Tensor] | None = None,
     concurrent: bool = False,
@@ -42,11 +40,10 @@ def capture(
 
     Args:
         optimizer: Any method of :data:`tiltsam.METHODS`.
-        loss_fn: Maps the tensors of a batch to the loss; open ``torch.autocast`` inside it and use a compiled model as
-            you like. It must not read values back to the host, must read weights through the model's parameters, and
-            must not write to memory that outlives it, except the model's buffers. Or a list with one function per
-            sample, each on its own part of the batch (m-SAM).
-        example_batch: A batch, for its shapes and device: tensors, and constants (numbers, strings, ``None``).
+        loss_fn: Maps the parts of a batch, tensors and constants (numbers, strings, ``None``), to the loss; open
+            ``torch.autocast`` inside it and use a compiled model as you like. It must not read values back to the host,
+            must read weights through the model's parameters, and must not write to memory that outlives it, except the
+            model's buffers. Or a list with one function per sample, each on its own part of the batch (m-SAM).
         ascent_loss_fn: Used for gradients that only give the direction of an ascent, for example on part of the batch.
         concurrent: Run the samples of a captured step concurrently, each on its own copy of the weights: s more copies
             of weights, gradients and activations in memory. Pays if a pass does not fill the GPU. Needs ``model=`` and
@@ -58,11 +55,9 @@ def capture(
         >>> model = torch.nn.Linear(4, 1)
         >>> optimizer = tiltsam.SAM(torch.optim.SGD(model.parameters(), lr=0.1))
         >>> batch = torch.randn(8, 4), torch.randn(8, 1)
-        >>> step = capture(optimizer, lambda x, y: torch.nn.functional.mse_loss(model(x), y), batch)
+        >>> step = capture(optimizer, lambda x, y: torch.nn.functional.mse_loss(model(x), y))
         >>> loss = step(*batch)
         >>> step.reason
         'the parameters are on the cpu'
     """
-    return CapturedStep(
-        optimizer, loss_fn, example_batch, ascent_loss_fn=ascent_loss_fn, concurrent=concurrent, warm_up=warm_up
-    )
+    return CapturedStep(optimizer, loss_fn, ascent_loss_fn=ascent_loss_fn, concurrent=concurrent, warm_up=warm_up)

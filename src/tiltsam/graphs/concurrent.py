@@ -63,7 +63,7 @@ def weights_at(params: Sequence[Tensor], point: Sequence[Tensor]) -> Iterator[No
 
 def can_run_concurrently(sampler: Sampler) -> bool:
     """Return whether no sample needs another one, or an ascent that they share."""
-    return sampler.independent and not getattr(sampler, "share_ascent", False)
+    return sampler.independent and not sampler.share_ascent
 
 
 def average_samples_concurrently(

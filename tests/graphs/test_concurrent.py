@@ -7,13 +7,13 @@ import torch
 from torch import nn
 
 import tiltsam
-from tiltsam.capture.concurrent import (
+from tiltsam.graphs.concurrent import (
     allocate_scratch,
     average_samples_concurrently,
     can_run_concurrently,
     weights_at,
 )
-from tiltsam.capture.random_state import CapturedModelState
+from tiltsam.graphs.random_state import CapturedModelState
 from tiltsam.optim.step_info import StepInfo
 from tiltsam.samplers import HMC, Ascent, CenterThenAscent, Uniform, draw_after_ascent
 
@@ -175,7 +175,7 @@ def test_replicas_share_the_mean_of_gradients():
         for replica, share, value in zip(replicas, (one, half), (1.0, 3.0), strict=True):
             gradient = [torch.full_like(p, value) for p in step.space.params]
             replica.gradient_mean.add(gradient, share, torch.tensor(True), replica.center)
-    assert all(replicas[0].gradient_mean.seen())
+    assert all(replicas[0].gradient_mean.seen)
     assert all((mean == 2.0).all() for mean in replicas[-1].gradient_mean.tensors)
 
 
@@ -267,7 +267,7 @@ def test_weights_at_complex_parameters():
 
 def test_captured_steps_share_scratch_weights():
     model, optimizer = build()
-    captured = tiltsam.capture(optimizer, model, (torch.ones(2, 3, 6, 6),), concurrent=True)
+    captured = tiltsam.capture(optimizer, model, concurrent=True)
     step = optimizer.begin(closures_for(model))
     state = step.space.model_state
     one, other = captured._replicas(step, state, 4, 8), captured._replicas(step, state, 3, 8)
@@ -287,7 +287,7 @@ def test_can_run_concurrently():
 def test_one_sample_does_not_run_concurrently():
     for num_samples, expected in ((1, False), (4, True)):
         model, optimizer = build(num_samples=num_samples)
-        captured = tiltsam.capture(optimizer, model, (torch.ones(2, 3, 6, 6),), concurrent=True)
+        captured = tiltsam.capture(optimizer, model, concurrent=True)
         optimizer.step(closures_for(model))
         assert captured._runs_concurrently(optimizer.begin(closures_for(model))) is expected
 
@@ -309,7 +309,7 @@ def test_capture_concurrent_requires_model():
     weight = nn.Parameter(torch.ones(3))
     optimizer = tiltsam.TSAM(torch.optim.SGD([weight], lr=0.1), num_samples=3)
     with pytest.raises(ValueError, match="model="):
-        tiltsam.capture(optimizer, lambda x: (weight * x).sum(), (torch.ones(3),), concurrent=True)
+        tiltsam.capture(optimizer, lambda x: (weight * x).sum(), concurrent=True)
 
 
 @pytest.mark.parametrize(("method", "sampler"), [("pgn", "CenterThenAscent"), ("tsam", "share_ascent=True")])
@@ -317,4 +317,4 @@ def test_capture_concurrent_refuses_shared_ascent(method, sampler):
     model, options = nn.Linear(3, 1), {"share_ascent": True} if method == "tsam" else {}
     optimizer = tiltsam.METHODS[method](torch.optim.SGD(model.parameters(), lr=0.1), model=model, **options)
     with pytest.raises(ValueError, match=sampler):
-        tiltsam.capture(optimizer, lambda x: model(x).sum(), (torch.ones(2, 3),), concurrent=True)
+        tiltsam.capture(optimizer, lambda x: model(x).sum(), concurrent=True)

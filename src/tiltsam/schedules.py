@@ -2,59 +2,57 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeAlias
 
-__all__ = ["Late", "Linear", "late_phase", "linear_down", "linear_up"]
+from tiltsam.space.validation import check_count
+
+__all__ = ["Schedule", "late_phase", "linear_down", "linear_up"]
+
+Schedule: TypeAlias = Callable[[int], float]
+"""A value as a function of the step, 0 at the first."""
 
 
 @dataclass(frozen=True)
-class Linear:
-    """Schedule from ``start`` to ``end`` over ``num_steps`` steps, constant afterwards.
-
-    Callable with the step number, 0 at the first step.
-    """
+class _Linear:
+    """From ``start`` to ``end`` over ``num_steps`` steps, constant afterwards."""
 
     start: float
     end: float
     num_steps: int
 
     def __post_init__(self) -> None:
-        if self.num_steps < 1:
-            raise ValueError(f"num_steps must be at least 1, got {self.num_steps}")
+        check_count("num_steps", self.num_steps)
 
     def __call__(self, step: int) -> float:
-        """Return the value at ``step``."""
         if step >= self.num_steps:
             return self.end  # the sum below may miss it by rounding
         return self.start + (self.end - self.start) * (max(step, 0) / self.num_steps)
 
 
-def linear_up(value: float, num_steps: int) -> Linear:
+def linear_up(value: float, num_steps: int) -> Schedule:
     """Return a schedule from 0 to ``value`` over ``num_steps`` steps."""
-    return Linear(0.0, value, num_steps)
+    return _Linear(0.0, value, num_steps)
 
 
-def linear_down(value: float, num_steps: int) -> Linear:
+def linear_down(value: float, num_steps: int) -> Schedule:
     """Return a schedule from ``value`` to 0 over ``num_steps`` steps."""
-    return Linear(value, 0.0, num_steps)
+    return _Linear(value, 0.0, num_steps)
 
 
 @dataclass(frozen=True)
-class Late:
-    """Schedule that is 0 before the step ``start`` and ``value`` from there on.
-
-    Callable with the step number, 0 at the first step.
-    """
+class _Late:
+    """0 before the step ``start``, ``value`` from there on."""
 
     value: float
     start: int
 
     def __call__(self, step: int) -> float:
-        """Return the value at ``step``."""
         return self.value if step >= self.start else 0.0
 
 
-def late_phase(value: float, num_steps: int, fraction: float = 0.75) -> Late:
+def late_phase(value: float, num_steps: int, fraction: float = 0.75) -> Schedule:
     """Return a schedule that is 0 for the first ``fraction`` of ``num_steps`` steps and then ``value``.
 
     As ``rho`` of a method: sharpness-aware steps late in training only, and steps of one pass before (late-phase SAM,
@@ -65,6 +63,7 @@ def late_phase(value: float, num_steps: int, fraction: float = 0.75) -> Late:
         >>> rho(749), rho(750)
         (0.0, 0.05)
     """
+    check_count("num_steps", num_steps)
     if not 0 <= fraction <= 1:
         raise ValueError(f"fraction must be in [0, 1], got {fraction}")
-    return Late(value, round(fraction * num_steps))
+    return _Late(value, round(fraction * num_steps))

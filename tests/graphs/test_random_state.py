@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tiltsam.capture.random_state import CapturedModelState, CapturedRandom
+from tiltsam.graphs.random_state import CapturedModelState, CapturedRandom
 from tiltsam.space.model_state import ModelState
 
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

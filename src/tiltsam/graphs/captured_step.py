@@ -1,4 +1,4 @@
-"""Warm-up, capture, replay and invalidation of a step as a CUDA graph; see :func:`tiltsam.capture.capture`."""
+"""Warm-up, capture, replay and invalidation of a step as a CUDA graph; see :func:`tiltsam.capture`."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from tiltsam.capture.concurrent import (
+from tiltsam.fused.fused_space import FusedSpace, ReservedTables
+from tiltsam.graphs.concurrent import (
     Scratch,
     allocate_scratch,
     average_samples_concurrently,
     can_run_concurrently,
     weights_at,
 )
-from tiltsam.capture.random_state import CapturedModelState, CapturedRandom
-from tiltsam.fused.fused_space import FusedSpace, ReservedTables
+from tiltsam.graphs.random_state import CapturedModelState, CapturedRandom
 from tiltsam.optim.sharpness_aware import SharpnessAware, Step
 from tiltsam.optim.step_info import StepInfo
 from tiltsam.space.evaluator import Closure
 from tiltsam.space.parameter_space import ParameterSpace
 from tiltsam.space.step_record import unpack
-from tiltsam.space.validation import warn
+from tiltsam.space.validation import check_count, warn
 
 __all__ = ["WARM_UP", "CapturedStep"]
 
@@ -62,7 +62,6 @@ class CapturedStep:
         self,
         optimizer: SharpnessAware,
         loss_fn: Callable[..., Tensor] | Sequence[Callable[..., Tensor]],
-        example_batch: Sequence[Any],
         *,
         ascent_loss_fn: Callable[..., Tensor] | None = None,
         concurrent: bool = False,
@@ -73,8 +72,7 @@ class CapturedStep:
                 f"optimizer must be a tiltsam optimizer, got {type(optimizer).__name__}: for plain training wrap it in "
                 "tiltsam.ERM"
             )
-        if warm_up < 1:
-            raise ValueError(f"warm_up must be >= 1, got {warm_up}")
+        check_count("warm_up", warm_up)
         if concurrent and (optimizer.model is None or not optimizer.current_space().model_state.buffers_once):
             raise ValueError(
                 "concurrent samples need model= and buffers_once=True: only one sample may update BatchNorm statistics"
@@ -95,7 +93,6 @@ class CapturedStep:
         self._stream: torch.cuda.Stream | None = None
         self._rates: list[Tensor] = []  # learning rates on the device, where graphs read them
         self._rate_values: list[float] = []
-        _check_batch(tuple(example_batch))
         if self.reason is not None and "cuda" in _device_types(optimizer):
             warn(f"steps run eagerly, because {self.reason}")
 

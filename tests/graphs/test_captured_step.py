@@ -12,8 +12,8 @@ from torch import nn
 
 import tiltsam
 from helpers.cases import METHODS, Net, Problem, sgd
-from tiltsam.capture import capture, captured_step
-from tiltsam.capture.captured_step import CapturedStep, _arrange_state, _WarmUp
+from tiltsam.graphs import capture, captured_step
+from tiltsam.graphs.captured_step import CapturedStep, _arrange_state, _WarmUp
 
 every_method = pytest.mark.parametrize("method", METHODS, ids=repr)
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -54,7 +54,7 @@ class Pair:
             self.optimizers.append(method(base(m.parameters()), model=m, **options))
         self.autocast, self.parts, self.ascent_rows = autocast, parts, ascent_rows
         losses, ascent = self.loss_fns(1)
-        self.step = capture(self.optimizers[1], losses, self.batch(0), ascent_loss_fn=ascent, concurrent=concurrent)
+        self.step = capture(self.optimizers[1], losses, ascent_loss_fn=ascent, concurrent=concurrent)
 
     def batch(self, k):
         generator = torch.Generator().manual_seed(100 + k)
@@ -201,7 +201,7 @@ def test_group_added_between_replays():
         value.backward()
         return value
 
-    step = capture(optimizers[1], lambda x, y: loss(1, x, y), (x, y))
+    step = capture(optimizers[1], lambda x, y: loss(1, x, y))
     for k in range(20):
         if k == 8:
             for m, optimizer in zip(models, optimizers, strict=True):
@@ -266,7 +266,7 @@ def test_loaded_state_with_other_strides_is_captured(base):
     for entries in state["state"].values():
         entries.update({k: v.contiguous() if isinstance(v, torch.Tensor) else v for k, v in entries.items()})
     optimizer.load_state_dict(state)
-    step = capture(optimizer, loss, (x,))
+    step = capture(optimizer, loss)
     for _ in range(6):
         step(x)
     assert step.reason is None
@@ -338,7 +338,7 @@ def test_noise_differs_at_every_replay():
     theta = nn.Parameter(torch.zeros(50, device="cuda"))
     optimizer = tiltsam.TSAM(sgd([theta], lr=0.0, weight_decay=0.0), rho=0.0, radius=1.0, num_samples=2)
     direction = torch.linspace(-1, 1, 50, device="cuda")
-    step = capture(optimizer, lambda x: (theta * x).sum(), (direction,))
+    step = capture(optimizer, lambda x: (theta * x).sum())
     seen = []
     for _ in range(10):
         step(direction)
@@ -398,7 +398,7 @@ def test_capture_while_another_thread_loads_batches():
     loader = threading.Thread(target=load)
     loader.start()
     try:
-        step = capture(tiltsam.SAM(sgd([theta])), lambda x: (theta * x).square().sum(), (torch.ones(4, device="cuda"),))
+        step = capture(tiltsam.SAM(sgd([theta])), lambda x: (theta * x).square().sum())
         for _ in range(6):
             step(torch.ones(4, device="cuda"))
     finally:
@@ -416,7 +416,7 @@ def test_failed_capture_warns_and_runs_eagerly():
         loss = (theta * x).square().sum()
         return loss * (1.0 if loss.item() > 0 else 2.0)  # reads a value
 
-    step = capture(optimizer, loss_fn, (torch.ones(4, device="cuda"),))
+    step = capture(optimizer, loss_fn)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(6):
@@ -431,7 +431,7 @@ def test_failed_capture_warns_and_runs_eagerly():
 def test_capture_on_a_cpu_equals_eager(method):
     a, b = Problem(dropout=0.0), Problem(dropout=0.0)
     one, two = method(sgd(a.model.parameters()), model=a.model), method(sgd(b.model.parameters()), model=b.model)
-    step = capture(two, lambda x, y: nn.functional.cross_entropy(b.model(x), y), (b.x, b.y))
+    step = capture(two, lambda x, y: nn.functional.cross_entropy(b.model(x), y))
     assert step.reason == "the parameters are on the cpu"
     for _ in range(3):
         assert torch.equal(one.step(a.closure), step(b.x, b.y))
@@ -457,7 +457,7 @@ def test_capture_on_a_cpu_with_loss_functions_by_part(method):
 
     rows = [slice(5 * j, 5 * j + 5) for j in range(number)]
     ascent = slice(0, 4)
-    step = capture(two, [loss_on(b, r) for r in rows], (b.x, b.y), ascent_loss_fn=loss_on(b, ascent))
+    step = capture(two, [loss_on(b, r) for r in rows], ascent_loss_fn=loss_on(b, ascent))
     for _ in range(3):
         loss = one.step([closure_on(a, r) for r in rows], closure_on(a, ascent))
         assert torch.equal(loss, step(b.x, b.y))
@@ -495,7 +495,7 @@ def test_graphs_of_replaced_parameters_are_dropped():
     """Their space is gone: no graph would be replayed again, and the new space must be warmed up."""
     model, batch = nn.Linear(4, 1), (torch.ones(8, 4),)
     optimizer = tiltsam.TSAM(sgd(model.parameters()), num_samples=3, model=model)
-    captured = capture(optimizer, lambda x: model(x).square().mean(), batch, concurrent=True)
+    captured = capture(optimizer, lambda x: model(x).square().mean(), concurrent=True)
 
     def begin():
         step = optimizer.begin(captured._closures(batch)[0])
@@ -553,7 +553,7 @@ class FakeRandom:
 def test_failed_capture_releases_memory_and_warns_at_the_call(monkeypatch, layer):
     model, batch = layer(4, 1), (torch.ones(8, 4),)
     optimizer = tiltsam.TSAM(sgd(model.parameters()), num_samples=3, model=model)
-    captured = capture(optimizer, lambda x: model(x).square().mean(), batch, concurrent=True)
+    captured = capture(optimizer, lambda x: model(x).square().mean(), concurrent=True)
     captured(*batch)
     step = optimizer.begin(captured._closures(batch)[0])
     captured.reason, captured._space = None, step.space
@@ -587,16 +587,16 @@ def test_failed_capture_releases_memory_and_warns_at_the_call(monkeypatch, layer
 def test_step_that_cannot_be_captured_on_a_gpu_warns(monkeypatch):
     problem = Problem()
     optimizer = tiltsam.SAM(sgd(problem.model.parameters()), skip_nonfinite=True)
-    assert capture(optimizer, problem.model, (problem.x,)).reason == "the parameters are on the cpu"  # no warning
+    assert capture(optimizer, problem.model).reason == "the parameters are on the cpu"  # no warning
     monkeypatch.setattr(captured_step, "_device_types", lambda _: {"cuda"})
     with pytest.warns(RuntimeWarning, match="eagerly, because skip_nonfinite") as caught:
-        assert "skip_nonfinite" in capture(optimizer, problem.model, (problem.x,)).reason
+        assert "skip_nonfinite" in capture(optimizer, problem.model).reason
     assert {w.filename for w in caught} == {__file__}
 
 
 def test_capture_returns_the_documented_class():
     problem = Problem()
-    step = tiltsam.capture(tiltsam.SAM(sgd(problem.model.parameters())), problem.model, (problem.x,))
+    step = tiltsam.capture(tiltsam.SAM(sgd(problem.model.parameters())), problem.model)
     assert type(step) is tiltsam.CapturedStep
 
 
@@ -604,19 +604,20 @@ def test_capture_refuses_bad_arguments():
     problem = Problem()
     base = sgd(problem.model.parameters())
     with pytest.raises(TypeError, match="SGD"):
-        capture(base, problem.loss, (problem.x,))
-    with pytest.raises(ValueError, match="got 0"):
-        capture(tiltsam.SAM(base), problem.loss, (problem.x,), warm_up=0)
+        capture(base, problem.loss)
+    for warm_up in (0, 2.5):
+        with pytest.raises(ValueError, match=f"warm_up .*got {warm_up}"):
+            capture(tiltsam.SAM(base), problem.loss, warm_up=warm_up)
+    with pytest.raises(TypeError, match="positional"):
+        capture(tiltsam.SAM(base), problem.loss, (problem.x,))
     with pytest.raises(TypeError, match="tensor"):
-        capture(tiltsam.SAM(base), problem.loss, (1.0,))
+        capture(tiltsam.SAM(base), lambda *_: problem.loss())(1.0)
     for nested in ({"x": problem.x}, (problem.x, problem.y), [problem.x]):
         with pytest.raises(TypeError, match=type(nested).__name__):
-            capture(tiltsam.SAM(base), problem.loss, (problem.x, nested))
-        with pytest.raises(TypeError, match=type(nested).__name__):
-            capture(tiltsam.SAM(base), lambda *_: problem.loss(), (problem.x,))(problem.x, nested)
-    capture(tiltsam.SAM(base), lambda *_: problem.loss(), (problem.x,))(problem.x, True, 1, 1.0, "a", None)
+            capture(tiltsam.SAM(base), lambda *_: problem.loss())(problem.x, nested)
+    capture(tiltsam.SAM(base), lambda *_: problem.loss())(problem.x, True, 1, 1.0, "a", None)
     with pytest.raises(ValueError, match="got 2"):
-        capture(tiltsam.SAM(base), [lambda x: problem.loss()] * 2, (problem.x,))(problem.x)
+        capture(tiltsam.SAM(base), [lambda x: problem.loss()] * 2)(problem.x)
     for bad, got in ((lambda x: (problem.loss(), x), "tuple"), (lambda x: 0.5, "float"), (problem.model, "Tensor")):
         with pytest.raises(TypeError, match=f"got {got}"):
-            capture(tiltsam.SAM(base), bad, (problem.x,))(problem.x)
+            capture(tiltsam.SAM(base), bad)(problem.x)

@@ -34,7 +34,6 @@ def _check_torch(version: str) -> None:
 _check_torch(str(torch.__version__))
 
 from tiltsam import curvature, landscape, samplers, schedules, sharpness, tilting
-from tiltsam.averaging import WeightAverage
 from tiltsam.distributed import Parallel
 from tiltsam.graphs import capture
 from tiltsam.graphs.captured_step import CapturedStep
@@ -55,6 +54,7 @@ from tiltsam.optim import (
     MomentumSAM,
     SharpnessAware,
     StepInfo,
+    WeightAverage,
 )
 from tiltsam.tilting import ExampleTilt, tilted_loss, tilted_mean, tilted_var, tilted_weights
 

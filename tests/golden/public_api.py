@@ -15,7 +15,6 @@ MODULES = (
     "tiltsam.tilting",
     "tiltsam.schedules",
     "tiltsam.samplers",
-    "tiltsam.averaging",
     "tiltsam.sharpness",
     "tiltsam.curvature",
     "tiltsam.landscape",

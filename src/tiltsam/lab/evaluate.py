@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from tiltsam.averaging import WeightAverage
 from tiltsam.lab.data.dataset import Data, Split
+from tiltsam.optim import WeightAverage
 from tiltsam.space.model_state import restored_buffers
 from tiltsam.tilting import ExampleTilt
 

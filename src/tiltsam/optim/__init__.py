@@ -1,5 +1,6 @@
-"""The optimizers: TSAM and the methods it is compared with, and what is needed to write another one."""
+"""The optimizers: TSAM and the methods it is compared with, averaged weights, and what a new method needs."""
 
+from tiltsam.optim.averaging import WeightAverage
 from tiltsam.optim.methods import ASAM, ERM, METHODS, PGN, RSAM, SAM, TSAM, LineSearchSAM
 from tiltsam.optim.sharpness_aware import SharpnessAware
 from tiltsam.optim.step_info import StepInfo
@@ -27,6 +28,7 @@ __all__ = [
     "Schedule",
     "SharpnessAware",
     "StepInfo",
+    "WeightAverage",
     "Weighting",
     "check_count",
     "check_fraction",

@@ -13,7 +13,6 @@ from torch.overrides import TorchFunctionMode
 
 import tiltsam
 from helpers.interrupting import CONTEXTS, interrupted_everywhere
-from tiltsam import averaging
 from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.data import load
 from tiltsam.lab.data.loader import Batches
@@ -21,6 +20,7 @@ from tiltsam.lab.evaluate import evaluate, reestimate_batchnorm
 from tiltsam.lab.models import load_model
 from tiltsam.lab.records import Record
 from tiltsam.lab.train import train
+from tiltsam.optim import averaging
 from tiltsam.space import model_state
 
 

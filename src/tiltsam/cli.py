@@ -658,7 +658,7 @@ def _two_tilts(args: argparse.Namespace) -> None:
         rows = cost_rows(studies, seeds, args.scale)
         print_table(f"seeds {seeds}, scale {args.scale:g}", [["name", "runs", "training passes"], *rows])
         return
-    with _optuna_hint("reproduce two-tilts"):
+    with _optuna_hint():
         import tiltsam.lab.sweep  # noqa: F401
     print(f"{sum(num_runs(study, seeds) for study in studies)} runs; the same command resumes", flush=True)
     folder = args.out / "reproduced" / args.name.replace("/", "-")
@@ -777,7 +777,7 @@ def _add_sweep(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def _sweep(args: argparse.Namespace) -> None:
-    with _optuna_hint("sweep"):
+    with _optuna_hint():
         from tiltsam.lab.sweep import format_results, sweep
     from tiltsam.lab.console import SweepDisplay, print_table
     from tiltsam.lab.flags import shared_settings
@@ -861,14 +861,14 @@ def _seeds(number: int) -> str:
 
 
 @contextmanager
-def _optuna_hint(command: str) -> Iterator[None]:
+def _optuna_hint() -> Iterator[None]:
     """Say how to install Optuna if an import inside the context lacks it."""
     try:
         yield
     except ModuleNotFoundError as error:
         if error.name not in ("optuna", "sqlalchemy"):
             raise
-        raise UserError(f"tiltsam {command} needs Optuna: pip install '.[sweep]'") from None
+        raise UserError("needs Optuna: pip install '.[sweep]'") from None
 
 
 def _can_write_figures(folder: Path) -> bool:

@@ -35,6 +35,11 @@ def test_find_task_suggests_what_was_meant(name, meant):
         load(name)
 
 
+def test_find_task_suggests_images_for_a_folder(tmp_path):
+    with pytest.raises(DataError, match=f"images:{tmp_path}"):
+        find_task(str(tmp_path))
+
+
 @pytest.mark.parametrize("name", [name for name in TASKS if not name.startswith("digits") and ":" not in name])
 def test_load_missing_data_names_file_and_source(tmp_path, name):
     with pytest.raises(DataError) as caught:

@@ -161,6 +161,8 @@ def find_task(name: str) -> Task:
     if task is None or name.endswith(":PATH"):
         kinds = {".npz": "npz", ".csv": "text", ".tsv": "text"}
         own = [f"{kind}:{name}" for suffix, kind in kinds.items() if name.endswith(suffix) and not colon]
+        if not colon and Path(name).is_dir():
+            own = [f"images:{name}"]
         close = own or difflib.get_close_matches(name, TASKS, 1)
         hint = f"did you mean {close[0]}? " if close else ""
         raise DataError(f"unknown task {name!r}: {hint}tasks are {', '.join(TASKS)}")

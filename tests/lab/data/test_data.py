@@ -37,7 +37,7 @@ def test_find_task_suggests_what_was_meant(name, meant):
 
 def test_find_task_suggests_images_for_a_folder(tmp_path):
     with pytest.raises(DataError, match=f"images:{tmp_path}"):
-        find_task(str(tmp_path))
+        load(str(tmp_path))
 
 
 @pytest.mark.parametrize("name", [name for name in TASKS if not name.startswith("digits") and ":" not in name])

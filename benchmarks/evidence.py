@@ -26,6 +26,7 @@ BELOW, CNN, DIGITS = "2026-11-16_digits_below", "2026-11-16_digits_cnn", "2026-1
 SPLIT, TILTS, TILTS_CIFAR = "2026-11-15_digits_split", "2026-11-17_two_tilts", "2026-11-18_two_tilts_cifar"
 START, BASELINES = "2026-11-18_digits_start", "2026-11-18_digits_baselines"
 PROTOCOL, SAMPLING = "2026-11-18_protocol", "2026-11-18_digits_sampling"
+TILTS_DIGITS = "2026-11-18_two_tilts_digits"
 RHOS = (0.3, 0.4, 0.5, 0.6, 0.7)
 METRICS = {"accuracy": ("score", 100, 2), "test loss": ("test_loss", 1, 3)}  # key of a result, factor, digits
 
@@ -69,6 +70,11 @@ def baseline(method: str, noise: float, schedule: str = "constant", tilt: float 
 def first_study(folder: str) -> Runs:
     """Return the runs of a folder of the first record about digits."""
     return Runs(f"{folder.partition('-')[0]} folder=digits/{folder}", (DIGITS,))
+
+
+def two_tilts(folder: str) -> Runs:
+    """Return the runs of a folder of the record of ``tiltsam reproduce two-tilts``."""
+    return Runs(f"{folder.partition('-')[0]} folder=digits/{folder}", (TILTS_DIGITS,))
 
 
 def parts(number: int, rho: float) -> Runs:
@@ -135,24 +141,27 @@ DIFFERENCES: dict[str, dict[str, list[Comparison]]] = {
             ("CIFAR-100, SAM at a constant rate, ERM with a cosine", SAM, ERM_COSINE),
             ("CIFAR-100, averaged weights", SAM_AVERAGED, ERM_AVERAGED),
             (
-                "digits, MLP",
+                "digits_below",
                 Runs("sam lr=0.01 rho=0.5 average=false", (BELOW,)),
                 Runs("erm lr=0.001 average=false", (BELOW,)),
             ),
-            ("digits, MLP, later study", baseline("sam", 0.2, lr=0.01, rho=0.4), baseline("erm", 0.2, lr=0.001)),
+            ("digits_baselines", baseline("sam", 0.2, lr=0.01, rho=0.4), baseline("erm", 0.2, lr=0.001)),
+            ("two_tilts_digits", two_tilts("sam-6e427c7e4c"), two_tilts("erm-78fb112f91")),
+            ("two_tilts_digits, 40%", two_tilts("sam-354c0692ce"), two_tilts("erm-dc6a8f6204")),
             (
-                "digits, CNN",
+                "digits_cnn",
                 Runs("sam lr=0.03 rho=0.8 average=false", (CNN,)),
                 Runs("erm lr=0.001 average=false", (CNN,)),
             ),
             (
-                "digits, CNN, averaged weights",
+                "digits_cnn, averaged weights",
                 Runs("sam lr=0.03 rho=0.8 average=true", (CNN,)),
                 Runs("erm lr=0.001 average=true", (CNN,)),
             ),
         ],
         "SAM − ERM, clean labels": [
-            ("digits, MLP", baseline("sam", 0.0, lr=0.1, rho=0.2), baseline("erm", 0.0, lr=0.003)),
+            ("digits_baselines", baseline("sam", 0.0, lr=0.1, rho=0.2), baseline("erm", 0.0, lr=0.003)),
+            ("two_tilts_digits", two_tilts("sam-b1c9ea2cc2"), two_tilts("erm-5c6d7ac3f7")),
             ("RTE", minilm("glue-rte/sam-b423ca7fb9"), minilm("glue-rte/erm-1f471a06e2")),
             ("MRPC", minilm("glue-mrpc/sam-06188ba257"), minilm("glue-mrpc/erm-386d96b0fa")),
             ("STS-B", minilm("glue-stsb/sam-f070023a97"), minilm("glue-stsb/erm-6aba6ff916")),
@@ -160,24 +169,34 @@ DIFFERENCES: dict[str, dict[str, list[Comparison]]] = {
         ],
         "SAM in the last quarter of training only − SAM": [
             (
-                "digits, MLP, noisy labels",
+                "digits_baselines, noisy labels",
                 baseline("sam", 0.2, lr=0.01, rho=0.6, rho_from=0.75),
                 baseline("sam", 0.2, lr=0.01, rho=0.4),
             ),
             (
-                "digits, MLP, clean labels",
+                "digits_baselines, clean labels",
                 baseline("sam", 0.0, lr=0.03, rho=0.6, rho_from=0.75),
                 baseline("sam", 0.0, lr=0.1, rho=0.2),
             ),
         ],
+        "other methods − SAM (its ρ below the best), digits": [
+            ("ESAM2", first_study("esam2-bcebe052fe"), first_study("sam-bfec8a2b0c")),
+            ("PGN", first_study("pgn-62187e1ec0"), first_study("sam-bfec8a2b0c")),
+            ("RSAM", first_study("rsam-17669fb483"), first_study("sam-bfec8a2b0c")),
+        ],
     },
     "samples": {
         "several samples, digits": [
-            ("s = 3 − SAM, equal passes, first study", first_study("tsam-8b832cf25a"), first_study("sam-bfec8a2b0c")),
+            ("s = 3 − SAM, equal passes", first_study("tsam-8b832cf25a"), first_study("sam-bfec8a2b0c")),
             (
-                "s = 3 − SAM, equal passes, later study",
+                "s = 3 − SAM, equal passes, digits_sampling",
                 sampled("c4df1a2584"),
                 Runs("sam folder=digits/sam-7978dcfda4", (SAMPLING,)),
+            ),
+            (
+                "s = 2 with a shared ascent − SAM, equal passes",
+                first_study("tsam-35f249ac0e"),
+                first_study("sam-bfec8a2b0c"),
             ),
             ("s = 3 − s = 1, equal steps", first_study("tsam-e5a5a11456"), first_study("tsam-a9be145e87")),
             ("s = 5 − s = 1, equal steps", first_study("tsam-af7b72497a"), first_study("tsam-a9be145e87")),
@@ -196,10 +215,11 @@ DIFFERENCES: dict[str, dict[str, list[Comparison]]] = {
         "TSAM with one sample − SAM": [
             ("CIFAR-100", TSAM1, SAM),
             ("CIFAR-100, averaged weights", TSAM_AVERAGED, SAM_AVERAGED),
-            ("digits, first study", first_study("tsam-a9be145e87"), first_study("sam-bfec8a2b0c")),
-            ("digits, the same, best ρ of each", first_study("tsam-55a00838e8"), first_study("tsam-e8aa3441f0")),
+            ("digits", first_study("tsam-a9be145e87"), first_study("sam-bfec8a2b0c")),
+            ("digits, ρ 0.6 − SAM with ρ 0.5", first_study("tsam-fb1c63da58"), first_study("sam-bfec8a2b0c")),
+            ("digits, ρ and R best on the test set", first_study("tsam-55a00838e8"), first_study("tsam-e8aa3441f0")),
             (
-                "digits, later study, another ρ",
+                "digits_baselines, another ρ",
                 Runs("tsam folder=digits/tsam-f5f5ec895b", (BASELINES,)),
                 baseline("sam", 0.2, lr=0.01, rho=0.4),
             ),
@@ -211,7 +231,7 @@ DIFFERENCES: dict[str, dict[str, list[Comparison]]] = {
         ],
     },
     "start": {
-        f"TSAM with one sample and R = {radius} − SAM, digits": [
+        f"TSAM with one sample and R = {radius} − SAM, digits_start": [
             (f"ρ = {rho}", Runs(f"tsam rho={rho} radius={radius}", (START,)), Runs(f"sam rho={rho}", (START,)))
             for rho in RHOS
         ]
@@ -248,27 +268,27 @@ DIFFERENCES: dict[str, dict[str, list[Comparison]]] = {
             ("CIFAR-100, ERM", ERM_AVERAGED, ERM),
             ("CIFAR-100, SAM", SAM_AVERAGED, SAM),
             (
-                "digits, MLP, ERM",
+                "digits_below, ERM",
                 Runs("erm lr=0.001 average=true", (BELOW,)),
                 Runs("erm lr=0.001 average=false", (BELOW,)),
             ),
             (
-                "digits, MLP, SAM",
+                "digits_below, SAM",
                 Runs("sam lr=0.01 rho=0.5 average=true", (BELOW,)),
                 Runs("sam lr=0.01 rho=0.5 average=false", (BELOW,)),
             ),
             (
-                "digits, MLP, ERM, later study",
+                "digits_baselines, ERM",
                 Runs("erm folder=digits/erm-3b2b6e60fc", (BASELINES,)),
                 baseline("erm", 0.2, lr=0.001),
             ),
             (
-                "digits, MLP, SAM, later study",
+                "digits_baselines, SAM",
                 Runs("sam folder=digits/sam-c6ac755015", (BASELINES,)),
                 baseline("sam", 0.2, lr=0.01, rho=0.4),
             ),
             (
-                "digits, CNN, SAM",
+                "digits_cnn, SAM",
                 Runs("sam lr=0.03 rho=0.8 average=true", (CNN,)),
                 Runs("sam lr=0.03 rho=0.8 average=false", (CNN,)),
             ),
@@ -291,8 +311,8 @@ DIFFERENCES: dict[str, dict[str, list[Comparison]]] = {
     },
     "parts": {
         "m-SAM − SAM": [
-            ("digits, 4 sub-batches", parts(4, 0.4), Runs("tsam num_samples=1 radius=0.0 rho=0.7", (SPLIT,))),
-            ("digits, 8 sub-batches", parts(8, 0.25), Runs("tsam num_samples=1 radius=0.0 rho=0.7", (SPLIT,))),
+            ("digits_split, 4 sub-batches", parts(4, 0.4), Runs("tsam num_samples=1 radius=0.0 rho=0.7", (SPLIT,))),
+            ("digits_split, 8 sub-batches", parts(8, 0.25), Runs("tsam num_samples=1 radius=0.0 rho=0.7", (SPLIT,))),
             ("RTE, 4 sub-batches", minilm("glue-rte/tsam-211007391c"), minilm("glue-rte/sam-b423ca7fb9")),
             ("MRPC, 4 sub-batches", minilm("glue-mrpc/tsam-e8af5201c6"), minilm("glue-mrpc/sam-06188ba257")),
             ("STS-B, 4 sub-batches", minilm("glue-stsb/tsam-dca319a455"), minilm("glue-stsb/sam-f070023a97")),
@@ -306,17 +326,19 @@ DIFFERENCES: dict[str, dict[str, list[Comparison]]] = {
             ("CIFAR-100, averaged ERM, τ = −0.4", ERM_TILTED_WARM, ERM_AVERAGED_FIVE),
             ("CIFAR-100, averaged ERM, τ = −0.2", ERM_TILTED_HALF, ERM_AVERAGED_FIVE),
             (
-                "digits, ERM, τ = −1",
+                "two_tilts, ERM, τ = −1",
                 digits_tilts("erm", 0.2, -1.0, 0.3, lr=0.003),
                 digits_tilts("erm", 0.2, lr=0.001),
             ),
+            ("two_tilts_digits, ERM, τ = −1", two_tilts("erm-d507ce2a77"), two_tilts("erm-78fb112f91")),
+            ("two_tilts_digits, SAM, τ = −1", two_tilts("sam-4918b1310a"), two_tilts("sam-6e427c7e4c")),
             (
-                "digits, ERM, cosine schedule, τ = −1",
+                "digits_baselines, ERM, cosine, τ = −1",
                 baseline("erm", 0.2, "cosine", -1.0, lr=0.006),
                 baseline("erm", 0.2, "cosine", lr=0.003),
             ),
             (
-                "digits, SAM, cosine schedule, τ = −1",
+                "digits_baselines, SAM, cosine, τ = −1",
                 baseline("sam", 0.2, "cosine", -1.0, lr=0.1, rho=0.4),
                 baseline("sam", 0.2, "cosine", lr=0.03, rho=0.6),
             ),
@@ -328,15 +350,17 @@ DIFFERENCES: dict[str, dict[str, list[Comparison]]] = {
                 Runs("erm folder=cifar100-noisy/erm-4f7b95b101", (TILTS_CIFAR,)),
             ),
             (
-                "digits, ERM, τ = −1",
+                "two_tilts, ERM, τ = −1",
                 digits_tilts("erm", 0.4, -1.0, 0.3, lr=0.003),
                 digits_tilts("erm", 0.4, lr=0.001),
             ),
             (
-                "digits, SAM, τ = −1",
+                "two_tilts, SAM, τ = −1",
                 digits_tilts("sam", 0.4, -1.0, 0.3, lr=0.03, rho=0.2),
                 digits_tilts("sam", 0.4, lr=0.01, rho=0.5),
             ),
+            ("two_tilts_digits, ERM, τ = −1", two_tilts("erm-d0c07fa5d1"), two_tilts("erm-dc6a8f6204")),
+            ("two_tilts_digits, SAM, τ = −1", two_tilts("sam-96771080ef"), two_tilts("sam-354c0692ce")),
         ],
         "clean labels": [
             (
@@ -350,30 +374,32 @@ DIFFERENCES: dict[str, dict[str, list[Comparison]]] = {
                 Runs("erm folder=cifar100/erm-5947c6cdd7", (TILTS_CIFAR,)),
             ),
             (
-                "digits, ERM, τ = −1",
+                "two_tilts, ERM, τ = −1",
                 digits_tilts("erm", 0.0, -1.0, 0.3, lr=0.03),
                 digits_tilts("erm", 0.0, lr=0.03),
             ),
             (
-                "digits, ERM, cosine schedule, τ = −1",
+                "digits_baselines, ERM, cosine, τ = −1",
                 baseline("erm", 0.0, "cosine", -1.0, lr=0.006),
                 baseline("erm", 0.0, "cosine", lr=0.006),
             ),
             (
-                "digits, SAM, τ = −1",
+                "two_tilts, SAM, τ = −1",
                 digits_tilts("sam", 0.0, -1.0, 0.3, lr=0.03, rho=0.2),
                 digits_tilts("sam", 0.0, lr=0.03, rho=0.5),
             ),
             (
-                "digits, SAM, cosine schedule, τ = −1",
+                "digits_baselines, SAM, cosine, τ = −1",
                 baseline("sam", 0.0, "cosine", -1.0, lr=0.1, rho=0.4),
                 baseline("sam", 0.0, "cosine", lr=0.03, rho=0.4),
             ),
             (
-                "digits, SAM, τ = −1, no warm-up",
+                "two_tilts, SAM, τ = −1, no warm-up",
                 digits_tilts("sam", 0.0, -1.0, 0.0, lr=0.03, rho=0.8),
                 digits_tilts("sam", 0.0, lr=0.03, rho=0.5),
             ),
+            ("two_tilts_digits, ERM, τ = −1", two_tilts("erm-7d50e93ad1"), two_tilts("erm-5c6d7ac3f7")),
+            ("two_tilts_digits, SAM, τ = −1", two_tilts("sam-d45395a6ff"), two_tilts("sam-b1c9ea2cc2")),
         ],
     },
 }
@@ -446,7 +472,8 @@ def main_table() -> list[str]:
 def draw(groups: Mapping[str, Sequence[Comparison]], path: Path) -> None:
     """Draw differences in accuracy with their intervals; differences in test loss are printed next to them.
 
-    Markers of two seeds are hollow, and their intervals, which may be very wide, do not set the range.
+    Markers of two seeds are hollow. Their intervals may be very wide and do not set the range; arrows show where they
+    are cut off.
     """
     import matplotlib.pyplot as plt
 
@@ -463,6 +490,7 @@ def draw(groups: Mapping[str, Sequence[Comparison]], path: Path) -> None:
     for points, title in zip((8, 128), ("score, points", "test loss"), strict=True):
         write(title, 1, -1, points, color="0.4")
     labels: list[str] = []
+    intervals: list[tuple[int, float, float]] = []  # row, low, high
     edges = [0.0]
     for heading, comparisons in groups.items():
         write(heading, 0, len(labels), -240, weight="bold")
@@ -470,6 +498,7 @@ def draw(groups: Mapping[str, Sequence[Comparison]], path: Path) -> None:
         for label, first, second in comparisons:
             y, mean = len(labels), difference("accuracy", first, second)
             interval = confidence_interval(mean)
+            intervals.append((y, *interval))
             axes.plot(interval, [y, y], color="C0", linewidth=1.4)
             axes.plot(mean.value, y, "o", color="C0", markersize=5, markerfacecolor="C0" if mean.runs > 2 else "white")
             edges += interval if mean.runs > 2 else [mean.value]
@@ -478,8 +507,14 @@ def draw(groups: Mapping[str, Sequence[Comparison]], path: Path) -> None:
             labels.append(f"{label} ({mean.runs})")
     axes.axvline(0, color="0.3", linewidth=0.8)
     margin = 0.05 * (max(edges) - min(edges))
+    left, right = min(edges) - margin, max(edges) + margin
+    for y, low, high in intervals:
+        if low < left:
+            axes.plot(left, y, "<", color="C0", markersize=5, clip_on=False)
+        if high > right:
+            axes.plot(right, y, ">", color="C0", markersize=5, clip_on=False)
     axes.set_yticks(range(num_rows), labels, fontsize=8)
-    axes.set(xlim=(min(edges) - margin, max(edges) + margin), ylim=(num_rows - 0.5, -1.4))
+    axes.set(xlim=(left, right), ylim=(num_rows - 0.5, -1.4))
     axes.set_xlabel("difference in test score, points, with its 95% interval; number of seeds in brackets", fontsize=8)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)

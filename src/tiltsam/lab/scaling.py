@@ -230,14 +230,17 @@ def compare_layouts(
 
 def main() -> None:
     """Print predictions for 7 and 70 billion parameters on 8, 64 and 512 GPUs."""
-    rows = [["parameters", "GPUs", "tokens a step", "one after the other", "s", "divided", "s", "GB a GPU"]]
+    heading = ["parameters", "GPUs", "tokens a step", "samples in turn", "seconds", "GB a GPU"]
+    rows = [[*heading, "samples divided", "seconds", "GB a GPU"]]
     for parameters, gpus, tokens in product((7e9, 70e9), (8, 64, 512), (2**18, 2**21)):
         costs = compare_layouts(parameters, tokens, gpus)
         row = [f"{parameters / 1e9:.0f} B", str(gpus), f"{tokens:,}"]
-        best = [next((c for c in costs if (c.layout.samples > 1) == divided), None) for divided in (False, True)]
-        for cost in best:
-            row += ["does not fit", ""] if cost is None else [_shape(cost.layout), f"{cost.seconds():.3g}"]
-        row.append(", ".join(f"{cost.memory_bytes / 1e9:.0f}" for cost in best if cost is not None))
+        for divided in (False, True):
+            cost = next((c for c in costs if (c.layout.samples > 1) == divided), None)
+            if cost is None:
+                row += ["does not fit", "", ""]
+            else:
+                row += [_shape(cost.layout), f"{cost.seconds():.3g}", f"{cost.memory_bytes / 1e9:.0f}"]
         rows.append(row)
     print(format_markdown(rows))
 

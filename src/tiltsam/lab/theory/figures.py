@@ -185,8 +185,8 @@ def minimiser_jumps(path: Path) -> Path:
     return _save(
         fig,
         path,
-        "Toy 1: as t grows, the minimiser jumps from sharp to flatter minima; with uniform noise on [−.2, .2] the "
-        "global one at t = .469, .776 and 1.167, with Gaussian noise of standard deviation .2 the end of the flow.",
+        "Toy 1. Line: the global minimiser under uniform noise on [−.2, .2]; it jumps to flatter minima at t = .469, "
+        ".776 and 1.167. Diamonds: where gradient flow from .5 ends under Gaussian noise of standard deviation .2.",
     )
 
 

@@ -14,7 +14,7 @@ CODE   := src tests examples benchmarks docs/hooks.py
 .PHONY: help venv demo test test-fast test-range lint format docs bench release-check clean
 
 help:
-	@echo "make demo    train seven methods on digits with 20% noisy labels and compare them"
+	@echo "make demo    compare SAM, TSAM, averages and a tilt over examples on digits with 20% noisy labels"
 	@echo "make test    run all tests; make test-fast leaves out the slow ones"
 	@echo "make test-range  run all tests with the oldest supported torch and with the newest; make test TORCH=2.12 with any"
 	@echo "make lint    formatting, lint, types, spelling and style of prose"
@@ -36,7 +36,7 @@ $(DEMO): pyproject.toml constraints.txt
 	@echo "2/3 installing torch $(TORCH)"
 	@$(INSTALL) torch
 	@echo "3/3 installing tiltsam with its lab"
-	@$(INSTALL) -e ".[lab,plots]"
+	@$(INSTALL) -e ".[lab,plots,sweep]"
 	@touch $@
 
 $(READY): $(DEMO)

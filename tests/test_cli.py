@@ -28,11 +28,13 @@ def test_version_help_and_methods(capsys):
 
 
 @pytest.mark.slow
-def test_demo_compares_seven_methods(tmp_path, capsys):
+def test_demo_compares_methods_averages_and_tilts(tmp_path, capsys):
     assert main(["demo", "--passes", "6", "--out", str(tmp_path)]) == 0
     table = capsys.readouterr().out.rpartition("mean ± standard error")[2]
-    rows = [line.split()[1].partition(":")[0] for line in table.splitlines() if "±" in line and line[0] == "|"]
-    assert rows == [*COMPARED, "tsam"]
+    rows = [line.split()[1] for line in table.splitlines() if "±" in line and line[0] == "|"]
+    assert [row.partition(":")[0] for row in rows] == ["erm", "sam", "asam", "tsam", "tsam", "sam", "erm", "sam"]
+    assert {"average" in row for row in rows} == {"example_tilt" in row for row in rows} == {True, False}
+    assert all("rho=" in row for row in rows if not row.startswith("erm"))
     assert f"runs: {tmp_path / 'digits'}\n" in table
     assert (tmp_path / "digits" / "report" / "report.html").is_file()
 
@@ -40,7 +42,7 @@ def test_demo_compares_seven_methods(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ((), "compare seven methods on digits"),  # the help
+        ((), "averages and a tilt on digits"),  # the help
         (("bake",), "invalid choice"),
         (("traim", "digits"), "'traim'; did you mean train?"),
         (("toys", "--in"), "--in"),

@@ -37,7 +37,7 @@ def walk(model, steps, seed=0):
 @pytest.mark.parametrize("power", [0, 1, 8, 2.5])
 def test_weight_of_an_update_is_its_number_to_the_power(power):
     model = nn.Linear(3, 2, dtype=torch.float64)
-    average = tiltsam.WeightAverage(model, power)
+    average = tiltsam.WeightAverage(model, power=power)
     seen = []
     for weights in walk(model, 30):
         average.update()
@@ -267,10 +267,15 @@ def test_first_update_forgets_the_initial_weights():
         assert model.weight.item() == 5.0
 
 
+def test_power_must_be_named():
+    with pytest.raises(TypeError, match="positional"):
+        tiltsam.WeightAverage(nn.Linear(1, 1), 0.999)  # what an EMA calls decay
+
+
 @pytest.mark.parametrize("power", [-1, math.inf, "8"])
 def test_bad_power_is_refused(power):
     with pytest.raises(ValueError, match=f"power .*{power}"):
-        tiltsam.WeightAverage(nn.Linear(1, 1), power)
+        tiltsam.WeightAverage(nn.Linear(1, 1), power=power)
 
 
 # ---------------------------------------------------------------- in the lab

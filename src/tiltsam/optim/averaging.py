@@ -59,7 +59,7 @@ class WeightAverage:
         6.0
     """
 
-    def __init__(self, model: nn.Module, power: float = 8.0) -> None:
+    def __init__(self, model: nn.Module, *, power: float = 8.0) -> None:
         check_nonnegative("power", power)
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")

@@ -338,6 +338,23 @@ def test_evaluate_every_does_not_change_training(tmp_path):
         }
 
 
+def test_evaluation_with_batchnorm_does_not_change_dropout(tmp_path, monkeypatch):
+    def build(name, data, init):
+        nn = torch.nn
+        hidden = (nn.Linear(64, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.5))
+        return nn.Sequential(nn.Flatten(), *hidden, nn.Linear(32, 10))
+
+    monkeypatch.setattr(training, "build", build)
+    config = small(method="sam", epochs=3, model="mlp")
+    often, seldom, paused = (Record(tmp_path / name) for name in ("often", "seldom", "paused"))
+    train(config, often)
+    train(replace(config, evaluate_every=3), seldom)
+    train(replace(config, evaluate_every=3), paused, until=0.3)
+    train(replace(config, evaluate_every=3), paused)
+    assert same(weights(often), weights(seldom))
+    assert same(weights(often), weights(paused))
+
+
 def test_ascent_fraction_reduces_passes(tmp_path):
     config = small(method="sam", epochs=1, ascent_fraction=0.25)
     part, whole = Record(tmp_path / "part"), Record(tmp_path / "whole")

@@ -9,7 +9,7 @@ from helpers.vasso import VaSSO
 from tiltsam.cli import build_parser, main
 from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.errors import ConfigError
-from tiltsam.lab.flags import add_arguments, from_arguments, given, parse_method, shared_settings
+from tiltsam.lab.flags import add_arguments, from_arguments, given, method_configs, parse_method, shared_settings
 
 
 def parsed(*flags):
@@ -35,6 +35,17 @@ def test_limit_on_passes_or_seconds_leaves_epochs_unlimited(limit):
     assert from_arguments(args).epochs == shared_settings(args)[0].epochs == 3
     assert from_arguments(parsed(f"--{limit}", "900", "--method", "sam:epochs=4")).epochs == 4
     assert from_arguments(parsed()).epochs == 60
+
+
+def test_budget_of_an_entry_leaves_its_epochs_unlimited():
+    """The default of 60 epochs would end ERM before it has used its passes."""
+    config = from_arguments(parsed("--method", "erm:passes=2000"))
+    assert (config.epochs, config.passes) == (math.inf, 2000)
+    assert from_arguments(parsed("--method", "erm:passes=2000", "--epochs", "3")).epochs == 3
+    assert from_arguments(parsed("--method", "erm:passes=2000,epochs=4")).epochs == 4
+    entries = ["sam", "erm:passes=2000", "erm:seconds=9,epochs=4"]
+    assert [c.epochs for c in method_configs(TrainConfig(), entries).values()] == [60, math.inf, 4]
+    assert [c.epochs for c in method_configs(TrainConfig(epochs=3), entries).values()] == [3, 3, 4]
 
 
 def test_parse_method_reads_none():

@@ -16,6 +16,7 @@ from typing import Any
 
 import tiltsam
 from tiltsam.lab.config import (
+    DEFAULTS,
     TrainConfig,
     field_types,
     has_setting,
@@ -143,7 +144,7 @@ def from_arguments(args: Any) -> TrainConfig:
     text = settings.pop("method", TrainConfig.method)
     if twice := parse_method(text).keys() & settings.keys():
         raise ConfigError(f"{', '.join(sorted(twice))} must be given once, got a flag and --method {text}")
-    return method_configs(TrainConfig(), [text], _with_one_budget(settings))[text]
+    return method_configs(TrainConfig(), [text], settings)[text]
 
 
 def shared_settings(args: Any) -> tuple[TrainConfig, dict[str, Any]]:
@@ -216,7 +217,10 @@ def method_configs(
         name: {k: v for k, v in (settings or {}).items() if has_setting(entry["method"], k)}
         for name, entry in own.items()
     }
-    return {name: config.with_settings({**shared[name], **entry}) for name, entry in own.items()}
+    limit = {} if config.epochs == DEFAULTS["epochs"] else {"epochs": config.epochs}
+    return {
+        name: config.with_settings(_with_one_budget({**limit, **shared[name], **entry})) for name, entry in own.items()
+    }
 
 
 def parse_setting(name: str, text: str, method: str) -> Any:

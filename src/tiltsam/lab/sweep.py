@@ -659,8 +659,8 @@ def _final_budget(
         if not value > 0:
             raise ConfigError(f"final_{name} must be > 0, got {value:g}")
         for entry in entries:
-            if name in entry.space or name in parse_method(entry.name):
-                raise ConfigError(f"{entry.name}: {name} is set or tuned, and final_{name} would change it")
+            if own := budget.keys() & parse_method(entry.name):
+                raise ConfigError(f"{entry.name}: sets {min(own)}, and final_{name} would change it")
     return {**budget, "epochs": epochs or math.inf} if given else {}
 
 

@@ -442,6 +442,23 @@ def test_halving_stops_runs_and_keeps_them_resumable(tmp_path):
 # ---------------------------------------------------------------- interruption and reuse
 
 
+def test_halving_does_not_depend_on_interruptions(tmp_path):
+    """A trial whose run is already beyond the first rung is compared at it nevertheless."""
+    base = replace(SMALL, epochs=8)
+    grid = {"lr": (1e-6, 1e-5, 1e-4, 0.01, 0.03, 0.1)}
+    for lr in grid["lr"]:
+        config = base.with_settings({"method": "erm", "lr": lr})
+        train(config, Record.of(tmp_path / "resumed", config), until=0.6)
+    whole, resumed = (
+        sweep(base, ["erm"], grid, tmp_path / name, pruner="halving", seeds=0).entries[0].trials
+        for name in ("whole", "resumed")
+    )
+    assert any(trial.state.name == "PRUNED" for trial in whole)
+    for one, other in zip(whole, resumed, strict=True):
+        reasons = [trial.user_attrs.get("reason") for trial in (one, other)]
+        assert (one.params, one.state, reasons[0]) == (other.params, other.state, reasons[1])
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt, TrainError("no memory"), OSError(28, "disk full")])
 def test_interrupted_trial_is_run_again(error, tmp_path, fake):
     def loss(config):

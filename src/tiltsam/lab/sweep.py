@@ -23,12 +23,14 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 import tiltsam
 from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.data import LoadingCallback, data_loader, find_task, fingerprint, load
+from tiltsam.lab.devices import DistributedContext
 from tiltsam.lab.errors import ConfigError, Diverged, RecordError
 from tiltsam.lab.files import finite_json, write_json
 from tiltsam.lab.flags import format_values, parse_method
 from tiltsam.lab.grids import ChoiceName, Entry, Grid, PrunerName, Range, SamplerName, make_entries
 from tiltsam.lab.processes import run_processes
 from tiltsam.lab.records import Record, task_folder
+from tiltsam.lab.schedules import budget_used
 from tiltsam.lab.stats import Mean, confidence_interval, format_interval, format_mean, mean_of, paired_difference
 from tiltsam.lab.studies import ENDED, SeededSampler, SharedStudy, hide_password, open_storage, sqlite_url
 from tiltsam.lab.tracking import TrackerName, find_tracker
@@ -224,16 +226,20 @@ class SweepWorker:
         last_step = 0
 
         def report(progress: Progress) -> None:
-            nonlocal last_row, last_step
+            nonlocal last_row
             self._check()
             if not progress.row or progress.row is last_row:  # within an epoch
                 return
             last_row = progress.row
-            step = int(min(progress.done, 1.0) * REPORTS) * 100 // REPORTS  # in per cent of the budget
-            if pruned and step > last_step:
-                trial.report(self.plan.value(progress.row, self._data(config).metrics[0]), step)  # the data are cached
-                last_step = step
+            report_value(progress.row, int(min(progress.done, 1.0) * REPORTS) * 100 // REPORTS)
             self.report_status()
+
+        def report_value(row: Mapping[str, Any], step: int) -> None:
+            """Report what trials are compared by at a step, in per cent of the budget."""
+            nonlocal last_step
+            if pruned and step > last_step:
+                trial.report(self.plan.value(row, self._data(config).metrics[0]), step)  # the data are cached
+                last_step = step
 
         stops = RUNGS if pruned and self.plan.pruner == "halving" else (1.0,)
         try:
@@ -241,6 +247,8 @@ class SweepWorker:
                 numbers = self._train_locked(config, record, report, until)
                 if "score" in numbers:
                     break
+                if last_step < 100 * until and (row := _row_at(config, record, until)):  # it resumed from a later step
+                    report_value(row, round(100 * until))
                 if trial.should_prune():
                     trial.set_user_attr("reason", f"pruned after {100 * until:.0f}% of its budget")
                     raise optuna.TrialPruned
@@ -332,6 +340,15 @@ def run_worker(plan: SweepPlan, device: str, check: Callable[[], None]) -> None:
         ) from None
     with open_storage(plan.storage, plan.heartbeat) as storage:
         SweepWorker(plan, storage, device, check=check).run()
+
+
+def _row_at(config: TrainConfig, record: Record, fraction: float) -> dict[str, Any]:
+    """Return the metrics of the first evaluation after a fraction of the budget; empty if there is none."""
+    for row in record.metrics():
+        used = {name: row[name] for name in ("epoch", "passes", "seconds")}
+        if budget_used(config, DistributedContext(), **used) >= fraction - 1e-6:  # the numbers are rounded
+            return row
+    return {}
 
 
 def _best(trials: Sequence[FrozenTrial]) -> FrozenTrial | None:

@@ -35,14 +35,11 @@ __all__ = ["main"]
 TRIALS_HELP = "include the trials of sweeps (default: only the runs that tested their choices)"
 
 
-class _Version(argparse.Action):
-    """Print the version and the digest of the code, which only this option computes."""
+class _Command(argparse.ArgumentParser):
+    """A parser of the command line. Flags cannot be abbreviated: ``--seed`` would mean ``--seeds``."""
 
-    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        from tiltsam.lab.devices import code_digest
-
-        print(f"tiltsam {tiltsam.__version__} (code {code_digest()})")
-        parser.exit()
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options, allow_abbrev=False)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -77,11 +74,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def build_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
     """Return the parser of ``tiltsam`` and those of its commands, by name; the documentation lists their flags."""
-    parser = argparse.ArgumentParser(
+    from tiltsam.lab.devices import code_digest
+
+    parser: argparse.ArgumentParser = _Command(
         prog="tiltsam",
         description="Tilted sharpness-aware minimisation and related methods for any torch optimizer.",
     )
-    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
+    version = f"tiltsam {tiltsam.__version__} (code {code_digest()})"
+    parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     _add_demo(commands)
@@ -285,7 +285,6 @@ def _add_train(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         ),
         usage="tiltsam train [-h] TASK [options]",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     add_arguments(train, leave_out=("task",))
     train.add_argument(
@@ -363,7 +362,6 @@ def _add_compare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "Finished runs are reused; the same command resumes.",
         epilog="example: tiltsam compare digits --methods erm sam:rho=0.5 tsam:num_samples=1,rho=0.5 --seeds 3",
         usage="tiltsam compare [-h] TASK [options]",
-        allow_abbrev=False,  # otherwise --seed would mean --seeds
     )
     compare.add_argument(
         "--methods",
@@ -716,7 +714,6 @@ def _add_sweep(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "  tiltsam sweep benchmarks/studies/digits.toml",
         usage="tiltsam sweep [-h] TASK|FILE.toml --grid GRID [options]",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("task", metavar="TASK", help="a task as for tiltsam train, or a TOML file of arguments")
     parser.add_argument(

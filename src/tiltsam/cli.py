@@ -155,7 +155,7 @@ def _read_arguments(path: Path, parser: argparse.ArgumentParser) -> list[str]:
         elif isinstance(value, list):
             arguments += [flag, *map(text, value)]
         else:
-            arguments += [flag, text(value)]
+            arguments.append(f"{flag}={text(value)}")
     return arguments
 
 

@@ -642,6 +642,13 @@ def test_false_in_a_toml_file_is_refused_where_a_flag_takes_a_value(tmp_path, ca
     assert "--seeds" in capsys.readouterr().err
 
 
+def test_toml_file_takes_negative_numbers(tmp_path):
+    path = tmp_path / "study.toml"
+    path.write_text('task = "digits"\nexample_tilt = -0.00001\n[grid]\nclass_tilt = [-1e-5, 0.5]\n')
+    args = _parse(["sweep", str(path)])
+    assert (args.example_tilt, args.grid) == (-1e-5, ["class_tilt=-1e-05,0.5"])
+
+
 def test_only_the_task_can_be_a_toml_file(tmp_path, fake, capsys):
     out = tmp_path / "runs.toml"
     assert main(["sweep", "digits", "--methods", "erm", "--grid", "lr=0.1", "--seeds", "0", "--out", str(out)]) == 0

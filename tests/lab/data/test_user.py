@@ -288,8 +288,9 @@ def test_npz_warns_of_an_ignored_validation_set(tmp_path):
         ({"x": np.zeros((9, 2)), "y": np.array(["a"] * 9)}, r"float64 and <U1: .*np\.unique\(y, return_inv"),
         (
             {"x": np.zeros((9, 2)), "y": np.array(["a"] * 9, dtype=object)},
-            r"Python objects.* np\.unique\(y, return_inv",
+            r"y has Python objects.* np\.unique\(y, return_inv",
         ),
+        ({"x": np.array([["a", 1]] * 9, dtype=object), "y": np.arange(9)}, "x has Python objects.* array of numbers"),
         ({"x": np.zeros((9, 2)), "y": np.eye(9, dtype=int)}, r"\(9, 9\): save y\.argmax\(1\)"),
         ({"x": np.array(1.0), "y": np.zeros((3, 2))}, r"got \(\) and \(3, 2\)$"),
         ({"x": np.zeros((9, 2)), "y": np.zeros((9, 1))}, r"\(9, 1\): save y\.ravel\(\)"),
@@ -353,7 +354,7 @@ def test_npz_warns_of_labels_without_class_0(tmp_path, labels):
 
 
 def malformed_arrays():
-    """Contents of ``x.npy`` that are not an array, or one that does not fit into the file."""
+    """Contents of ``x.npy`` that are not an array."""
 
     def array(shape, descr="'<f8'"):
         text = f"{{'descr': {descr}, 'fortran_order': False, 'shape': {shape}}}"
@@ -365,9 +366,6 @@ def malformed_arrays():
         "garbage": b"not an array",
         "pickle": pickle.dumps([1, 2]),
         "objects": array("(1,)", "'|O'"),
-        "10^13 floats": array("(10000000000000,)"),
-        "10^30 floats": array(f"({10**30},)"),
-        "10^13 bytes an entry": array("(1,)", "'|V10000000000000'"),
         "negative": array("(-5,)"),
         "nested": array("(" * 3000 + ")" * 3000),
         "nested type": array("(1,)", "[('a', " * 900 + "'<f8'" + ")]" * 900),

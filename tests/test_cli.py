@@ -117,6 +117,8 @@ def test_missing_packages_are_reported_first(tmp_path, capsys, monkeypatch):
     assert main(["train", "digits", "--epochs", "0.1", "--out", str(tmp_path / "runs")]) == 2
     assert capsys.readouterr().err == "tiltsam train: needs rich and safetensors: pip install '.[lab]'\n"
     assert not (tmp_path / "runs").exists()
+    assert main(["report", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == "tiltsam report: needs rich and safetensors: pip install '.[lab]'\n"
     assert main(["methods"]) == 0
 
 

@@ -174,7 +174,7 @@ def _plain_warnings(command: str) -> Iterator[None]:
 def _check_packages(command: str) -> None:
     """Raise if the lab's packages are missing, before a run instead of when its model is saved."""
     missing = [name for name in ("numpy", "rich", "safetensors", "scipy", "sklearn") if find_spec(name) is None]
-    if missing and command not in ("methods", "report", "toys"):
+    if missing and command not in ("methods", "toys"):
         raise UserError(f"needs {' and '.join(missing)}: pip install '.[lab]'")
 
 

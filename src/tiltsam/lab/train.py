@@ -411,9 +411,8 @@ class Trainer:
 
     def _check_finite(self, loss: float, where: str) -> None:
         if not math.isfinite(loss):
-            run = f"{self.config.method}, seed {self.config.seed}"
             remedy = "lr or rho" if has_setting(self.config.method, "rho") else "lr"
-            raise Diverged(f"the loss is not finite {where} of {run}: lower {remedy}")
+            raise Diverged(f"the loss is not finite {where}: lower {remedy}")
 
     def _check_example_ess(self, means: dict[str, float]) -> None:
         """Warn, once, if the tilt over examples leaves little of the batches of an epoch."""

@@ -61,14 +61,14 @@ def paired_difference(scores: Mapping[Seed, float], reference: Mapping[Seed, flo
 def confidence_interval(mean: Mean) -> tuple[float, float]:
     """Return the two-sided 95% interval of Student's t distribution; NaN for fewer than two runs.
 
-    It is NaN, too, for two equal values, as two counts of errors may be: they do not show the spread.
+    It is NaN, too, for equal values, as a few counts of errors may be: they do not show the spread.
 
     Example:
         >>> low, high = confidence_interval(mean_of([1.0, 2.0, 3.0]))
         >>> f"{low:.3f} {high:.3f}"
         '-0.484 4.484'
     """
-    if mean.runs < 2 or (mean.runs == 2 and mean.error <= 1e-9 * abs(mean.value)):
+    if mean.runs < 2 or mean.error <= 1e-9 * abs(mean.value):
         return math.nan, math.nan
     from scipy.special import stdtrit  # the quantile of Student's t; takes a moment to import
 

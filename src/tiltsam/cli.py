@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         message = str(error) or f"interrupted{RESUMES.get(command, '')}"
         return exit_with_message(128 + getattr(error, "number", signal.SIGINT), command, message)
     except LabError as error:
-        return exit_with_message(2, command, error)
+        return exit_with_message(2, command or "sweep", error)  # whose TOML file is read before the command is known
     except BrokenPipeError:  # `tiltsam … | head` is not an error, but the work may be unfinished
         if command not in RESUMES:
             return 0
@@ -313,6 +313,7 @@ def _train(args: argparse.Namespace) -> None:
     from tiltsam.lab.devices import connect_ranks
     from tiltsam.lab.flags import from_arguments
     from tiltsam.lab.records import Record
+    from tiltsam.lab.stats import format_score
     from tiltsam.lab.train import train
 
     config = from_arguments(args)
@@ -346,7 +347,7 @@ def _train(args: argparse.Namespace) -> None:
     if distributed.is_main and "score" not in result:
         print(f"paused after {result['epoch']:g} epochs, {result['passes']:.0f} passes: {record.folder}")
     elif distributed.is_main:
-        print(f"test {result['metric']} {100 * result['score']:.2f} after {result['epoch']:g} epochs, ", end="")
+        print(f"test {format_score(result)} after {result['epoch']:g} epochs, ", end="")
         print(f"{result['passes']:.0f} passes, {result['seconds']:.1f} s: {record.folder}")
         print_suspects([record])
 

@@ -394,7 +394,9 @@ def test_no_finite_loss_ends_with_an_error(tmp_path, fake, capsys):
 
     fake.loss = loss
     assert main(["sweep", "digits", "--methods", "erm", "--grid", "lr=1,2", "--out", str(tmp_path)]) == 2
-    assert "nothing was chosen" in capsys.readouterr().err
+    shown = capsys.readouterr()
+    assert "nothing was chosen" in shown.err
+    assert "2, 2 diverged" in shown.out
 
 
 def test_progress_ends_if_an_entry_chose_nothing(tmp_path, fake):
@@ -426,6 +428,7 @@ def test_halving_stops_runs_and_keeps_them_resumable(tmp_path):
     result = sweep(base, ["erm"], grid, tmp_path, pruner="halving", seeds=0)
     pruned = [t for t in result.entries[0].trials if t.state.name == "PRUNED"]
     assert 1 <= len(pruned) <= 4
+    assert format_results(result)[1][1] == f"6, {len(pruned)} pruned"
     assert result.entries[0].best.params["lr"] in (0.03, 0.1)
     for trial in pruned:
         config = replace(base, method="erm", lr=trial.params["lr"])
@@ -666,6 +669,7 @@ def test_damaged_toml_file_is_one_line(text, tmp_path, capsys):
         _read_arguments(path, argparse.ArgumentParser())
     assert main(["sweep", str(path)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("tiltsam sweep: ")
     assert "study.toml" in line
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 __all__ = [
     "Mean",
@@ -12,6 +12,7 @@ __all__ = [
     "confidence_interval",
     "format_interval",
     "format_mean",
+    "format_score",
     "is_significant",
     "mean_of",
     "paired_difference",
@@ -145,6 +146,17 @@ def format_mean(mean: Mean, digits: int | None = None, sign: Literal["", "+"] = 
     power = math.floor(math.log10(max(abs(mean.value), error)))  # a variance of 1e-5 is shorter with an exponent
     more = max(power + digits, 0)
     return f"({mean.value / 10**power:{sign}.{more}f} ± {error / 10**power:.{more}f})e{power}"
+
+
+def format_score(result: Mapping[str, Any]) -> str:
+    """Return the metric and the score of a result as text: a correlation times 100, others in per cent.
+
+    Example:
+        >>> format_score({"metric": "accuracy", "score": 0.832}), format_score({"metric": "pearson", "score": 0.1439})
+        ('accuracy 83.20', 'pearson ×100 14.39')
+    """
+    unit = "" if result["metric"] in ("accuracy", "f1") else " ×100"
+    return f"{result['metric']}{unit} {100 * result['score']:.2f}"
 
 
 def _digits(x: float, significant: int) -> int:

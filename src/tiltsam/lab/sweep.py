@@ -31,7 +31,15 @@ from tiltsam.lab.grids import ChoiceName, Entry, Grid, PrunerName, Range, Sample
 from tiltsam.lab.processes import run_processes
 from tiltsam.lab.records import Record, task_folder
 from tiltsam.lab.schedules import budget_used
-from tiltsam.lab.stats import Mean, confidence_interval, format_interval, format_mean, mean_of, paired_difference
+from tiltsam.lab.stats import (
+    Mean,
+    confidence_interval,
+    format_interval,
+    format_mean,
+    format_score,
+    mean_of,
+    paired_difference,
+)
 from tiltsam.lab.studies import ENDED, SeededSampler, SharedStudy, hide_password, open_storage, sqlite_url
 from tiltsam.lab.tracking import TrackerName, find_tracker
 from tiltsam.lab.train import Progress, train
@@ -366,10 +374,15 @@ def _loss(trial: FrozenTrial) -> float:
 
 def _outcome(trial: FrozenTrial, value_name: str) -> str:
     if trial.state is TrialState.PRUNED:
-        return str(trial.user_attrs.get("reason", "pruned"))
+        return _reason(trial)
     if "result" in trial.user_attrs:
-        return f"{trial.user_attrs['result']['metric']} {100 * trial.user_attrs['result']['score']:.2f}"
+        return format_score(trial.user_attrs["result"])
     return f"{value_name} {trial.value:.4f}"
+
+
+def _reason(trial: FrozenTrial) -> str:
+    """Return why a trial was stopped early: pruning, or a loss that was not finite."""
+    return str(trial.user_attrs.get("reason", "pruned"))
 
 
 # ---------------------------------------------------------------- results
@@ -440,8 +453,10 @@ def format_results(result: SweepResult) -> list[list[str]]:
     first = result.entries[0].name
     table = [["method", "trials", "chosen", result.value_name, "test ×100", f"minus {first}", "95% interval", "seeds"]]
     for row in result.entries:
-        pruned = sum(trial.state is TrialState.PRUNED for trial in row.trials)
-        trials = f"{len(row.trials)}" + (f", {pruned} pruned" if pruned else "")
+        reasons = [_reason(trial) for trial in row.trials if trial.state is TrialState.PRUNED]
+        pruned = sum(reason.startswith("pruned") for reason in reasons)
+        counts = {"pruned": pruned, "diverged": len(reasons) - pruned}
+        trials = ", ".join([f"{len(row.trials)}", *(f"{count} {what}" for what, count in counts.items() if count)])
         best = row.best
         chosen = ["–", "–"] if best is None else [format_values(best.params) or "–", f"{best.value:.4f}"]
         score = format_mean(_times_100(mean_of(list(row.scores.values()))), 2)
@@ -482,7 +497,7 @@ def _entry_json(plan: SweepPlan, row: EntryResult, result: SweepResult) -> dict[
     def state(trial: FrozenTrial) -> dict[str, Any]:
         if trial.state is TrialState.COMPLETE:
             return {"state": "done"}
-        return {"state": "pruned", "reason": trial.user_attrs.get("reason", "")}
+        return {"state": "pruned", "reason": _reason(trial)}
 
     key = plan.value_name.replace(" ", "_")
     test, difference = mean_of(list(row.scores.values())), result.difference(row)

@@ -208,17 +208,6 @@ def test_score_is_the_default_choice_and_the_loss_breaks_ties(tmp_path, fake):
     assert row.config.lr == 0.03
 
 
-def test_choose_by_loss_warns_of_methods_for_noisy_labels(tmp_path, fake):
-    methods = ["erm", "erm:example_tilt=-1", "sam:loss=gce", "tsam"]
-    grid = {**RATES, "tsam:example_tilt": (0.0, -0.5)}
-    for choose_by in ("loss", "score"):
-        warned = []
-        sweep(SMALL, methods, grid, tmp_path, choose_by=choose_by, trials=2, seeds=0, notify=warned.append)
-        notes = [note for note in warned if "--choose-by score" in note]
-        assert len(notes) == (choose_by == "loss")
-        assert all(note.startswith("erm:example_tilt=-1, sam:loss=gce, tsam: ") for note in notes)
-
-
 def test_choose_by_score_of_a_regression(tmp_path):
     """The score is Pearson's correlation, also with pruning."""
     x = np.random.default_rng(0).normal(size=(200, 3)).astype("float32")

@@ -645,8 +645,6 @@ def sweep(
     timed = final.get("seconds") or any(entry.config.seconds for entry in entries)
     if timed and workers > len(set(devices)):
         notes.append(f"{workers} workers share {base.device}, and the budget is in seconds: use one worker per device")
-    if choose_by == "loss":
-        notes += _punished_by_loss(entries)
     for note in notes:
         notify(note)
     out.mkdir(parents=True, exist_ok=True)
@@ -666,20 +664,6 @@ def sweep(
             raise
         worker.report_status(force=True)
         return _write_result(plan, worker, notes)
-
-
-def _punished_by_loss(entries: Sequence[Entry]) -> list[str]:
-    """Return a note on the entries that down-weight suspicious labels, which raises a noisy validation loss."""
-
-    def values(entry: Entry, name: str) -> Sequence[Any]:
-        tried = entry.space.get(name, (getattr(entry.config, name),))
-        return (tried.low, tried.high) if isinstance(tried, Range) else tried
-
-    names = [e.name for e in entries if min(values(e, "example_tilt")) < 0 or "gce" in values(e, "loss")]
-    if not names:
-        return []
-    what = "negative example tilts and loss=gce are made for noisy labels, where the validation loss punishes them"
-    return [f"{', '.join(names)}: {what}; --choose-by score does not"]
 
 
 def _final_budget(

@@ -18,7 +18,7 @@ from textwrap import shorten
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from torch.optim import Optimizer
+import torch
 
 import tiltsam
 from tiltsam.lab.errors import ConfigError
@@ -179,7 +179,7 @@ class TrainConfig:
         for name, value in tilt_defaults(self.example_tilt, self.class_tilt).items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)
-        object.__setattr__(self, "options", self._check_options())
+        object.__setattr__(self, "options", self._changed_options())
         positive = ("epochs", "passes", "seconds", "lr", "batch_size", "clip", "every", "evaluate_every", "image_size")
         for name in positive:
             if (value := getattr(self, name)) is not None and not value > 0:
@@ -223,8 +223,8 @@ class TrainConfig:
         if self.loss == "gce" and self.label_smoothing:
             raise ConfigError(f"label_smoothing must be 0 with loss gce, got {self.label_smoothing}")
 
-    def _check_options(self) -> dict[str, Any]:
-        """Return the options that differ from their defaults."""
+    def _changed_options(self) -> dict[str, Any]:
+        """Check the names and types of the options, and return those that differ from their defaults."""
         if not isinstance(self.options, Mapping):
             raise ConfigError(f"options must be a mapping, got {shorten(repr(self.options), 60)}")
         known = method_options(self.method)
@@ -282,7 +282,7 @@ class TrainConfig:
         """Return all fields and all options, as ``config.json`` has them."""
         return dataclasses.asdict(self) | {"options": self.all_options()}
 
-    def wrap(self, base: Optimizer, **common: Any) -> tiltsam.SharpnessAware:
+    def wrap(self, base: torch.optim.Optimizer, **common: Any) -> tiltsam.SharpnessAware:
         """Return the method around a base optimizer.
 
         Args:
@@ -304,6 +304,10 @@ class TrainConfig:
             return method(base, **self.options, **common)
         except ValueError as error:
             raise ConfigError(str(error)) from None
+
+    def check_options(self) -> None:
+        """Raise a ConfigError if the method refuses the value of an option, before anything is trained."""
+        self.wrap(torch.optim.SGD([torch.zeros(2, requires_grad=True)], lr=self.lr))
 
     def key(self) -> str:
         """Return a short name of all settings but the seed: runs that differ only in the seed are averaged."""

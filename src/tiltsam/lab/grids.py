@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-import torch
-
 from tiltsam.lab.config import TILT_SETTINGS, TrainConfig, ignores_tilt
 from tiltsam.lab.errors import ConfigError
 from tiltsam.lab.flags import method_configs, parse_method
@@ -240,8 +238,7 @@ def _check_points(name: str, config: TrainConfig, space: Mapping[str, Values]) -
     axes = [(v.low, v.high) if isinstance(v, Range) else v for v in space.values()]
     for point in itertools.product(*axes):
         try:
-            point_config = config.with_settings(dict(zip(space, point, strict=True)))
-            point_config.wrap(torch.optim.SGD([torch.zeros(2, requires_grad=True)], lr=point_config.lr))
+            config.with_settings(dict(zip(space, point, strict=True))).check_options()
         except ConfigError as error:
             raise ConfigError(f"{name}: {error}") from None
     return math.inf if any(isinstance(v, Range) for v in space.values()) else math.prod(map(len, axes))

@@ -234,9 +234,24 @@ def test_npz_warns_of_classes_saved_as_floats(tmp_path):
     np.savez(tmp_path / "a.npz", x=x, y=y.astype(float))
     with pytest.warns(UserWarning, match=r"y has 3 distinct whole numbers as floats: .* save y\.astype\(int\)"):
         assert load(f"npz:{tmp_path / 'a.npz'}").num_classes == 1
-    for values in (y + 0.5, np.arange(200) % 150, np.arange(200) % 21):
+    np.savez(tmp_path / "a.npz", x=x, y=y + 0.5)
+    load(f"npz:{tmp_path / 'a.npz'}")  # without a warning
+    for values in (np.arange(200) % 150, np.arange(200) % 21):
         np.savez(tmp_path / "a.npz", x=x, y=values.astype(float))
-        load(f"npz:{tmp_path / 'a.npz'}")  # without a warning
+        with pytest.warns(UserWarning, match="scale it"):  # and no other one
+            load(f"npz:{tmp_path / 'a.npz'}")
+
+
+def test_large_targets_of_a_regression_are_reported(tmp_path, model):
+    values = 500 + 1000 * RNG.normal(size=200)
+    np.savez(tmp_path / "a.npz", x=np.zeros((200, 2)), y=(values - values.mean()) / values.std())
+    load(f"npz:{tmp_path / 'a.npz'}")  # without a warning
+    np.savez(tmp_path / "a.npz", x=np.zeros((200, 2)), y=values)
+    with pytest.warns(UserWarning, match=r"a\.npz: y has mean [\d.]+ and standard deviation [\d.]+: scale it to"):
+        load(f"npz:{tmp_path / 'a.npz'}")
+    (tmp_path / "a.csv").write_text("text,score\n" + "he,10\nno,30\n" * 5)
+    with pytest.warns(UserWarning, match=r"a\.csv: score has mean 20 and standard deviation"):
+        load(f"text:{tmp_path / 'a.csv'}", model=model)
 
 
 def test_noise_warns_that_own_labels_are_replaced(tmp_path):
@@ -271,7 +286,10 @@ def test_npz_warns_of_an_ignored_validation_set(tmp_path):
         ({"x": np.zeros((3, 2)), "y": np.zeros(4, int)}, r"\(3, 2\) and \(4,\)"),
         ({"x": np.zeros(3), "y": np.zeros(3, int)}, r"\(3,\) and \(3,\)"),
         ({"x": np.zeros((0, 2)), "y": np.zeros(0, int)}, r"\(0, 2\) and \(0,\)"),
-        ({"x": np.zeros((9, 3, 8, 8)), "y": np.arange(9)}, r"uint8.* got float64 of shape \(9, 3, 8, 8\)"),
+        (
+            {"x": np.zeros((9, 3, 8, 8)), "y": np.arange(9)},
+            r"uint8.* got float64 of shape \(9, 3, 8, 8\): save \(255 \* x\)",
+        ),
         ({"x": np.full((9, 2), np.nan), "y": np.arange(9)}, "x .*NaN"),
         ({"x": np.full((9, 2), 1e39), "y": np.arange(9)}, "x .*float32"),
         ({"x": np.zeros((9, 2)), "y": np.full(9, 1e39)}, "y .*float32"),
@@ -290,7 +308,10 @@ def test_npz_warns_of_an_ignored_validation_set(tmp_path):
             {"x": np.zeros((9, 2)), "y": np.array(["a"] * 9, dtype=object)},
             r"y has Python objects.* np\.unique\(y, return_inv",
         ),
-        ({"x": np.array([["a", 1]] * 9, dtype=object), "y": np.arange(9)}, "x has Python objects.* array of numbers"),
+        (
+            {"x": np.array([["a", 1]] * 9, dtype=object), "y": np.arange(9)},
+            r"x has Python objects.* save numbers \(n, features\), or uint8 images",
+        ),
         ({"x": np.zeros((9, 2)), "y": np.eye(9, dtype=int)}, r"\(9, 9\): save y\.argmax\(1\)"),
         ({"x": np.array(1.0), "y": np.zeros((3, 2))}, r"got \(\) and \(3, 2\)$"),
         ({"x": np.zeros((9, 2)), "y": np.zeros((9, 1))}, r"\(9, 1\): save y\.ravel\(\)"),

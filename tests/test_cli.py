@@ -224,7 +224,7 @@ def test_train_with_closed_output_says_how_to_resume(tmp_path, capsys, monkeypat
 def test_settings_of_other_methods_are_refused(flag, tmp_path, capsys):
     for command, method in (("train", "--method"), ("compare", "--methods")):
         assert main([command, "digits", method, "sam", "--rho", "0.4", *flag, "--out", str(tmp_path)]) == 2
-        assert capsys.readouterr().err == f"tiltsam {command}: {flag[0].strip('-')} is not a setting of sam\n"
+        assert capsys.readouterr().err == f"tiltsam {command}: sam has no {flag[0].strip('-')}; its options: rho\n"
     assert not list(tmp_path.iterdir())
 
 

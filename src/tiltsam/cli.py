@@ -114,7 +114,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if unknown:  # print the usage of the command, not that of tiltsam
         command = commands[args.command]
         flags = [flag.partition("=")[0] for flag in unknown if flag.startswith("--")]
-        close = [difflib.get_close_matches(flag, command._option_string_actions, 1) for flag in flags]
+        known = command._option_string_actions
+        flags = ["--example-tilt" if flag == "--tau" else flag for flag in flags]
+        close = [difflib.get_close_matches(flag, known, 1) for flag in flags]
         hint = f"; did you mean {' and '.join(found[0] for found in close)}?" if close and all(close) else ""
         if "--resume" in flags and args.command in RESUMES:
             hint = RESUMES[args.command] + " without it"
@@ -345,11 +347,16 @@ def _train(args: argparse.Namespace) -> None:
             **callbacks,
         )
     if distributed.is_main and "score" not in result:
-        print(f"paused after {result['epoch']:g} epochs, {result['passes']:.0f} passes: {record.folder}")
+        print(f"paused after {result['epoch']:g} epochs, {result['passes']:.0f} passes: {record.folder}", end="")
+        print("; the same command without --until resumes")
     elif distributed.is_main:
         print(f"test {format_score(result)} after {result['epoch']:g} epochs, ", end="")
         print(f"{result['passes']:.0f} passes, {result['seconds']:.1f} s: {record.folder}")
         print_suspects([record])
+        if result.get("num_suspects") == 0:
+            print(
+                "no labels look wrong; labels that the model has memorised are not found: to find them, train for less"
+            )
 
 
 def _add_compare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -879,7 +886,7 @@ def _optuna_hint() -> Iterator[None]:
     except ModuleNotFoundError as error:
         if error.name not in ("optuna", "sqlalchemy"):
             raise
-        raise UserError("needs Optuna: pip install '.[sweep]'") from None
+        raise UserError("needs Optuna: pip install optuna, or '.[sweep]' in a clone") from None
 
 
 def _can_write_figures(folder: Path) -> bool:

@@ -141,6 +141,7 @@ def test_flags_refuse_other_types(capsys):
         (["train", "digits", "--ephocs", "3"], "unrecognized arguments: --ephocs 3; did you mean --epochs?"),
         (["compare", "digits", "--ephocs=3", "--seed", "1"], "--ephocs=3 --seed 1; did you mean --epochs and --seeds?"),
         (["train", "digits", "--zzz"], "unrecognized arguments: --zzz"),
+        (["train", "digits", "--tau=-1"], "unrecognized arguments: --tau=-1; did you mean --example-tilt?"),
         (["toys", "--no-fig"], "unrecognized arguments: --no-fig; did you mean --no-figures?"),
         (["report", "runs", "--ou", "page"], "unrecognized arguments: --ou page; did you mean --out?"),
         (["train", "digits", "--passes", "abc"], "argument --passes: must be a number, got 'abc'"),

@@ -677,5 +677,5 @@ def test_shipped_studies_give_entries_equal_trials(path):
 def test_settings_hold_for_the_methods_that_have_them():
     entries, _ = make_entries(SMALL, ["erm", "sam", "asam:rho=2"], RATES, None, "grid", {"rho": 0.3})
     assert [entry.config.options for entry in entries] == [{}, {"rho": 0.3}, {"rho": 2.0}]
-    with pytest.raises(ConfigError, match="rho is not a setting of erm"):
+    with pytest.raises(ConfigError, match="erm has no rho; its options: none"):
         make_entries(SMALL, ["erm"], RATES, None, "grid", {"rho": 0.3})

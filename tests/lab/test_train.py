@@ -289,7 +289,9 @@ def test_paused_run_equals_unbroken_run(tmp_path, capsys):
     assert same(weights(whole), weights(paused))
     arguments = ["train", "digits", "--method", "erm", "--epochs", "4", "--batch-size", "256", "--out", str(tmp_path)]
     assert main([*arguments, "--until", "0.5"]) == 0
-    assert "paused after 2 epochs" in capsys.readouterr().out
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert line.startswith("paused after 2 epochs")
+    assert line.endswith("; the same command without --until resumes")
     assert main(arguments) == 0
     assert "after 4 epochs" in capsys.readouterr().out
 
@@ -777,6 +779,13 @@ def test_no_suspects_without_a_negative_tilt(tmp_path, settings):
     assert "num_suspects" not in train(small(method="erm", noise=0.2, **settings), record)
     assert not (tmp_path / "suspects.csv").exists()
     assert record.num_suspects() == 0
+
+
+def test_no_suspicious_label_is_reported(tmp_path, capsys):
+    """With a tilt this small no weight is below half the mean."""
+    arguments = ["train", "digits", "--method", "erm", "--epochs", "1", "--example-tilt=-1e-6", "--out", str(tmp_path)]
+    assert main(arguments) == 0
+    assert "no labels look wrong" in capsys.readouterr().out
 
 
 def test_suspects_survive_resuming_and_tidying(tmp_path):

@@ -116,7 +116,7 @@ class TrainConfig:
     """Maximum norm of the aggregated gradient; 1 in the paper's text experiments."""
 
     example_tilt: float = 0.0
-    """Tilt over the examples of a batch; negative: down-weight examples with a high loss, such as mislabelled ones;
+    """Tilt τ over the examples of a batch; negative: down-weight examples with a high loss, such as mislabelled ones;
     positive: up-weight them."""
     example_ess: float | None = None
     """Smallest effective sample size that the example tilt may leave, as a fraction of the batch; 0 sets no bound. By

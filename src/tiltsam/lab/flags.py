@@ -212,6 +212,9 @@ def method_configs(
     own = {name: parse_method(name) for name in methods}
     for name in settings or ():
         if not any(has_setting(entry["method"], name) for entry in own.values()):
+            if len(used := {entry["method"] for entry in own.values()}) == 1:
+                (method,) = used
+                raise ConfigError(f"{method} has no {name}; its options: {', '.join(method_options(method)) or 'none'}")
             raise ConfigError(f"{name} is not a setting of {', '.join(methods)}")
     shared = {
         name: {k: v for k, v in (settings or {}).items() if has_setting(entry["method"], k)}

@@ -327,7 +327,7 @@ def _train(args: argparse.Namespace) -> None:
             raise UserError(f"another process is training this run in {record.folder}")
         callbacks: dict[str, Any] = {}
         if distributed.is_main:
-            if idle := distributed.idle_ranks(config.all_options().get("num_samples", 1)):
+            if idle := distributed.idle_ranks_warning(config.all_options().get("num_samples", 1)):
                 warnings.warn(idle, stacklevel=2)
             warn_if_tilt_has_no_effect(config, config.method)
             display = held.enter_context(RunDisplay())
@@ -394,11 +394,11 @@ def _compare(args: argparse.Namespace) -> None:
     from tiltsam.lab.config import warn_if_tilt_has_no_effect
     from tiltsam.lab.console import RunDisplay, print_suspects, print_table
     from tiltsam.lab.data import data_loader, find_task
-    from tiltsam.lab.flags import shared_settings
+    from tiltsam.lab.flags import split_settings
     from tiltsam.lab.records import Record
     from tiltsam.lab.report import write_report
 
-    config, settings = shared_settings(args)
+    config, settings = split_settings(args)
     find_task(config.task)  # before a folder is created for it
     cells = comparison_cells(config, args.methods, args.seeds, settings)
     for name, runs in cells.items():
@@ -798,12 +798,12 @@ def _sweep(args: argparse.Namespace) -> None:
     with _optuna_hint():
         from tiltsam.lab.sweep import format_results, sweep
     from tiltsam.lab.console import SweepDisplay, print_table
-    from tiltsam.lab.flags import shared_settings
+    from tiltsam.lab.flags import split_settings
     from tiltsam.lab.grids import parse_grid
     from tiltsam.lab.report import write_report
     from tiltsam.lab.report.runs import tested_runs
 
-    config, settings = shared_settings(args)
+    config, settings = split_settings(args)
     with SweepDisplay() as display:
         result = sweep(
             config,

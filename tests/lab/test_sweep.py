@@ -15,7 +15,7 @@ from tiltsam.cli import _parse, _read_arguments, main
 from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.console import SweepDisplay
 from tiltsam.lab.errors import ConfigError, Diverged, RecordError, TrainError, UserError
-from tiltsam.lab.flags import shared_settings
+from tiltsam.lab.flags import split_settings
 from tiltsam.lab.grids import PAPER, Range, make_entries, parse_grid
 from tiltsam.lab.records import Record
 from tiltsam.lab.report import runs
@@ -665,7 +665,7 @@ def test_damaged_toml_file_is_one_line(text, tmp_path, capsys):
 @pytest.mark.parametrize("path", sorted(STUDIES.glob("*.toml")), ids=lambda path: path.stem)
 def test_shipped_studies_give_entries_equal_trials(path):
     args = _parse(["sweep", str(path)])
-    base, settings = shared_settings(args)
+    base, settings = split_settings(args)
     base = replace(base, epochs=math.inf, device="cpu")
     grid = parse_grid(args.grid, args.methods)
     entries, notes = make_entries(base, args.methods, grid, args.trials, args.trial_sampler, settings)

@@ -29,10 +29,10 @@ __all__ = [
     "DEFAULTS",
     "NEEDED_OPTION",
     "TrainConfig",
+    "allowed_types",
     "field_types",
     "has_setting",
     "ignores_tilt",
-    "kinds",
     "method_options",
     "tilt_defaults",
     "warn_if_tilt_has_no_effect",
@@ -235,7 +235,7 @@ class TrainConfig:
             _check_type(name, value, known[name].annotation)
         if missing := [name for name, p in known.items() if p.default is p.empty and name not in self.options]:
             raise ConfigError(f"{self.method} needs {', '.join(missing)}")
-        floats = {name for name, p in known.items() if float in kinds(p.annotation)}
+        floats = {name for name, p in known.items() if float in allowed_types(p.annotation)}
         options = {name: float(v) if name in floats and type(v) is int else v for name, v in self.options.items()}
         return {name: value for name, value in options.items() if value != known[name].default}
 
@@ -365,7 +365,7 @@ def _options(constructor: Callable[..., tiltsam.SharpnessAware]) -> Mapping[str,
     _, *arguments = signature.parameters.values()
     left_out = {*_NOT_OPTIONS, *field_types()}
     named = [p for p in arguments if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL) and p.name not in left_out]
-    return {p.name: p for p in named if set(kinds(p.annotation)) - {NoneType}}
+    return {p.name: p for p in named if set(allowed_types(p.annotation)) - {NoneType}}
 
 
 def has_setting(method: str, name: str) -> bool:
@@ -411,7 +411,7 @@ def _with_plain_steps(
 # ---------------------------------------------------------------- types of settings
 
 
-def kinds(hint: Any) -> list[Any]:
+def allowed_types(hint: Any) -> list[Any]:
     """Return what a setting may be, from its annotation: plain types, and the values of a ``Literal``.
 
     Types that a file cannot hold, such as a schedule, are left out. Without an annotation all plain types are returned.
@@ -419,7 +419,7 @@ def kinds(hint: Any) -> list[Any]:
     if hint is Parameter.empty or hint is Any or isinstance(hint, str):
         return list(_PLAIN)
     if get_origin(hint) in (Union, UnionType):
-        return [kind for part in get_args(hint) for kind in kinds(part)]
+        return [kind for part in get_args(hint) for kind in allowed_types(part)]
     if get_origin(hint) is Literal:
         return list(get_args(hint))
     return [hint] if hint in _PLAIN else []
@@ -432,7 +432,7 @@ def field_types() -> dict[str, Any]:
 
 
 def _check_type(name: str, value: Any, hint: Any) -> None:
-    allowed = kinds(hint)
+    allowed = allowed_types(hint)
     types = {kind for kind in allowed if isinstance(kind, type)} | ({int} if float in allowed else set())
     fits = isinstance(value, tuple(types)) and (bool in types or not isinstance(value, bool))
     if not fits and value not in [kind for kind in allowed if not isinstance(kind, type)]:

@@ -208,9 +208,9 @@ class Record:
         """Write the trained model, then the result: a run with a result is finished."""
         save_tensors(self.folder / "model.safetensors", model)
         write_json(self.folder / "result.json", numbers | {"digest": _digest(numbers)})
-        self.tidy()
+        self.remove_leftovers()
 
-    def tidy(self) -> None:
+    def remove_leftovers(self) -> None:
         """Remove the checkpoints of a finished run, and drafts left by a killed process."""
         shutil.rmtree(self.folder / "checkpoints", ignore_errors=True)
         self._drop_drafts()
@@ -219,7 +219,7 @@ class Record:
         for name in DRAFTED:
             drop_drafts(self.folder / name)
 
-    def diverge(self, reason: str) -> None:
+    def mark_diverged(self, reason: str) -> None:
         """Mark the run as diverged, until it is started again."""
         with drafted(self.folder / "diverged.txt") as draft:
             draft.write_text(reason + "\n")

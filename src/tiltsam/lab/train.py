@@ -112,7 +112,7 @@ def train(
         if finished is not None:
             record.check_data(fingerprint(config.task))
             if distributed.is_main:
-                record.tidy()  # the process that finished it may have been killed before it did so
+                record.remove_leftovers()  # the process that finished it may have been killed before it did so
                 setup(record.setup())
             if tracker is not None:
                 tracker.complete()
@@ -140,7 +140,7 @@ def train(
                 numbers = run.run(report_progress, checkpoint_seconds, until, stop)
             except Diverged as error:
                 if distributed.is_main:
-                    record.diverge(str(error))
+                    record.mark_diverged(str(error))
                 raise
             except KeyboardInterrupt:
                 raise Interrupted(f"interrupted; {run.saved_message}", stop.number or signal.SIGINT) from None

@@ -81,7 +81,7 @@ def restore(record: Path, runs: Path) -> int:
             if name in run:
                 write_json(target.folder / f"{name}.json", run[name])
         if run["diverged"]:
-            target.diverge(run["diverged"])
+            target.mark_diverged(run["diverged"])
         count += 1
     return count
 

@@ -2,7 +2,7 @@
 
 The pages are read in the repository, too, and link to files beside ``docs`` (``../examples/digits.py``). The site shows
 such a file below ``repository/``: code and Markdown as pages, all else as it is. Formulas become MathML, which browsers
-draw by themselves, so that neither building nor reading asks anything of the network.
+draw by themselves, so neither building nor reading the site needs the network.
 """
 
 from __future__ import annotations
@@ -113,13 +113,13 @@ def _mathml(tex: str, *, block: bool) -> str:
 
 
 def _repository_path(src_uri: str, link: str) -> str:
-    """Where a link of a page of the site leads to in the repository."""
+    """Return the repository path of a link of a page of the site."""
     source = src_uri.removeprefix("repository/") if src_uri.startswith("repository/") else f"docs/{src_uri}"
     return posixpath.normpath(posixpath.join(posixpath.dirname(source), link))
 
 
 def _site_path(place: str) -> str | None:
-    """Where the site has a file of the repository, or ``None`` if there is no such file."""
+    """Return the path of a file of the repository in the site, or ``None`` if there is no such file."""
     if place.startswith("..") or not (ROOT / place).is_file():
         return None
     if place.startswith("docs/"):
@@ -157,12 +157,12 @@ def _role(kind: str, target: str, thing: griffe.Object) -> str:
         return f"${target}$"
     shown = target.removeprefix("~")
     label = shown.rpartition(".")[2] if target.startswith("~") else shown
-    # A name that the page of its room does not show stays what it is, without a link.
+    # A name without an entry on its page stays plain code.
     return f'<autoref optional identifier="{_full_path(shown, thing)}"><code>{label}</code></autoref>'
 
 
 def _full_path(name: str, thing: griffe.Object) -> str:
-    """The path a name is defined at, as it is read in a docstring of ``thing``."""
+    """Return the path at which a name in a docstring of ``thing`` is defined."""
     first, _, rest = name.partition(".")
     try:
         path = thing.resolve(first) if first != "tiltsam" else first

@@ -13,7 +13,6 @@ import torch
 
 import tiltsam
 from tiltsam.cli import main
-from tiltsam.lab.config import COMPARED
 from tiltsam.lab.devices import code_digest
 
 
@@ -118,6 +117,8 @@ def test_missing_packages_are_reported_first(tmp_path, capsys, monkeypatch):
     assert main(["train", "digits", "--epochs", "0.1", "--out", str(tmp_path / "runs")]) == 2
     assert capsys.readouterr().err == "tiltsam train: needs rich and safetensors: pip install '.[lab]'\n"
     assert not (tmp_path / "runs").exists()
+    assert main(["report", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == "tiltsam report: needs rich and safetensors: pip install '.[lab]'\n"
     assert main(["methods"]) == 0
 
 
@@ -223,7 +224,7 @@ def test_train_with_closed_output_says_how_to_resume(tmp_path, capsys, monkeypat
 def test_settings_of_other_methods_are_refused(flag, tmp_path, capsys):
     for command, method in (("train", "--method"), ("compare", "--methods")):
         assert main([command, "digits", method, "sam", "--rho", "0.4", *flag, "--out", str(tmp_path)]) == 2
-        assert capsys.readouterr().err == f"tiltsam {command}: {flag[0].strip('-')} is not a setting of sam\n"
+        assert capsys.readouterr().err == f"tiltsam {command}: sam has no {flag[0].strip('-')}; its options: rho\n"
     assert not list(tmp_path.iterdir())
 
 

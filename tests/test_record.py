@@ -52,7 +52,7 @@ def test_packed_runs_are_restored(runs, tmp_path):
 def test_restore_keeps_why_a_run_diverged(runs, tmp_path):
     folder = tmp_path / "runs" / "digits" / "erm-1" / "seed-0"
     shutil.copytree(Record.of(runs, dataclasses.replace(CONFIG, seed=1)).folder, folder)
-    Record(folder).diverge("the loss is not finite in epoch 3")
+    Record(folder).mark_diverged("the loss is not finite in epoch 3")
     record.pack(tmp_path / "runs", tmp_path / "record")
     record.restore(tmp_path / "record", tmp_path / "again")
     (run,) = read_runs([tmp_path / "again"]).runs

@@ -35,14 +35,11 @@ __all__ = ["main"]
 TRIALS_HELP = "include the trials of sweeps (default: only the runs that tested their choices)"
 
 
-class _Version(argparse.Action):
-    """Print the version and the digest of the code, which only this option computes."""
+class _Command(argparse.ArgumentParser):
+    """A parser of the command line. Flags cannot be abbreviated: ``--seed`` would mean ``--seeds``."""
 
-    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        from tiltsam.lab.devices import code_digest
-
-        print(f"tiltsam {tiltsam.__version__} (code {code_digest()})")
-        parser.exit()
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options, allow_abbrev=False)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -60,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         message = str(error) or f"interrupted{RESUMES.get(command, '')}"
         return exit_with_message(128 + getattr(error, "number", signal.SIGINT), command, message)
     except LabError as error:
-        return exit_with_message(2, command, error)
+        return exit_with_message(2, command or "sweep", error)  # whose TOML file is read before the command is known
     except BrokenPipeError:  # `tiltsam … | head` is not an error, but the work may be unfinished
         if command not in RESUMES:
             return 0
@@ -77,11 +74,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def build_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
     """Return the parser of ``tiltsam`` and those of its commands, by name; the documentation lists their flags."""
-    parser = argparse.ArgumentParser(
+    from tiltsam.lab.devices import code_digest
+
+    parser: argparse.ArgumentParser = _Command(
         prog="tiltsam",
         description="Tilted sharpness-aware minimisation and related methods for any torch optimizer.",
     )
-    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
+    version = f"tiltsam {tiltsam.__version__} (code {code_digest()})"
+    parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     _add_demo(commands)
@@ -114,7 +114,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if unknown:  # print the usage of the command, not that of tiltsam
         command = commands[args.command]
         flags = [flag.partition("=")[0] for flag in unknown if flag.startswith("--")]
-        close = [difflib.get_close_matches(flag, command._option_string_actions, 1) for flag in flags]
+        known = command._option_string_actions
+        flags = ["--example-tilt" if flag == "--tau" else flag for flag in flags]
+        close = [difflib.get_close_matches(flag, known, 1) for flag in flags]
         hint = f"; did you mean {' and '.join(found[0] for found in close)}?" if close and all(close) else ""
         if "--resume" in flags and args.command in RESUMES:
             hint = RESUMES[args.command] + " without it"
@@ -155,7 +157,7 @@ def _read_arguments(path: Path, parser: argparse.ArgumentParser) -> list[str]:
         elif isinstance(value, list):
             arguments += [flag, *map(text, value)]
         else:
-            arguments += [flag, text(value)]
+            arguments.append(f"{flag}={text(value)}")
     return arguments
 
 
@@ -174,7 +176,7 @@ def _plain_warnings(command: str) -> Iterator[None]:
 def _check_packages(command: str) -> None:
     """Raise if the lab's packages are missing, before a run instead of when its model is saved."""
     missing = [name for name in ("numpy", "rich", "safetensors", "scipy", "sklearn") if find_spec(name) is None]
-    if missing and command not in ("methods", "report", "toys"):
+    if missing and command not in ("methods", "toys"):
         raise UserError(f"needs {' and '.join(missing)}: pip install '.[lab]'")
 
 
@@ -285,7 +287,6 @@ def _add_train(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         ),
         usage="tiltsam train [-h] TASK [options]",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     add_arguments(train, leave_out=("task",))
     train.add_argument(
@@ -314,6 +315,7 @@ def _train(args: argparse.Namespace) -> None:
     from tiltsam.lab.devices import connect_ranks
     from tiltsam.lab.flags import from_arguments
     from tiltsam.lab.records import Record
+    from tiltsam.lab.stats import format_score
     from tiltsam.lab.train import train
 
     config = from_arguments(args)
@@ -325,7 +327,7 @@ def _train(args: argparse.Namespace) -> None:
             raise UserError(f"another process is training this run in {record.folder}")
         callbacks: dict[str, Any] = {}
         if distributed.is_main:
-            if idle := distributed.idle_ranks(config.all_options().get("num_samples", 1)):
+            if idle := distributed.idle_ranks_warning(config.all_options().get("num_samples", 1)):
                 warnings.warn(idle, stacklevel=2)
             warn_if_tilt_has_no_effect(config, config.method)
             display = held.enter_context(RunDisplay())
@@ -345,11 +347,16 @@ def _train(args: argparse.Namespace) -> None:
             **callbacks,
         )
     if distributed.is_main and "score" not in result:
-        print(f"paused after {result['epoch']:g} epochs, {result['passes']:.0f} passes: {record.folder}")
+        print(f"paused after {result['epoch']:g} epochs, {result['passes']:.0f} passes: {record.folder}", end="")
+        print("; the same command without --until resumes")
     elif distributed.is_main:
-        print(f"test {result['metric']} {100 * result['score']:.2f} after {result['epoch']:g} epochs, ", end="")
+        print(f"test {format_score(result)} after {result['epoch']:g} epochs, ", end="")
         print(f"{result['passes']:.0f} passes, {result['seconds']:.1f} s: {record.folder}")
         print_suspects([record])
+        if result.get("num_suspects") == 0:
+            print(
+                "no labels look wrong; labels that the model has memorised are not found: to find them, train for less"
+            )
 
 
 def _add_compare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -363,7 +370,6 @@ def _add_compare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "Finished runs are reused; the same command resumes.",
         epilog="example: tiltsam compare digits --methods erm sam:rho=0.5 tsam:num_samples=1,rho=0.5 --seeds 3",
         usage="tiltsam compare [-h] TASK [options]",
-        allow_abbrev=False,  # otherwise --seed would mean --seeds
     )
     compare.add_argument(
         "--methods",
@@ -388,11 +394,11 @@ def _compare(args: argparse.Namespace) -> None:
     from tiltsam.lab.config import warn_if_tilt_has_no_effect
     from tiltsam.lab.console import RunDisplay, print_suspects, print_table
     from tiltsam.lab.data import data_loader, find_task
-    from tiltsam.lab.flags import shared_settings
+    from tiltsam.lab.flags import split_settings
     from tiltsam.lab.records import Record
     from tiltsam.lab.report import write_report
 
-    config, settings = shared_settings(args)
+    config, settings = split_settings(args)
     find_task(config.task)  # before a folder is created for it
     cells = comparison_cells(config, args.methods, args.seeds, settings)
     for name, runs in cells.items():
@@ -716,7 +722,6 @@ def _add_sweep(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "  tiltsam sweep benchmarks/studies/digits.toml",
         usage="tiltsam sweep [-h] TASK|FILE.toml --grid GRID [options]",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("task", metavar="TASK", help="a task as for tiltsam train, or a TOML file of arguments")
     parser.add_argument(
@@ -793,12 +798,12 @@ def _sweep(args: argparse.Namespace) -> None:
     with _optuna_hint():
         from tiltsam.lab.sweep import format_results, sweep
     from tiltsam.lab.console import SweepDisplay, print_table
-    from tiltsam.lab.flags import shared_settings
+    from tiltsam.lab.flags import split_settings
     from tiltsam.lab.grids import parse_grid
     from tiltsam.lab.report import write_report
     from tiltsam.lab.report.runs import tested_runs
 
-    config, settings = shared_settings(args)
+    config, settings = split_settings(args)
     with SweepDisplay() as display:
         result = sweep(
             config,
@@ -881,7 +886,7 @@ def _optuna_hint() -> Iterator[None]:
     except ModuleNotFoundError as error:
         if error.name not in ("optuna", "sqlalchemy"):
             raise
-        raise UserError("needs Optuna: pip install '.[sweep]'") from None
+        raise UserError("needs Optuna: pip install optuna, or '.[sweep]' in a clone") from None
 
 
 def _can_write_figures(folder: Path) -> bool:

@@ -85,7 +85,7 @@ def test_compare_continues_after_a_diverged_run(tmp_path, capsys):
     bad = ["compare", "digits", "--methods", "erm", "--seeds", "1", "--out", str(tmp_path), "--epochs", "2"]
     assert main([*bad, "--lr", "1e30"]) == 2
     printed = capsys.readouterr()
-    assert "the loss is not finite in epoch 1 of erm, seed 0" in printed.out
+    assert "erm seed 0: the loss is not finite in epoch 1: lower lr\n" in printed.out
     assert "1 failed" in printed.out
     assert "1 seed," in printed.out
     assert "all runs failed" in printed.err

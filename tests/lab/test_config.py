@@ -10,7 +10,7 @@ import torch
 
 import tiltsam
 from helpers.vasso import VaSSO
-from tiltsam.lab.config import TrainConfig, has_setting, kinds, method_options
+from tiltsam.lab.config import TrainConfig, allowed_types, has_setting, method_options
 from tiltsam.lab.errors import ConfigError
 
 
@@ -95,9 +95,9 @@ def test_options_of_another_type_are_refused(method, options, own_methods):
 
 
 def test_kinds_of_annotations():
-    assert kinds(float | tiltsam.optim.Schedule) == [float]
-    assert kinds(Literal["a", 1] | None) == ["a", 1, type(None)]
-    assert not kinds(tiltsam.samplers.Sampler)
+    assert allowed_types(float | tiltsam.optim.Schedule) == [float]
+    assert allowed_types(Literal["a", 1] | None) == ["a", 1, type(None)]
+    assert not allowed_types(tiltsam.samplers.Sampler)
 
 
 def test_options_at_their_default_are_left_out(own_methods):

@@ -188,9 +188,9 @@ def test_ranks_without_a_sample_are_reported(tmp_path):
     assert codes == [0, 0], output
     assert output.count("2 processes share 1 sample: ") == 1
     assert (
-        DistributedContext(0, 2, "samples").idle_ranks(2)
-        is DistributedContext(0, 2, "data").idle_ranks(1)
-        is DistributedContext(0, 1, "samples").idle_ranks(1)
+        DistributedContext(0, 2, "samples").idle_ranks_warning(2)
+        is DistributedContext(0, 2, "data").idle_ranks_warning(1)
+        is DistributedContext(0, 1, "samples").idle_ranks_warning(1)
         is None
     )
 

@@ -9,7 +9,14 @@ from helpers.vasso import VaSSO
 from tiltsam.cli import build_parser, main
 from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.errors import ConfigError
-from tiltsam.lab.flags import add_arguments, from_arguments, given, parse_method, shared_settings
+from tiltsam.lab.flags import (
+    add_arguments,
+    from_arguments,
+    given_settings,
+    method_configs,
+    parse_method,
+    split_settings,
+)
 
 
 def parsed(*flags):
@@ -30,11 +37,22 @@ def help_of(flag):
 def test_limit_on_passes_or_seconds_leaves_epochs_unlimited(limit):
     """The default number of epochs would end ERM before SAM has used its passes."""
     args = parsed(f"--{limit}", "900", "--method", "sam")
-    assert from_arguments(args).epochs == shared_settings(args)[0].epochs == math.inf
+    assert from_arguments(args).epochs == split_settings(args)[0].epochs == math.inf
     args = parsed(f"--{limit}", "900", "--epochs", "3")
-    assert from_arguments(args).epochs == shared_settings(args)[0].epochs == 3
+    assert from_arguments(args).epochs == split_settings(args)[0].epochs == 3
     assert from_arguments(parsed(f"--{limit}", "900", "--method", "sam:epochs=4")).epochs == 4
     assert from_arguments(parsed()).epochs == 60
+
+
+def test_budget_of_an_entry_leaves_its_epochs_unlimited():
+    """The default of 60 epochs would end ERM before it has used its passes."""
+    config = from_arguments(parsed("--method", "erm:passes=2000"))
+    assert (config.epochs, config.passes) == (math.inf, 2000)
+    assert from_arguments(parsed("--method", "erm:passes=2000", "--epochs", "3")).epochs == 3
+    assert from_arguments(parsed("--method", "erm:passes=2000,epochs=4")).epochs == 4
+    entries = ["sam", "erm:passes=2000", "erm:seconds=9,epochs=4"]
+    assert [c.epochs for c in method_configs(TrainConfig(), entries).values()] == [60, math.inf, 4]
+    assert [c.epochs for c in method_configs(TrainConfig(epochs=3), entries).values()] == [3, 3, 4]
 
 
 def test_parse_method_reads_none():
@@ -107,12 +125,12 @@ def test_method_flag_accepts_options():
 
 def test_only_given_flags_are_settings():
     args = parsed("--method", "tsam", "--rho", "0.1", "--no-average", "--num-samples", "5", "--radius", "none")
-    assert given(args) == {"method": "tsam", "rho": 0.1, "average": False, "num_samples": 5, "radius": None}
+    assert given_settings(args) == {"method": "tsam", "rho": 0.1, "average": False, "num_samples": 5, "radius": None}
     assert from_arguments(args) == TrainConfig(method="tsam", options={"num_samples": 5})
 
 
-def test_shared_settings_separate_those_of_some_methods():
-    config, settings = shared_settings(parsed("--lr", "0.1", "--rho", "0.2", "--eta", "1", "--split"))
+def test_split_settings_separates_those_of_some_methods():
+    config, settings = split_settings(parsed("--lr", "0.1", "--rho", "0.2", "--eta", "1", "--split"))
     assert config == TrainConfig(lr=0.1)
     assert settings == {"rho": 0.2, "eta": 1.0, "split": True}
 
@@ -130,6 +148,9 @@ def test_flags_refuse_other_types(capsys):
         (["train", "digits", "--ephocs", "3"], "unrecognized arguments: --ephocs 3; did you mean --epochs?"),
         (["compare", "digits", "--ephocs=3", "--seed", "1"], "--ephocs=3 --seed 1; did you mean --epochs and --seeds?"),
         (["train", "digits", "--zzz"], "unrecognized arguments: --zzz"),
+        (["train", "digits", "--tau=-1"], "unrecognized arguments: --tau=-1; did you mean --example-tilt?"),
+        (["toys", "--no-fig"], "unrecognized arguments: --no-fig; did you mean --no-figures?"),
+        (["report", "runs", "--ou", "page"], "unrecognized arguments: --ou page; did you mean --out?"),
         (["train", "digits", "--passes", "abc"], "argument --passes: must be a number, got 'abc'"),
         (["train", "digits", "--batch-size", "2.5"], "argument --batch-size: must be an integer, got '2.5'"),
     ],

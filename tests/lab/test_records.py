@@ -27,8 +27,8 @@ from tiltsam.lab.train import train
 QUICK = FlatnessPlan(
     std=(0.01,), num_samples=2, num_ascent_steps=1, num_eigenvalues=1, num_trace_samples=2, num_density_probes=0
 )
-WHOLE = ["[]", "5", "null", '"text"', "{}", "[" * 100_000, "", "\x00", '{"a": [1]}']
-VALUES = [None, [], "text", True, -1, 1e308, 10**400, {"a": 1}]
+WHOLE = ["[]", "5", "null", '"text"', "{}", "", "\x00", '{"a": [1]}']
+VALUES = [None, [], "text", True, -1, 1e308, {"a": 1}]
 
 
 @pytest.fixture(scope="module")

@@ -1,9 +1,13 @@
 """Ctrl-C: it gets through where Python drops it, and waits where it would leave something half done."""
 
+import os
 import signal
 import sqlite3
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -90,6 +94,20 @@ def test_defer_interrupt_raises_after_an_error():
 
     with pytest.raises(KeyboardInterrupt):
         work()
+
+
+def test_defer_interrupt_defers_sigterm():
+    code = (
+        "import signal\n"
+        "from tiltsam.lab.shutdown import defer_interrupt\n"
+        "with defer_interrupt():\n"
+        "    signal.raise_signal(signal.SIGTERM)\n"
+        "    print('within', flush=True)\n"
+        "print('after')\n"
+    )
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
+    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=env)
+    assert (done.returncode, done.stdout) == (-signal.SIGTERM, "within\n")
 
 
 def test_defer_interrupt_leaves_threads_and_ignored_signals_alone():

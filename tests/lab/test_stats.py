@@ -46,6 +46,7 @@ def test_is_significant_needs_an_interval_without_zero():
     assert is_significant(mean_of([-1.0, -1.1, -0.9]))
     assert not is_significant(mean_of([1.0, 2.0, -0.9]))
     assert not is_significant(mean_of([0.0, 0.0]))
+    assert not is_significant(mean_of([0.1, 0.1, 0.1]))  # of equal differences, the spread is unknown
     assert not is_significant(mean_of([1.0]))
 
 

@@ -15,7 +15,7 @@ from tiltsam.cli import _parse, _read_arguments, main
 from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.console import SweepDisplay
 from tiltsam.lab.errors import ConfigError, Diverged, RecordError, TrainError, UserError
-from tiltsam.lab.flags import shared_settings
+from tiltsam.lab.flags import split_settings
 from tiltsam.lab.grids import PAPER, Range, make_entries, parse_grid
 from tiltsam.lab.records import Record
 from tiltsam.lab.report import runs
@@ -137,8 +137,11 @@ MISTAKES = [
     (["--grid", "lr=0.1", "--heartbeat", "0"], "got 0"),
     (["--grid", "lr=0.1", "--validation", "0"], "got 0"),
     (["--grid", "lr=0.1", "--final-epochs", "0"], "got 0"),
-    (["--grid", "epochs=1,2", "--final-epochs", "3"], "final_epochs"),
-    (["--grid", "lr=0.1", "--methods", "erm:epochs =2", "--final-epochs", "3"], "final_epochs"),
+    (["--grid", "epochs=1,2"], "epochs must be the same"),
+    (["--grid", "tsam:passes=10,20"], "passes must be the same"),
+    (["--grid", "seconds=1.0..2.0", "--sampler", "random", "--trials", "3"], "seconds must be the same"),
+    (["--grid", "lr=0.1", "--methods", "erm:epochs =2", "--final-epochs", "3"], "erm:epochs =2: sets epochs"),
+    (["--grid", "lr=0.1", "--methods", "erm:passes=9", "--final-epochs", "3"], "erm:passes=9: sets passes"),
     (["--grid", "lr=0.1", "--storage", "here"], "--storage"),
     (["--grid", "lr=0.1", "--storage", "cobol://h/d"], "cobol"),
     (["--grid", "lr=0.1", "--storage", "sqlite://"], "sqlite:///FILE"),
@@ -203,17 +206,6 @@ def test_score_is_the_default_choice_and_the_loss_breaks_ties(tmp_path, fake):
     fake.loss = lambda config: config.lr
     (row,) = sweep(SMALL, ["erm"], RATES, tmp_path, trial_seeds=2, seeds=0).entries
     assert row.config.lr == 0.03
-
-
-def test_choose_by_loss_warns_of_methods_for_noisy_labels(tmp_path, fake):
-    methods = ["erm", "erm:example_tilt=-1", "sam:loss=gce", "tsam"]
-    grid = {**RATES, "tsam:example_tilt": (0.0, -0.5)}
-    for choose_by in ("loss", "score"):
-        warned = []
-        sweep(SMALL, methods, grid, tmp_path, choose_by=choose_by, trials=2, seeds=0, notify=warned.append)
-        notes = [note for note in warned if "--choose-by score" in note]
-        assert len(notes) == (choose_by == "loss")
-        assert all(note.startswith("erm:example_tilt=-1, sam:loss=gce, tsam: ") for note in notes)
 
 
 def test_choose_by_score_of_a_regression(tmp_path):
@@ -391,7 +383,9 @@ def test_no_finite_loss_ends_with_an_error(tmp_path, fake, capsys):
 
     fake.loss = loss
     assert main(["sweep", "digits", "--methods", "erm", "--grid", "lr=1,2", "--out", str(tmp_path)]) == 2
-    assert "nothing was chosen" in capsys.readouterr().err
+    shown = capsys.readouterr()
+    assert "nothing was chosen" in shown.err
+    assert "2, 2 diverged" in shown.out
 
 
 def test_progress_ends_if_an_entry_chose_nothing(tmp_path, fake):
@@ -423,6 +417,7 @@ def test_halving_stops_runs_and_keeps_them_resumable(tmp_path):
     result = sweep(base, ["erm"], grid, tmp_path, pruner="halving", seeds=0)
     pruned = [t for t in result.entries[0].trials if t.state.name == "PRUNED"]
     assert 1 <= len(pruned) <= 4
+    assert format_results(result)[1][1] == f"6, {len(pruned)} pruned"
     assert result.entries[0].best.params["lr"] in (0.03, 0.1)
     for trial in pruned:
         config = replace(base, method="erm", lr=trial.params["lr"])
@@ -437,6 +432,23 @@ def test_halving_stops_runs_and_keeps_them_resumable(tmp_path):
 
 
 # ---------------------------------------------------------------- interruption and reuse
+
+
+def test_halving_does_not_depend_on_interruptions(tmp_path):
+    """A trial whose run is already beyond the first rung is compared at it nevertheless."""
+    base = replace(SMALL, epochs=8)
+    grid = {"lr": (1e-6, 1e-5, 1e-4, 0.01, 0.03, 0.1)}
+    for lr in grid["lr"]:
+        config = base.with_settings({"method": "erm", "lr": lr})
+        train(config, Record.of(tmp_path / "resumed", config), until=0.6)
+    whole, resumed = (
+        sweep(base, ["erm"], grid, tmp_path / name, pruner="halving", seeds=0).entries[0].trials
+        for name in ("whole", "resumed")
+    )
+    assert any(trial.state.name == "PRUNED" for trial in whole)
+    for one, other in zip(whole, resumed, strict=True):
+        reasons = [trial.user_attrs.get("reason") for trial in (one, other)]
+        assert (one.params, one.state, reasons[0]) == (other.params, other.state, reasons[1])
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, TrainError("no memory"), OSError(28, "disk full")])
@@ -622,6 +634,13 @@ def test_false_in_a_toml_file_is_refused_where_a_flag_takes_a_value(tmp_path, ca
     assert "--seeds" in capsys.readouterr().err
 
 
+def test_toml_file_takes_negative_numbers(tmp_path):
+    path = tmp_path / "study.toml"
+    path.write_text('task = "digits"\nexample_tilt = -0.00001\n[grid]\nclass_tilt = [-1e-5, 0.5]\n')
+    args = _parse(["sweep", str(path)])
+    assert (args.example_tilt, args.grid) == (-1e-5, ["class_tilt=-1e-05,0.5"])
+
+
 def test_only_the_task_can_be_a_toml_file(tmp_path, fake, capsys):
     out = tmp_path / "runs.toml"
     assert main(["sweep", "digits", "--methods", "erm", "--grid", "lr=0.1", "--seeds", "0", "--out", str(out)]) == 0
@@ -639,13 +658,14 @@ def test_damaged_toml_file_is_one_line(text, tmp_path, capsys):
         _read_arguments(path, argparse.ArgumentParser())
     assert main(["sweep", str(path)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("tiltsam sweep: ")
     assert "study.toml" in line
 
 
 @pytest.mark.parametrize("path", sorted(STUDIES.glob("*.toml")), ids=lambda path: path.stem)
 def test_shipped_studies_give_entries_equal_trials(path):
     args = _parse(["sweep", str(path)])
-    base, settings = shared_settings(args)
+    base, settings = split_settings(args)
     base = replace(base, epochs=math.inf, device="cpu")
     grid = parse_grid(args.grid, args.methods)
     entries, notes = make_entries(base, args.methods, grid, args.trials, args.trial_sampler, settings)
@@ -657,5 +677,5 @@ def test_shipped_studies_give_entries_equal_trials(path):
 def test_settings_hold_for_the_methods_that_have_them():
     entries, _ = make_entries(SMALL, ["erm", "sam", "asam:rho=2"], RATES, None, "grid", {"rho": 0.3})
     assert [entry.config.options for entry in entries] == [{}, {"rho": 0.3}, {"rho": 2.0}]
-    with pytest.raises(ConfigError, match="rho is not a setting of erm"):
+    with pytest.raises(ConfigError, match="erm has no rho; its options: none"):
         make_entries(SMALL, ["erm"], RATES, None, "grid", {"rho": 0.3})

@@ -143,6 +143,8 @@ def test_wrong_arguments_are_refused():
             ExampleTilt(**options)
     with pytest.raises(ValueError, match="num_groups"):
         ExampleTilt(1.0, num_groups=3, min_ess=0.5)
+    with pytest.raises(TypeError, match="losses must be a tensor, got list"):
+        ExampleTilt(1.0)([1.0, 2.0])
     with pytest.raises(ValueError, match="reduction"):
         ExampleTilt(1.0)(torch.tensor(2.0))
     logits, targets = torch.rand(3, 5), torch.zeros(3, dtype=torch.long)

@@ -10,8 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.data import Data, data_loader
 from tiltsam.lab.errors import ConfigError, TrainError
@@ -112,7 +110,7 @@ def compare(
         >>> rows = compare(cells)  # doctest: +SKIP
     """
     for configs in cells.values():
-        configs[0].wrap(torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=configs[0].lr))
+        configs[0].check_options()
 
     data = data or data_loader()
     pending = list(dict.fromkeys(config for seed in zip(*cells.values(), strict=True) for config in seed))

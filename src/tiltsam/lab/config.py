@@ -18,7 +18,7 @@ from textwrap import shorten
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from torch.optim import Optimizer
+import torch
 
 import tiltsam
 from tiltsam.lab.errors import ConfigError
@@ -29,10 +29,10 @@ __all__ = [
     "DEFAULTS",
     "NEEDED_OPTION",
     "TrainConfig",
+    "allowed_types",
     "field_types",
     "has_setting",
     "ignores_tilt",
-    "kinds",
     "method_options",
     "tilt_defaults",
     "warn_if_tilt_has_no_effect",
@@ -116,7 +116,7 @@ class TrainConfig:
     """Maximum norm of the aggregated gradient; 1 in the paper's text experiments."""
 
     example_tilt: float = 0.0
-    """Tilt over the examples of a batch; negative: down-weight examples with a high loss, such as mislabelled ones;
+    """Tilt τ over the examples of a batch; negative: down-weight examples with a high loss, such as mislabelled ones;
     positive: up-weight them."""
     example_ess: float | None = None
     """Smallest effective sample size that the example tilt may leave, as a fraction of the batch; 0 sets no bound. By
@@ -179,7 +179,7 @@ class TrainConfig:
         for name, value in tilt_defaults(self.example_tilt, self.class_tilt).items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)
-        object.__setattr__(self, "options", self._check_options())
+        object.__setattr__(self, "options", self._changed_options())
         positive = ("epochs", "passes", "seconds", "lr", "batch_size", "clip", "every", "evaluate_every", "image_size")
         for name in positive:
             if (value := getattr(self, name)) is not None and not value > 0:
@@ -223,8 +223,8 @@ class TrainConfig:
         if self.loss == "gce" and self.label_smoothing:
             raise ConfigError(f"label_smoothing must be 0 with loss gce, got {self.label_smoothing}")
 
-    def _check_options(self) -> dict[str, Any]:
-        """Return the options that differ from their defaults."""
+    def _changed_options(self) -> dict[str, Any]:
+        """Check the names and types of the options, and return those that differ from their defaults."""
         if not isinstance(self.options, Mapping):
             raise ConfigError(f"options must be a mapping, got {shorten(repr(self.options), 60)}")
         known = method_options(self.method)
@@ -235,7 +235,7 @@ class TrainConfig:
             _check_type(name, value, known[name].annotation)
         if missing := [name for name, p in known.items() if p.default is p.empty and name not in self.options]:
             raise ConfigError(f"{self.method} needs {', '.join(missing)}")
-        floats = {name for name, p in known.items() if float in kinds(p.annotation)}
+        floats = {name for name, p in known.items() if float in allowed_types(p.annotation)}
         options = {name: float(v) if name in floats and type(v) is int else v for name, v in self.options.items()}
         return {name: value for name, value in options.items() if value != known[name].default}
 
@@ -282,7 +282,7 @@ class TrainConfig:
         """Return all fields and all options, as ``config.json`` has them."""
         return dataclasses.asdict(self) | {"options": self.all_options()}
 
-    def wrap(self, base: Optimizer, **common: Any) -> tiltsam.SharpnessAware:
+    def wrap(self, base: torch.optim.Optimizer, **common: Any) -> tiltsam.SharpnessAware:
         """Return the method around a base optimizer.
 
         Args:
@@ -304,6 +304,10 @@ class TrainConfig:
             return method(base, **self.options, **common)
         except ValueError as error:
             raise ConfigError(str(error)) from None
+
+    def check_options(self) -> None:
+        """Raise a ConfigError if the method refuses the value of an option, before anything is trained."""
+        self.wrap(torch.optim.SGD([torch.zeros(2, requires_grad=True)], lr=self.lr))
 
     def key(self) -> str:
         """Return a short name of all settings but the seed: runs that differ only in the seed are averaged."""
@@ -361,7 +365,7 @@ def _options(constructor: Callable[..., tiltsam.SharpnessAware]) -> Mapping[str,
     _, *arguments = signature.parameters.values()
     left_out = {*_NOT_OPTIONS, *field_types()}
     named = [p for p in arguments if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL) and p.name not in left_out]
-    return {p.name: p for p in named if set(kinds(p.annotation)) - {NoneType}}
+    return {p.name: p for p in named if set(allowed_types(p.annotation)) - {NoneType}}
 
 
 def has_setting(method: str, name: str) -> bool:
@@ -407,7 +411,7 @@ def _with_plain_steps(
 # ---------------------------------------------------------------- types of settings
 
 
-def kinds(hint: Any) -> list[Any]:
+def allowed_types(hint: Any) -> list[Any]:
     """Return what a setting may be, from its annotation: plain types, and the values of a ``Literal``.
 
     Types that a file cannot hold, such as a schedule, are left out. Without an annotation all plain types are returned.
@@ -415,7 +419,7 @@ def kinds(hint: Any) -> list[Any]:
     if hint is Parameter.empty or hint is Any or isinstance(hint, str):
         return list(_PLAIN)
     if get_origin(hint) in (Union, UnionType):
-        return [kind for part in get_args(hint) for kind in kinds(part)]
+        return [kind for part in get_args(hint) for kind in allowed_types(part)]
     if get_origin(hint) is Literal:
         return list(get_args(hint))
     return [hint] if hint in _PLAIN else []
@@ -428,7 +432,7 @@ def field_types() -> dict[str, Any]:
 
 
 def _check_type(name: str, value: Any, hint: Any) -> None:
-    allowed = kinds(hint)
+    allowed = allowed_types(hint)
     types = {kind for kind in allowed if isinstance(kind, type)} | ({int} if float in allowed else set())
     fits = isinstance(value, tuple(types)) and (bool in types or not isinstance(value, bool))
     if not fits and value not in [kind for kind in allowed if not isinstance(kind, type)]:

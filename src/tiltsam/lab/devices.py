@@ -176,7 +176,7 @@ class DistributedContext:
         if self.mode == "data" and batch_size % self.world_size:
             raise ConfigError(f"batch size must be divisible by {self.world_size} processes, got {batch_size}")
 
-    def idle_ranks(self, num_samples: int) -> str | None:
+    def idle_ranks_warning(self, num_samples: int) -> str | None:
         """Return a warning if some ranks have no sample to work on."""
         if self.mode == "data" or num_samples >= self.world_size:
             return None

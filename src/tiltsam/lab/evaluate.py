@@ -224,7 +224,9 @@ def reestimate_batchnorm(model: nn.Module, outputs_of: OutputsOf, split: Split) 
     for m in layers:
         m.reset_running_stats()
         m.momentum = None  # a plain average
-    model.train()
+    model.eval()  # dropout would draw from the random state that training continues from
+    for m in layers:
+        m.train()
     size = min(EVAL_BATCH, len(split))
     order = split.fixed_permutation()
     for k in range(min(BATCHNORM_BATCHES, len(split) // size)):

@@ -16,10 +16,11 @@ from typing import Any
 
 import tiltsam
 from tiltsam.lab.config import (
+    DEFAULTS,
     TrainConfig,
+    allowed_types,
     field_types,
     has_setting,
-    kinds,
     method_options,
 )
 from tiltsam.lab.errors import ConfigError
@@ -30,14 +31,14 @@ __all__ = [
     "format_value",
     "format_values",
     "from_arguments",
-    "given",
+    "given_settings",
     "method_configs",
     "parse_method",
     "parse_setting",
-    "shared_settings",
+    "split_settings",
 ]
 
-_SHARED_SETTINGS = ("task", "seed", "device")  # cannot be set for one method
+_SAME_FOR_ALL = ("task", "seed", "device")  # cannot be set for one method
 
 # The first field of each section of the help, and its heading.
 _PARTS = {
@@ -113,7 +114,7 @@ def _is_shown(parameter: inspect.Parameter) -> bool:
 def _add_flag(part: _ActionsContainer, name: str, hint: Any, text: str, default: str) -> None:
     if default:
         text = f"{text.removesuffix('.')} (default: {default})"
-    flag, text, allowed = f"--{name.replace('_', '-')}", text.replace("%", "%%"), kinds(hint)
+    flag, text, allowed = f"--{name.replace('_', '-')}", text.replace("%", "%%"), allowed_types(hint)
     choices = [kind for kind in allowed if not isinstance(kind, type)]
     types = [kind for kind in allowed if isinstance(kind, type) and kind is not NoneType]
     if types == [bool]:
@@ -126,7 +127,7 @@ def _add_flag(part: _ActionsContainer, name: str, hint: Any, text: str, default:
     part.add_argument(flag, type=partial(_parse, hint), metavar=metavar, help=text, default=SUPPRESS)
 
 
-def given(args: Any) -> dict[str, Any]:
+def given_settings(args: Any) -> dict[str, Any]:
     """Return the settings given by flags: fields, and options of any method."""
     known = {*field_types(), *(name for m in tiltsam.METHODS for name in method_options(m))}
     return {name: value for name, value in vars(args).items() if name in known}
@@ -139,16 +140,16 @@ def from_arguments(args: Any) -> TrainConfig:
         ConfigError: If ``--method`` is not what :func:`parse_method` takes, or a flag sets what it also sets or does
             not have.
     """
-    settings = given(args)
+    settings = given_settings(args)
     text = settings.pop("method", TrainConfig.method)
     if twice := parse_method(text).keys() & settings.keys():
         raise ConfigError(f"{', '.join(sorted(twice))} must be given once, got a flag and --method {text}")
-    return method_configs(TrainConfig(), [text], _with_one_budget(settings))[text]
+    return method_configs(TrainConfig(), [text], settings)[text]
 
 
-def shared_settings(args: Any) -> tuple[TrainConfig, dict[str, Any]]:
+def split_settings(args: Any) -> tuple[TrainConfig, dict[str, Any]]:
     """Return the config that flags give to all methods, and the settings that only some methods have."""
-    settings = _with_one_budget(given(args))
+    settings = _with_one_budget(given_settings(args))
     fields = {name: value for name, value in settings.items() if name in field_types()}
     shared = {name: v for name, v in fields.items() if all(has_setting(method, name) for method in tiltsam.METHODS)}
     return TrainConfig(**shared), {name: v for name, v in settings.items() if name not in shared}
@@ -181,7 +182,7 @@ def parse_method(text: str) -> dict[str, Any]:
         name = name.replace("-", "_")
         if not equals or name in settings:
             raise ConfigError(f"methods must be written as asam:rho=5 or tsam:num_samples=3,t=100, got {text!r}")
-        if name in _SHARED_SETTINGS:
+        if name in _SAME_FOR_ALL:
             raise ConfigError(f"{text!r}: {name} cannot be set for a single method")
         if not has_setting(method, name):
             raise ConfigError(
@@ -211,12 +212,18 @@ def method_configs(
     own = {name: parse_method(name) for name in methods}
     for name in settings or ():
         if not any(has_setting(entry["method"], name) for entry in own.values()):
+            if len(used := {entry["method"] for entry in own.values()}) == 1:
+                (method,) = used
+                raise ConfigError(f"{method} has no {name}; its options: {', '.join(method_options(method)) or 'none'}")
             raise ConfigError(f"{name} is not a setting of {', '.join(methods)}")
     shared = {
         name: {k: v for k, v in (settings or {}).items() if has_setting(entry["method"], k)}
         for name, entry in own.items()
     }
-    return {name: config.with_settings({**shared[name], **entry}) for name, entry in own.items()}
+    limit = {} if config.epochs == DEFAULTS["epochs"] else {"epochs": config.epochs}
+    return {
+        name: config.with_settings(_with_one_budget({**limit, **shared[name], **entry})) for name, entry in own.items()
+    }
 
 
 def parse_setting(name: str, text: str, method: str) -> Any:
@@ -248,7 +255,7 @@ def format_value(value: Any) -> str:
 
 def _parse(hint: Any, text: str) -> Any:
     """Parse a value of an annotated type. Of several types, the first one that fits is taken, strings last."""
-    allowed = kinds(hint)
+    allowed = allowed_types(hint)
     choices = {str(kind): kind for kind in allowed if not isinstance(kind, type)}
     choices |= {"true": True, "false": False} if bool in allowed else {}
     if text.lower() == "none" and NoneType in allowed:

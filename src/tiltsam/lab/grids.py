@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-import torch
-
 from tiltsam.lab.config import TILT_SETTINGS, TrainConfig, ignores_tilt
 from tiltsam.lab.errors import ConfigError
 from tiltsam.lab.flags import method_configs, parse_method
@@ -40,7 +38,8 @@ PAPER: dict[str, tuple[Any, ...]] = {
 }
 """The grids of the paper; each method uses the settings that it has."""
 
-FIXED = ("task", "method", "seed", "device", "validation", "noise")  # would change what the losses are measured on
+SAME_FOR_ALL = ("task", "seed", "device", "validation", "noise")  # would change what the losses are measured on
+NOT_TUNABLE = (*SAME_FOR_ALL, "method", "epochs", "passes", "seconds")  # a larger budget would win
 
 
 @dataclass(frozen=True)
@@ -193,7 +192,7 @@ def _uneven_coverage(entries: Sequence[Entry], sizes: Mapping[str, float]) -> li
 def _fixed_settings(text: str) -> dict[str, Any]:
     settings = parse_method(text)
     for name in settings:
-        if name in FIXED and name != "method":
+        if name in SAME_FOR_ALL:
             raise ConfigError(f"{text!r}: {name} must be the same for all trials")
     return settings
 
@@ -205,8 +204,8 @@ def _spaces(
     spaces: dict[str, dict[str, Values]] = {name: {} for name in configs}
     for name, values in sorted(grid.items(), key=lambda item: ":" in item[0]):  # those of one method replace others
         owner, _, setting = name.rpartition(":")
-        if setting in FIXED:
-            raise ConfigError(f"--grid {name}: {setting} must be the same for all trials")
+        if setting in NOT_TUNABLE:
+            raise ConfigError(f"--grid {name}: {setting} must be the same for all trials of a method")
         if not isinstance(values, Range) and not len(values):
             raise ConfigError(f"--grid {name} must have values")
         entries = [entry for entry, config in configs.items() if owner in ("", config.method)]
@@ -239,8 +238,7 @@ def _check_points(name: str, config: TrainConfig, space: Mapping[str, Values]) -
     axes = [(v.low, v.high) if isinstance(v, Range) else v for v in space.values()]
     for point in itertools.product(*axes):
         try:
-            point_config = config.with_settings(dict(zip(space, point, strict=True)))
-            point_config.wrap(torch.optim.SGD([torch.zeros(2, requires_grad=True)], lr=point_config.lr))
+            config.with_settings(dict(zip(space, point, strict=True))).check_options()
         except ConfigError as error:
             raise ConfigError(f"{name}: {error}") from None
     return math.inf if any(isinstance(v, Range) for v in space.values()) else math.prod(map(len, axes))

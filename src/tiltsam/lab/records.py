@@ -42,7 +42,6 @@ from tiltsam.lab.files import (
     drop_drafts,
     load_checkpoint,
     load_tensors,
-    parse_json,
     save_checkpoint,
     save_tensors,
     write_json,
@@ -209,9 +208,9 @@ class Record:
         """Write the trained model, then the result: a run with a result is finished."""
         save_tensors(self.folder / "model.safetensors", model)
         write_json(self.folder / "result.json", numbers | {"digest": _digest(numbers)})
-        self.tidy()
+        self.remove_leftovers()
 
-    def tidy(self) -> None:
+    def remove_leftovers(self) -> None:
         """Remove the checkpoints of a finished run, and drafts left by a killed process."""
         shutil.rmtree(self.folder / "checkpoints", ignore_errors=True)
         self._drop_drafts()
@@ -220,7 +219,7 @@ class Record:
         for name in DRAFTED:
             drop_drafts(self.folder / name)
 
-    def diverge(self, reason: str) -> None:
+    def mark_diverged(self, reason: str) -> None:
         """Mark the run as diverged, until it is started again."""
         with drafted(self.folder / "diverged.txt") as draft:
             draft.write_text(reason + "\n")
@@ -306,7 +305,7 @@ def _digest(numbers: dict[str, Any]) -> str:
 def _read_json(path: Path) -> dict[str, Any]:
     """Return a JSON object, or raise a RecordError that names the file."""
     try:
-        content = parse_json(path.read_bytes())
+        content = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
         raise RecordError(f"{path} is damaged: {error}") from None
     if not isinstance(content, dict):
@@ -356,7 +355,7 @@ def read_metrics(path: Path) -> tuple[list[dict[str, Any]], dict[int, str]]:
 
 
 def _metrics_line(line: bytes) -> dict[str, Any]:
-    row = parse_json(line)
+    row = json.loads(line)
     if not isinstance(row, dict) or not is_number(row.get("epoch")) or not math.isfinite(row["epoch"]):
         raise ValueError("not an object with a finite epoch")
     for name, value in row.items():

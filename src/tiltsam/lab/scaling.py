@@ -197,32 +197,28 @@ def compare_layouts(
     batch_tokens: float,
     gpus: int,
     *,
-    num_samples: int = 4,
     machine: Machine = Machine(),  # noqa: B008 (frozen)
 ) -> list[StepCost]:
     """Return layouts of so many GPUs whose vectors fit into 80% of a GPU's memory, the fastest first.
 
     Tried are 1, 2 and 4 sample ranks with 1 and 8 shards, and with a quarter, half and all of the GPUs. Every layout
-    sees the same batch a step. Weights are float32 and gathered in bf16, the base is AdamW, activations are computed
-    again.
+    sees the same batch a step, with 4 samples. Weights are float32 and gathered in bf16, the base is AdamW, activations
+    are computed again.
 
     Args:
         parameters: Parameters of the model.
         batch_tokens: Tokens of the batch, over all ranks.
         gpus: Number of GPUs.
-        num_samples: s.
         machine: The GPUs.
     """
     found = []
     shards_tried = {shards for shards in (1, min(8, gpus), gpus // 4, gpus // 2, gpus) if shards}
     for samples, shards in product((1, 2, 4), sorted(shards_tried)):
-        if gpus % (samples * shards) or samples > num_samples:
+        if gpus % (samples * shards):
             continue
         layout = Layout(gpus // (samples * shards), shards, samples)
         tokens = batch_tokens / (layout.data * layout.shards)
-        cost = step_cost(
-            parameters, tokens, num_samples=num_samples, layout=layout, sent_weight_bytes=2, checkpointing=True
-        )
+        cost = step_cost(parameters, tokens, num_samples=4, layout=layout, sent_weight_bytes=2, checkpointing=True)
         if cost.memory_bytes < 0.8 * machine.memory:
             found.append(cost)
     return sorted(found, key=lambda cost: cost.seconds(machine))

@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
@@ -114,36 +114,16 @@ def _interrupt() -> None:
     signal.pthread_kill(main, signal.SIGINT)
 
 
-class _DeferredInterrupt:
-    """A handler that stores an interrupt; a second one is passed to the handler before it."""
-
-    def __init__(self, before: Callable[[int, FrameType | None], Any]) -> None:
-        self.before = before
-        self.received = False
-
-    def __call__(self, number: int, frame: FrameType | None) -> None:
-        if self.received:
-            self.before(number, frame)
-        self.received = True
-
-
 @contextmanager
 def defer_interrupt() -> Iterator[None]:
-    """Defer an interrupt to the end of the context; a second one is not deferred.
+    """Defer SIGINT and SIGTERM to the end of the context; a second one interrupts at once.
 
-    For work that must not be left half done: an interrupted read of a database leaves it locked. Python interrupts the
-    main thread only, so in other threads nothing is changed.
+    For work that must not be left half done: an interrupted read of a database leaves it locked.
     """
-    before = signal.getsignal(signal.SIGINT)
-    inside = isinstance(before, _DeferredInterrupt)
-    if inside or not callable(before) or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    deferred = _DeferredInterrupt(before)
-    signal.signal(signal.SIGINT, deferred)
+    stop = StopFlag()
     try:
-        yield
+        with defer_signals() as stop:
+            yield
     finally:
-        signal.signal(signal.SIGINT, before)
-        if deferred.received:
-            before(signal.SIGINT, None)
+        if stop.number is not None:
+            signal.raise_signal(stop.number)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Mapping, Sequence
-from functools import cache
-from typing import Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 __all__ = [
     "Mean",
@@ -13,6 +12,7 @@ __all__ = [
     "confidence_interval",
     "format_interval",
     "format_mean",
+    "format_score",
     "is_significant",
     "mean_of",
     "paired_difference",
@@ -62,40 +62,19 @@ def paired_difference(scores: Mapping[Seed, float], reference: Mapping[Seed, flo
 def confidence_interval(mean: Mean) -> tuple[float, float]:
     """Return the two-sided 95% interval of Student's t distribution; NaN for fewer than two runs.
 
-    It is NaN, too, for two equal values, as two counts of errors may be: they do not show the spread.
+    It is NaN, too, for equal values, as a few counts of errors may be: they do not show the spread.
 
     Example:
         >>> low, high = confidence_interval(mean_of([1.0, 2.0, 3.0]))
         >>> f"{low:.3f} {high:.3f}"
         '-0.484 4.484'
     """
-    if mean.runs < 2 or (mean.runs == 2 and mean.error <= 1e-9 * abs(mean.value)):
+    if mean.runs < 2 or mean.error <= 1e-9 * abs(mean.value):
         return math.nan, math.nan
-    half = _student_t(mean.runs - 1) * mean.error
+    from scipy.special import stdtrit  # the quantile of Student's t; takes a moment to import
+
+    half = float(stdtrit(mean.runs - 1, 0.975)) * mean.error
     return mean.value - half, mean.value + half
-
-
-@cache
-def _student_t(freedom: int) -> float:
-    """Return the 97.5% quantile of Student's t: 12.71 for 1 degree of freedom, 4.30 for 2, towards 1.96.
-
-    Bisects Abramowitz and Stegun's 26.7.3 and 26.7.4, the probability of |T| < √freedom tan θ. scipy would take a
-    second to import.
-    """
-
-    def inside(angle: float) -> float:
-        cos, odd = math.cos(angle), freedom % 2
-        term = total = 0.0 if freedom == 1 else cos if odd else 1.0
-        for k in range(2 if odd else 1, freedom - 2, 2):
-            term *= k / (k + 1) * cos**2
-            total += term
-        return 2 / math.pi * (angle + math.sin(angle) * total) if odd else math.sin(angle) * total
-
-    low, high = 0.0, math.pi / 2
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if inside(middle) < 0.95 else (low, middle)
-    return math.sqrt(freedom) * math.tan(low)
 
 
 def is_significant(difference: Mean) -> bool:
@@ -167,6 +146,17 @@ def format_mean(mean: Mean, digits: int | None = None, sign: Literal["", "+"] = 
     power = math.floor(math.log10(max(abs(mean.value), error)))  # a variance of 1e-5 is shorter with an exponent
     more = max(power + digits, 0)
     return f"({mean.value / 10**power:{sign}.{more}f} ± {error / 10**power:.{more}f})e{power}"
+
+
+def format_score(result: Mapping[str, Any]) -> str:
+    """Return the metric and the score of a result as text: a correlation times 100, others in per cent.
+
+    Example:
+        >>> format_score({"metric": "accuracy", "score": 0.832}), format_score({"metric": "pearson", "score": 0.1439})
+        ('accuracy 83.20', 'pearson ×100 14.39')
+    """
+    unit = "" if result["metric"] in ("accuracy", "f1") else " ×100"
+    return f"{result['metric']}{unit} {100 * result['score']:.2f}"
 
 
 def _digits(x: float, significant: int) -> int:

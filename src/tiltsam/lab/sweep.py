@@ -23,13 +23,23 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 import tiltsam
 from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.data import LoadingCallback, data_loader, find_task, fingerprint, load
+from tiltsam.lab.devices import DistributedContext
 from tiltsam.lab.errors import ConfigError, Diverged, RecordError
 from tiltsam.lab.files import finite_json, write_json
 from tiltsam.lab.flags import format_values, parse_method
 from tiltsam.lab.grids import ChoiceName, Entry, Grid, PrunerName, Range, SamplerName, make_entries
 from tiltsam.lab.processes import run_processes
 from tiltsam.lab.records import Record, task_folder
-from tiltsam.lab.stats import Mean, confidence_interval, format_interval, format_mean, mean_of, paired_difference
+from tiltsam.lab.schedules import budget_used
+from tiltsam.lab.stats import (
+    Mean,
+    confidence_interval,
+    format_interval,
+    format_mean,
+    format_score,
+    mean_of,
+    paired_difference,
+)
 from tiltsam.lab.studies import ENDED, SeededSampler, SharedStudy, hide_password, open_storage, sqlite_url
 from tiltsam.lab.tracking import TrackerName, find_tracker
 from tiltsam.lab.train import Progress, train
@@ -224,16 +234,20 @@ class SweepWorker:
         last_step = 0
 
         def report(progress: Progress) -> None:
-            nonlocal last_row, last_step
+            nonlocal last_row
             self._check()
             if not progress.row or progress.row is last_row:  # within an epoch
                 return
             last_row = progress.row
-            step = int(min(progress.done, 1.0) * REPORTS) * 100 // REPORTS  # in per cent of the budget
-            if pruned and step > last_step:
-                trial.report(self.plan.value(progress.row, self._data(config).metrics[0]), step)  # the data are cached
-                last_step = step
+            report_value(progress.row, int(min(progress.done, 1.0) * REPORTS) * 100 // REPORTS)
             self.report_status()
+
+        def report_value(row: Mapping[str, Any], step: int) -> None:
+            """Report what trials are compared by at a step, in per cent of the budget."""
+            nonlocal last_step
+            if pruned and step > last_step:
+                trial.report(self.plan.value(row, self._data(config).metrics[0]), step)  # the data are cached
+                last_step = step
 
         stops = RUNGS if pruned and self.plan.pruner == "halving" else (1.0,)
         try:
@@ -241,6 +255,8 @@ class SweepWorker:
                 numbers = self._train_locked(config, record, report, until)
                 if "score" in numbers:
                     break
+                if last_step < 100 * until and (row := _row_at(config, record, until)):  # it resumed from a later step
+                    report_value(row, round(100 * until))
                 if trial.should_prune():
                     trial.set_user_attr("reason", f"pruned after {100 * until:.0f}% of its budget")
                     raise optuna.TrialPruned
@@ -334,6 +350,15 @@ def run_worker(plan: SweepPlan, device: str, check: Callable[[], None]) -> None:
         SweepWorker(plan, storage, device, check=check).run()
 
 
+def _row_at(config: TrainConfig, record: Record, fraction: float) -> dict[str, Any]:
+    """Return the metrics of the first evaluation after a fraction of the budget; empty if there is none."""
+    for row in record.metrics():
+        used = {name: row[name] for name in ("epoch", "passes", "seconds")}
+        if budget_used(config, DistributedContext(), **used) >= fraction - 1e-6:  # the numbers are rounded
+            return row
+    return {}
+
+
 def _best(trials: Sequence[FrozenTrial]) -> FrozenTrial | None:
     """Return the trial with the lowest value; ties, which scores often have, are broken by the validation loss."""
     complete = [trial for trial in trials if trial.state is TrialState.COMPLETE]
@@ -349,10 +374,15 @@ def _loss(trial: FrozenTrial) -> float:
 
 def _outcome(trial: FrozenTrial, value_name: str) -> str:
     if trial.state is TrialState.PRUNED:
-        return str(trial.user_attrs.get("reason", "pruned"))
+        return _reason(trial)
     if "result" in trial.user_attrs:
-        return f"{trial.user_attrs['result']['metric']} {100 * trial.user_attrs['result']['score']:.2f}"
+        return format_score(trial.user_attrs["result"])
     return f"{value_name} {trial.value:.4f}"
+
+
+def _reason(trial: FrozenTrial) -> str:
+    """Return why a trial was stopped early: pruning, or a loss that was not finite."""
+    return str(trial.user_attrs.get("reason", "pruned"))
 
 
 # ---------------------------------------------------------------- results
@@ -423,8 +453,10 @@ def format_results(result: SweepResult) -> list[list[str]]:
     first = result.entries[0].name
     table = [["method", "trials", "chosen", result.value_name, "test ×100", f"minus {first}", "95% interval", "seeds"]]
     for row in result.entries:
-        pruned = sum(trial.state is TrialState.PRUNED for trial in row.trials)
-        trials = f"{len(row.trials)}" + (f", {pruned} pruned" if pruned else "")
+        reasons = [_reason(trial) for trial in row.trials if trial.state is TrialState.PRUNED]
+        pruned = sum(reason.startswith("pruned") for reason in reasons)
+        counts = {"pruned": pruned, "diverged": len(reasons) - pruned}
+        trials = ", ".join([f"{len(row.trials)}", *(f"{count} {what}" for what, count in counts.items() if count)])
         best = row.best
         chosen = ["–", "–"] if best is None else [format_values(best.params) or "–", f"{best.value:.4f}"]
         score = format_mean(_times_100(mean_of(list(row.scores.values()))), 2)
@@ -465,7 +497,7 @@ def _entry_json(plan: SweepPlan, row: EntryResult, result: SweepResult) -> dict[
     def state(trial: FrozenTrial) -> dict[str, Any]:
         if trial.state is TrialState.COMPLETE:
             return {"state": "done"}
-        return {"state": "pruned", "reason": trial.user_attrs.get("reason", "")}
+        return {"state": "pruned", "reason": _reason(trial)}
 
     key = plan.value_name.replace(" ", "_")
     test, difference = mean_of(list(row.scores.values())), result.difference(row)
@@ -613,8 +645,6 @@ def sweep(
     timed = final.get("seconds") or any(entry.config.seconds for entry in entries)
     if timed and workers > len(set(devices)):
         notes.append(f"{workers} workers share {base.device}, and the budget is in seconds: use one worker per device")
-    if choose_by == "loss":
-        notes += _punished_by_loss(entries)
     for note in notes:
         notify(note)
     out.mkdir(parents=True, exist_ok=True)
@@ -636,20 +666,6 @@ def sweep(
         return _write_result(plan, worker, notes)
 
 
-def _punished_by_loss(entries: Sequence[Entry]) -> list[str]:
-    """Return a note on the entries that down-weight suspicious labels, which raises a noisy validation loss."""
-
-    def values(entry: Entry, name: str) -> Sequence[Any]:
-        tried = entry.space.get(name, (getattr(entry.config, name),))
-        return (tried.low, tried.high) if isinstance(tried, Range) else tried
-
-    names = [e.name for e in entries if min(values(e, "example_tilt")) < 0 or "gce" in values(e, "loss")]
-    if not names:
-        return []
-    what = "negative example tilts and loss=gce are made for noisy labels, where the validation loss punishes them"
-    return [f"{', '.join(names)}: {what}; --choose-by score does not"]
-
-
 def _final_budget(
     epochs: float | None, passes: float | None, seconds: float | None, entries: Sequence[Entry]
 ) -> dict[str, float | None]:
@@ -659,8 +675,8 @@ def _final_budget(
         if not value > 0:
             raise ConfigError(f"final_{name} must be > 0, got {value:g}")
         for entry in entries:
-            if name in entry.space or name in parse_method(entry.name):
-                raise ConfigError(f"{entry.name}: {name} is set or tuned, and final_{name} would change it")
+            if own := budget.keys() & parse_method(entry.name):
+                raise ConfigError(f"{entry.name}: sets {min(own)}, and final_{name} would change it")
     return {**budget, "epochs": epochs or math.inf} if given else {}
 
 

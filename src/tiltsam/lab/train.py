@@ -112,7 +112,7 @@ def train(
         if finished is not None:
             record.check_data(fingerprint(config.task))
             if distributed.is_main:
-                record.tidy()  # the process that finished it may have been killed before it did so
+                record.remove_leftovers()  # the process that finished it may have been killed before it did so
                 setup(record.setup())
             if tracker is not None:
                 tracker.complete()
@@ -140,7 +140,7 @@ def train(
                 numbers = run.run(report_progress, checkpoint_seconds, until, stop)
             except Diverged as error:
                 if distributed.is_main:
-                    record.diverge(str(error))
+                    record.mark_diverged(str(error))
                 raise
             except KeyboardInterrupt:
                 raise Interrupted(f"interrupted; {run.saved_message}", stop.number or signal.SIGINT) from None
@@ -411,9 +411,8 @@ class Trainer:
 
     def _check_finite(self, loss: float, where: str) -> None:
         if not math.isfinite(loss):
-            run = f"{self.config.method}, seed {self.config.seed}"
             remedy = "lr or rho" if has_setting(self.config.method, "rho") else "lr"
-            raise Diverged(f"the loss is not finite {where} of {run}: lower {remedy}")
+            raise Diverged(f"the loss is not finite {where}: lower {remedy}")
 
     def _check_example_ess(self, means: dict[str, float]) -> None:
         """Warn, once, if the tilt over examples leaves little of the batches of an epoch."""

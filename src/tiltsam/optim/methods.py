@@ -274,7 +274,7 @@ class ASAM(SharpnessAware):
 
     Args:
         base: The optimizer that does the update, an instance.
-        rho: Length in the adaptive metric, typically 0.5 to 2.
+        rho: Length in the adaptive metric, about ten times SAM's.
         eta: η >= 0 in T = |w| + η; it keeps small weights movable.
         model: See :class:`SharpnessAware`, like all following arguments.
         seed: Not used: there is no noise.

@@ -126,8 +126,11 @@ class ExampleTilt:
             groups: (n,) the group of each example, integers; needs ``num_groups``.
 
         Raises:
+            TypeError: If ``losses`` is not a tensor.
             ValueError: If ``losses`` is empty or not 1-D, or groups are missing, unexpected or of another shape.
         """
+        if not isinstance(losses, Tensor):
+            raise TypeError(f"losses must be a tensor, got {type(losses).__name__}")
         if losses.dim() != 1 or losses.numel() == 0:
             raise ValueError(
                 f"losses must be 1-D and not empty, got shape {tuple(losses.shape)}: pass one loss per example, "

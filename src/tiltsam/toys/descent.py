@@ -72,20 +72,20 @@ def flow(grad: Function, start: float, lo: float, hi: float, num_points: int = 4
     return Path(torch.cat([grid[:first], end]), float(end), True)
 
 
-def stationary_points(grad: Function, lo: float, hi: float, num_points: int = 401) -> Tensor:
+def stationary_points(grad: Function, lo: float, hi: float) -> Tensor:
     """Return the zeros of ``grad`` in ``[lo, hi]`` at which it changes sign, ascending."""
-    grid = torch.linspace(lo, hi, num_points, dtype=torch.float64)
+    grid = torch.linspace(lo, hi, 401, dtype=torch.float64)
     signs = grad(grid).sign()
     change = (signs[:-1] * signs[1:] <= 0) & (signs[:-1] != 0)
     return _zeros(grad, grid[:-1][change], grid[1:][change])
 
 
-def _zeros(fn: Function, left: Tensor, right: Tensor, num_rounds: int = 10) -> Tensor:
+def _zeros(fn: Function, left: Tensor, right: Tensor) -> Tensor:
     """Return the zeros of ``fn`` in all brackets; after ten rounds a bracket of 32**-10 is below rounding."""
     if left.numel() == 0:
         return left
     sign = fn(left).sign()[:, None]
-    for _ in range(num_rounds):
+    for _ in range(10):
         fan = _fan(left, right)
         # The first point after the sign change. The right end always counts as after it.
         after = (fn(fan).sign() != sign).index_fill(1, torch.tensor([_FAN - 1]), True).int().argmax(1, True)

@@ -37,7 +37,7 @@ def test_read_runs_drops_rows_of_a_restarted_epoch(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["config.json", "result.json", "setup.json", "environment.json", "flatness.json"])
-@pytest.mark.parametrize("content", [b"{", b"[]", b"\xff", b"[" * 100_000], ids=["half", "list", "bytes", "deep"])
+@pytest.mark.parametrize("content", [b"{", b"[]", b"\xff"], ids=["half", "list", "bytes"])
 def test_damaged_file_is_a_problem(tmp_path, name, content):
     write_run(tmp_path, method="erm")
     folder = write_run(tmp_path, method="sam")

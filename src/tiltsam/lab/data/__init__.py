@@ -80,7 +80,7 @@ def load(
 
     Args:
         config: The run: ``task``, ``seed``, ``validation``, ``noise``, ``model``, ``max_length`` and ``image_size``
-            decide about its data.
+            determine its data.
         root: Folder of the public data sets; see :func:`data_root`.
         download: Whether to download missing files.
         progress: Called with the progress of downloads and of decoding images.

@@ -1,8 +1,7 @@
 """Download public data sets and verify them.
 
 A download is streamed to a temporary file, checked against the published checksum, and then renamed: a file is complete
-or does not exist. An archive is first unpacked into a temporary folder. If a member is a link or a device, or its path
-leaves the folder, nothing of the archive is kept.
+or does not exist. An archive is first unpacked into a temporary folder; if it is damaged, nothing of it is kept.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import http.client
 import lzma
 import os
 import shutil
-import stat
 import tarfile
 import tempfile
 import urllib.error
@@ -23,8 +21,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
-from typing import IO
+from pathlib import Path
 
 from tiltsam.lab.data.dataset import LoadingCallback, Request
 from tiltsam.lab.errors import DataError
@@ -181,33 +178,24 @@ def extract(archive: Path, folder: Path, progress: LoadingCallback | None = None
     """Unpack a zip or tar archive into a folder; existing files of the same name are replaced.
 
     Raises:
-        DataError: If the archive is damaged, or a member is a link, a device, or outside the folder. Then nothing of it
-            is kept.
+        DataError: If the archive is damaged. Then nothing of it is kept.
     """
-    with _writing(folder):
-        staging = Path(tempfile.mkdtemp(prefix=f".{archive.name}.", dir=folder))
+    with _writing(folder), tempfile.TemporaryDirectory(prefix=f".{archive.name}.", dir=folder) as staging:
+        if progress is not None:
+            progress(f"unpacking {archive.name}", 0, None)
         try:
-            members = _zip_members if zipfile.is_zipfile(archive) else _tar_members
-            for done, (name, source) in enumerate(members(archive), 1):
-                path = staging / _relative_path(archive, name)
-                if source is None:
-                    path.mkdir(parents=True, exist_ok=True)
-                else:
-                    path.parent.mkdir(parents=True, exist_ok=True)
-                    with source, path.open("wb") as out:
-                        shutil.copyfileobj(source, out, _CHUNK)
-                if progress is not None and done % 256 == 0:
-                    progress(f"unpacking {archive.name}", done, None)
-            for path in sorted(p for p in staging.rglob("*") if p.is_file()):
-                final = folder / path.relative_to(staging)
-                final.parent.mkdir(parents=True, exist_ok=True)
-                os.replace(path, final)
+            if archive.suffix == ".zip":  # for which there are no filters
+                shutil.unpack_archive(archive, staging)
+            else:
+                shutil.unpack_archive(archive, staging, filter="data")
         except _DAMAGED as error:
             if isinstance(error, OSError) and error.errno is not None:
                 raise
             raise DataError(f"{archive} is damaged and was not unpacked ({error}): remove it and try again") from error
-        finally:
-            shutil.rmtree(staging, ignore_errors=True)
+        for path in sorted(p for p in Path(staging).rglob("*") if p.is_file()):
+            final = folder / path.relative_to(staging)
+            final.parent.mkdir(parents=True, exist_ok=True)
+            os.replace(path, final)
 
 
 def _stream(
@@ -236,33 +224,6 @@ def _read_chunk(response: http.client.HTTPResponse) -> bytes:
         return response.read(_CHUNK)
     except OSError as error:  # from the network, not from the disk
         raise ConnectionError(f"the connection broke: {error}") from error
-
-
-def _tar_members(archive: Path) -> Iterator[tuple[str, IO[bytes] | None]]:
-    """Yield the name and content of each member; the content of a folder is None."""
-    with tarfile.open(archive, "r:*") as tar:
-        for member in tar:
-            if not (member.isdir() or member.isreg()):
-                raise DataError(f"{archive} contains {member.name!r}, a link or device; nothing was unpacked")
-            yield member.name, tar.extractfile(member)
-
-
-def _zip_members(archive: Path) -> Iterator[tuple[str, IO[bytes] | None]]:
-    """Yield the name and content of each member; the content of a folder is None."""
-    with zipfile.ZipFile(archive) as zipped:
-        for member in zipped.infolist():
-            if stat.S_IFMT(member.external_attr >> 16) not in (0, stat.S_IFREG, stat.S_IFDIR):
-                raise DataError(f"{archive} contains {member.filename!r}, a link or device; nothing was unpacked")
-            yield member.filename, None if member.is_dir() else zipped.open(member)
-
-
-def _relative_path(archive: Path, name: str) -> PurePosixPath:
-    """Return the path of a member; raise a DataError if it leaves the folder."""
-    path = PurePosixPath(name)
-    has_drive = len(name) > 1 and name[1] == ":"
-    if path.is_absolute() or ".." in path.parts or "\\" in name or "\0" in name or has_drive:
-        raise DataError(f"{archive} contains {name!r}, which is outside the folder; nothing was unpacked")
-    return path
 
 
 @contextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import hashlib
-import math
 import os
 import warnings
 import zipfile
@@ -12,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
-from typing import IO
 
 import numpy as np
 import torch
@@ -27,9 +25,11 @@ from tiltsam.lab.files import file_digest
 
 __all__ = ["fingerprint", "load_arrays", "load_images", "load_text", "read_npz", "read_table"]
 
+INPUTS = "numbers (n, features), or uint8 images (n, channels, height, width) or (n, height, width[, channels])"
 MAX_CLASSES = 1 << 16  # more classes than this, and than examples: the labels are something else
 MAX_FLOAT_CLASSES = 100  # floats with at most this many values, all of them whole, are probably classes
 NUMBERED = "number classes by np.unique(y, return_inverse=True)[1], those of train and test together"
+LARGE_TARGETS = 4.0  # root mean square; at 5 an MLP diverges with the default learning rate
 MAX_LISTED = 8  # names of classes in a warning
 TEST_FRACTION = 0.2  # of the examples, if the user has no test set
 VALIDATION_NAMES = {"val", "valid", "validation", "dev"}
@@ -173,7 +173,9 @@ def load_text(request: Request) -> Data:
     names: list[str] = []
     if is_regression:
         targets = [torch.tensor(table.values(), dtype=torch.float32) for table in tables]
-        _check_values_differ(f"{tables[0].path}: score", targets[0])
+        what = f"{tables[0].path}: score"
+        _check_values_differ(what, targets[0])
+        _warn_if_large(what, targets[0])
     else:
         names = _class_names(tables[0])
         targets = [torch.tensor(table.classes(names)) for table in tables]
@@ -271,6 +273,7 @@ def load_arrays(request: Request) -> Data:
     num_classes = 1
     if is_regression:
         _warn_if_classes(what, splits[0].targets)
+        _warn_if_large(what, splits[0].targets)
     else:
         targets = torch.cat([split.targets for split in splits])
         num_classes = 1 + int(targets.max())
@@ -298,34 +301,20 @@ def read_npz(path: Path) -> Mapping[str, np.ndarray]:
         raise DataError(f"{path.absolute()} is missing: {hint}")
     if not zipfile.is_zipfile(path):
         raise DataError(f"{path} is damaged or not an .npz file: {hint}")
-    max_bytes = 1100 * path.stat().st_size  # deflate compresses by a factor of 1032 at most
-    arrays = {}
+    arrays, name = {}, ""
     try:
-        with reading(path), zipfile.ZipFile(path) as archive:
-            for name in archive.namelist():
-                if name.endswith(".npy"):
-                    with archive.open(name) as member:
-                        _check_array_size(member, max_bytes)
-                    with archive.open(name) as member:
-                        arrays[name.removesuffix(".npy")] = np.lib.format.read_array(member, allow_pickle=False)
+        with reading(path), np.load(path, allow_pickle=False) as archive:
+            for name in archive.files:
+                if isinstance(x := archive[name], np.ndarray):  # not the bytes of another file
+                    arrays[name] = x
     except DataError:
         raise
     except Exception as error:  # zipfile, numpy and its header parser raise many types for damaged files
+        if "allow_pickle" in str(error):
+            hint = NUMBERED if name.startswith("y") else f"save {INPUTS}"
+            raise DataError(f"{path}: {name} has Python objects, which are not read: {hint}") from None
         raise DataError(f"{path} cannot be read: {error or type(error).__name__}") from error
     return arrays
-
-
-def _check_array_size(member: IO[bytes], max_bytes: int) -> None:
-    """Raise ``ValueError`` if the header asks for more than ``max_bytes``, before they are allocated."""
-    version = np.lib.format.read_magic(member)
-    read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}.get(version)
-    if read is None:
-        raise ValueError(f"version {version} of the .npy format is not supported")
-    shape, _, dtype = read(member)
-    if dtype.hasobject:
-        raise ValueError(f"an array has Python objects, which are not read; {NUMBERED}")
-    if math.prod(shape) * dtype.itemsize > max_bytes:
-        raise ValueError(f"an array of shape {shape} does not fit into the file")
 
 
 def _array_split(path: Path, arrays: Mapping[str, np.ndarray], x_name: str, y_name: str) -> Split:
@@ -358,10 +347,8 @@ def _array_split(path: Path, arrays: Mapping[str, np.ndarray], x_name: str, y_na
     if x.ndim == 2:
         return Split({"x": torch.from_numpy(x.astype(np.float32))}, targets)
     if x.dtype != np.uint8 or x.ndim > 4:
-        raise DataError(
-            f"{path}: {x_name} must be numbers (n, features), or uint8 images (n, channels, height, width) or "
-            f"(n, height, width[, channels]), got {x.dtype} of shape {x.shape}"
-        )
+        hint = ': save (255 * x).astype("uint8") of values in [0, 1]' if x.dtype.kind == "f" else ""
+        raise DataError(f"{path}: {x_name} must be {INPUTS}, got {x.dtype} of shape {x.shape}{hint}")
     if x.ndim == 3:
         x = x[:, None]
     elif x.shape[1] not in (1, 3) and x.shape[3] in (1, 3):
@@ -381,6 +368,16 @@ def _warn_if_classes(what: str, targets: Tensor) -> None:
         warnings.warn(
             f"{what} has {count} distinct whole numbers as floats: trained as a regression; for classes save "
             "y.astype(int)",
+            stacklevel=3,
+        )
+
+
+def _warn_if_large(what: str, targets: Tensor) -> None:
+    """Warn if the targets of a regression are so large that training is likely to diverge."""
+    values = targets.double()
+    if values.square().mean().sqrt() > LARGE_TARGETS:
+        warnings.warn(
+            f"{what} has mean {values.mean():.4g} and standard deviation {values.std():.4g}: scale it to about 0 and 1",
             stacklevel=3,
         )
 

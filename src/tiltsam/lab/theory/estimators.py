@@ -166,21 +166,17 @@ def render(qualities: Sequence[Quality]) -> str:
     return "\n".join(lines)
 
 
-def draw_perturbations(
-    sampler: Sampler, *, delta: float, num_draws: int, problem: Problem = HMC_TEST, theta: float = 0.0, seed: int = 0
-) -> Tensor:
-    """Draw perturbations on the unit ball with tilt ``delta``, of shape (num_draws,)."""
-    space = _chains(problem, theta, num_draws, rho=0.0, radius=1.0, delta=delta, seed=seed)
+def draw_perturbations(sampler: Sampler, *, delta: float, num_draws: int, seed: int = 0) -> Tensor:
+    """Draw perturbations of 0 on the unit ball with tilt ``delta``, for ``HMC_TEST``, of shape (num_draws,)."""
+    space = _chains(HMC_TEST, 0.0, num_draws, rho=0.0, radius=1.0, delta=delta, seed=seed)
     _, eps = sample_chains(sampler, space)
     return eps[0, :, 0]
 
 
-def exact_density(
-    problem: Problem, delta: float, theta: float = 0.0, num_points: int = 4001
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return a grid on [-1, 1] with the density proportional to ``exp(delta L(theta + eps))`` and its CDF."""
-    eps = torch.linspace(-1, 1, num_points, dtype=torch.float64)
-    height = (delta * problem.loss(theta + eps)).exp()
+def exact_density(problem: Problem, delta: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return a grid on [-1, 1] with the density proportional to ``exp(delta L(eps))`` and its CDF."""
+    eps = torch.linspace(-1, 1, 4001, dtype=torch.float64)
+    height = (delta * problem.loss(eps)).exp()
     below = torch.cat([height.new_zeros(1), torch.cumulative_trapezoid(height, eps)])
     return eps, height / below[-1], below / below[-1]
 

@@ -53,14 +53,14 @@ def table() -> list[Finding]:
     return [*_toy1(), *_toy2(), *_objective(), *_theorems()]
 
 
-def render(findings: Sequence[Finding], width: int = 110) -> str:
+def render(findings: Sequence[Finding]) -> str:
     """Return the findings as text: topic, whether paper and numbers agree, what the paper states, what was found."""
     lines = []
     for finding in findings:
         lines.append(f"[{'agrees' if finding.agrees else 'DIFFERS'}] {finding.topic}")
         for label, text in (("paper", finding.paper), ("found", finding.found)):
             indent = f"    {label}:  "
-            lines += textwrap.wrap(text, width, initial_indent=indent, subsequent_indent=" " * len(indent))
+            lines += textwrap.wrap(text, 110, initial_indent=indent, subsequent_indent=" " * len(indent))
     return "\n".join(lines)
 
 

@@ -54,24 +54,25 @@ class Limits(NamedTuple):
     maximum: float
 
 
-def slope_in_t(problem: Problem, theta: float, t: float, noise: Noise, step: float = 1e-4) -> Pair:
+def slope_in_t(problem: Problem, theta: float, t: float, noise: Noise) -> Pair:
     """Return ``dL^t/dt`` by central differences, and ``KL(w mu || mu)/t^2``, which it equals.
 
     So ``L^t`` never decreases in ``t``. The appendix titles this "monotonically non-increasing" and proves
     non-decreasing.
     """
+    step = 1e-4
     after, before = (float(tsam(problem, theta, t + sign * step, noise).value) for sign in (1, -1))
     here = tsam(problem, theta, t, noise)
     # KL = E_w[log w] = E_w[t (L - L^t)]
     return Pair((after - before) / (2 * step), float(here.mean - here.value) / t)
 
 
-def limits(problem: Problem, theta: float, ball: Ball, small: float = 1e-8, large: float = 1e6) -> Limits:
+def limits(problem: Problem, theta: float, ball: Ball) -> Limits:
     """Return both limits: ``t -> 0`` is the mean over the ball, ``t -> inf`` the maximum, SAM's objective."""
     return Limits(
         mean=float(tsam(problem, theta, 0.0, ball).value),
-        small=float(tsam(problem, theta, small, ball).value),
-        large=float(tsam(problem, theta, large, ball).value),
+        small=float(tsam(problem, theta, 1e-8, ball).value),
+        large=float(tsam(problem, theta, 1e6, ball).value),
         maximum=float(sam(problem, theta, ball.rho).value),
     )
 
@@ -242,14 +243,14 @@ def generalisation_bound(
     return Bound(hoeffding, variance, smoothing, total, float(tsam(problem, theta, t, noise).value) + total)
 
 
-def best_tilt(problem: Problem, theta: float, noise: Noise, maximum: float, hi: float = 10.0) -> Minimum:
-    """Return the ``t`` in (0, hi] at which :func:`variance_term` is largest, and that largest value."""
+def best_tilt(problem: Problem, theta: float, noise: Noise, maximum: float) -> Minimum:
+    """Return the ``t`` in (0, 10] at which :func:`variance_term` is largest, and that largest value."""
 
     def negative(ts: Tensor) -> Tensor:
         terms = [-variance_term(problem, theta, t, noise, maximum) for t in ts.reshape(-1).tolist()]
         return torch.tensor(terms, dtype=torch.float64).reshape(ts.shape)
 
-    minimum = minimise(negative, 1e-3, hi, num_points=21, num_rounds=3)  # t to 1e-4 of hi, the value to its square
+    minimum = minimise(negative, 1e-3, 10.0, num_points=21, num_rounds=3)  # t to 1e-3
     return Minimum(minimum.theta, -minimum.value)
 
 

@@ -13,7 +13,6 @@ import torch
 
 import tiltsam
 from tiltsam.cli import main
-from tiltsam.lab.config import COMPARED
 from tiltsam.lab.devices import code_digest
 
 

@@ -7,7 +7,6 @@ import difflib
 import inspect
 import math
 import os
-import shlex
 import signal
 import sys
 import tempfile
@@ -15,7 +14,6 @@ import tomllib
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -391,6 +389,7 @@ def _compare(args: argparse.Namespace) -> None:
     from tiltsam.lab.flags import shared_settings
     from tiltsam.lab.records import Record
     from tiltsam.lab.report import write_report
+    from tiltsam.lab.report.runs import save_entries
 
     config, settings = shared_settings(args)
     find_task(config.task)  # before a folder is created for it
@@ -413,11 +412,12 @@ def _compare(args: argparse.Namespace) -> None:
     print_table(f"{config.task}: {_seeds(args.seeds)}, mean ± standard error", format_rows(rows))
     if config.reestimate_batchnorm:
         print("BatchNorm statistics, if any, were re-estimated before each evaluation.")
-    entries = {Record.of(args.out, run).folder: name for name, runs in cells.items() for run in runs}
-    task_folder = next(iter(entries)).parents[1]
-    report = write_report(list(entries), task_folder / "report", compare_settings=True, entries=entries)
+    folders = [Record.of(args.out, run).folder for runs in cells.values() for run in runs]
+    task_folder = folders[0].parents[1]
+    save_entries(task_folder, {runs[0].key(): name for name, runs in cells.items()})
+    report = write_report(folders, task_folder / "report", compare_settings=True)
     print(f"{report.summary}\nruns: {task_folder}")
-    print_suspects(map(Record, entries))
+    print_suspects(map(Record, folders))
     print(report.message())
     if not any(row.runs for row in rows):
         raise UserError("all runs failed")
@@ -427,7 +427,8 @@ def _add_sharpness(commands: argparse._SubParsersAction[argparse.ArgumentParser]
     sharpness = commands.add_parser(
         "sharpness",
         help="measure the flatness of trained models",
-        description="Measure the flatness of trained runs: neighbourhood, worst case, Hessian.",
+        description="Measure the flatness of trained runs: neighbourhood, worst case, Hessian. Print the main numbers "
+        "and write a report.",
         epilog="example: tiltsam sharpness runs/digits",
     )
     sharpness.add_argument(
@@ -444,25 +445,18 @@ def _add_sharpness(commands: argparse._SubParsersAction[argparse.ArgumentParser]
     sharpness.add_argument(
         "--data-root", type=Path, metavar="DIR", help="folder of the data sets (default: $TILTSAM_DATA, or data)"
     )
-    sharpness.add_argument("--out", type=Path, help="folder of the figures (default: flatness, in the first RUN)")
+    sharpness.add_argument("--out", type=Path, help="folder of the report (default: report, in the first RUN)")
     sharpness.add_argument("--trials", action="store_true", help=TRIALS_HELP)
-    sharpness.add_argument("--no-figures", action="store_true", help="print the table only")
+    sharpness.add_argument("--no-figures", action="store_true", help="do not write figure files")
     sharpness.set_defaults(run=_sharpness)
 
 
 def _sharpness(args: argparse.Namespace) -> None:
     from tiltsam.lab.console import MeasurementBars, print_table
     from tiltsam.lab.data import data_loader
-    from tiltsam.lab.flatness import (
-        FlatnessPlan,
-        find_runs,
-        flatness_cells,
-        measure_runs,
-        save_flatness,
-        setting_name,
-    )
-    from tiltsam.lab.flatness_plots import write_figures
-    from tiltsam.lab.report.tables import FLATTER
+    from tiltsam.lab.flatness import FlatnessPlan, find_runs, measure_runs, save_flatness
+    from tiltsam.lab.report import write_report
+    from tiltsam.lab.report.tables import FLATTER, MEANS, printed_cells
 
     if args.examples < 1 or args.samples < 2:
         raise UserError(
@@ -471,8 +465,6 @@ def _sharpness(args: argparse.Namespace) -> None:
     if not (math.isfinite(args.t) and args.t >= 0):
         raise UserError(f"--t must be a finite number of at least 0, got {args.t:g}")
 
-    out = args.runs[0] / "flatness" if args.out is None else args.out
-
     def skipped(message: str) -> None:
         print(f"skipped: {message}", flush=True)
 
@@ -480,9 +472,6 @@ def _sharpness(args: argparse.Namespace) -> None:
         print(f"already measured: {name}", flush=True)
 
     runs = find_runs(args.runs, skipped=skipped, trials=args.trials)
-    figures = not args.no_figures and _can_write_figures(out)
-    plan = FlatnessPlan(num_samples=args.samples, t=args.t)
-    measured = {}
     with MeasurementBars() as bars:
         for flat, about in measure_runs(
             runs,
@@ -491,29 +480,20 @@ def _sharpness(args: argparse.Namespace) -> None:
             examples=args.examples,
             device=args.device,
             data=data_loader(args.data_root),
-            plan=plan,
+            plan=FlatnessPlan(num_samples=args.samples, t=args.t),
             progress=bars,
             skipped=skipped,
             reused=reused,
         ):
             save_flatness(runs[flat.name], flat, about)  # now: the next run may take long
-            measured[flat.name] = flat
-    if not measured:
+    out = args.runs[0] / "report" if args.out is None else args.out
+    report = write_report(args.runs, out, figures=not args.no_figures, trials=args.trials)
+    tables = {section.task.name: section.flatness for section in report.sections if section.flatness is not None}
+    for task, table in tables.items():
+        print_table(f"{task}: flatness, {MEANS}", printed_cells(table))
+    if not tables:
         raise UserError("none of the runs can be measured")
-    flats = [measured[name] for name in runs if name in measured]
-    settings = [replace(flat, name=setting_name(flat.name)) for flat in flats]
-    several = len({flat.name for flat in settings}) < len(settings)
-    errors = "mean ± standard error over seeds" if several else "± standard error of the measurement"
-    print_table(f"flatness, {errors}", flatness_cells(settings))
-    print(
-        f"worst case: largest rise of the loss within a radius of {plan.rho:g}; adaptive: within {plan.adaptive_rho:g} "
-        f"relative to each weight; t-mean, t-variance: weighted by exp(t·loss), t = {plan.t:g}, under noise"
-    )
-    print(FLATTER)
-    for path in write_figures(flats, out) if figures else ():
-        print(f"wrote {path}")
-    again = shlex.join(["tiltsam", "report", *map(str, args.runs), *(["--trials"] if args.trials else [])])
-    print(f"saved as flatness.json in each run's folder; to add it to the page: {again}")
+    print(f"{FLATTER}\n{report.message()}")
 
 
 def _add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -284,7 +284,7 @@ def print_table(title: str, cells: Sequence[Sequence[str]]) -> None:
         cells: Rows of cells, the headings first.
     """
     if not sys.stdout.isatty():
-        print(f"\n{title}\n\n{format_markdown(cells)}", flush=True)
+        print(f"\n{title}\n\n{format_markdown(cells)}\n", flush=True)
         return
     from rich.console import Console
     from rich.table import Table

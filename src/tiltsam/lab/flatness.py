@@ -6,7 +6,7 @@
 
 All models see the same data, the same noise and the same probes, so their differences have smaller errors than their
 values. :func:`measure_runs` does this for runs of the lab; ``RUN/flatness.json`` keeps the result for
-``tiltsam report`` and for the next ``tiltsam sharpness``.
+the report.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from tiltsam.lab.evaluate import task_loss
 from tiltsam.lab.files import drafted, file_digest, finite_json, parse_json
 from tiltsam.lab.models import load_model
 from tiltsam.lab.records import Record
-from tiltsam.lab.report.runs import RunRecord, find_run_folders, sweeps_of, tested_runs
+from tiltsam.lab.report.runs import RunRecord, find_run_folders, typed_entries
 from tiltsam.lab.report.summary import summarize
 from tiltsam.lab.stats import Mean, format_mean, mean_of
 from tiltsam.landscape import Slice1D, random_direction, slice_1d
@@ -49,11 +49,10 @@ __all__ = [
     "cross_runs",
     "find_runs",
     "flatness_cells",
-    "load_flatness",
+    "is_measured",
     "measure",
     "measure_runs",
     "save_flatness",
-    "setting_name",
 ]
 
 PAPER_STDS = (0.005, 0.0075, 0.01, 0.015, 0.02, 0.035, 0.05, 0.075, 0.1)
@@ -203,9 +202,9 @@ def find_runs(
         RecordError: If a folder contains no run.
     """
     runs = []
-    found = find_run_folders(paths, trials=trials).runs
-    entries = {run.resolve(): test.entry for sweep in sweeps_of(found) for run, test in tested_runs(sweep).items()}
-    for folder in found:
+    found = find_run_folders(paths, trials=trials)
+    entries = typed_entries(found)
+    for folder in found.runs:
         try:
             config = Record(folder).config()
         except _RUN_ERRORS as error:
@@ -217,21 +216,9 @@ def find_runs(
     named = []
     for task in summarize(runs):
         for setting in task.settings:
-            # A method's only setting has what is not at its default in its name, as one would type it.
-            name = setting.name if task.num_settings[setting.method] > 1 else setting.full_name
-            named += [(f"{name} seed {run.seed}", run.folder) for run in setting.runs]
+            named += [(f"{task.label(setting)} seed {run.seed}", run.folder) for run in setting.runs]
     times = Counter(name for name, _ in named)  # one config and seed may have several records
     return {name if times[name] == 1 else f"{name} in {folder}": Record(folder) for name, folder in named}
-
-
-def setting_name(name: str) -> str:
-    """Return a name that :func:`find_runs` gave without the seed: it is the same for all runs of a setting.
-
-    Example:
-        >>> setting_name("sam:rho=0.2 seed 0")
-        'sam:rho=0.2'
-    """
-    return name.partition(" seed ")[0]
 
 
 def measure_runs(
@@ -262,7 +249,7 @@ def measure_runs(
         plan: What to measure.
         progress: ``progress("NAME: trace")`` returns the callback for that measurement.
         skipped: Called with a message for each run that cannot be measured; by default such a run raises.
-        reused: Called with the name of each run whose ``flatness.json`` is returned because it holds this very
+        reused: Called with the name of each run that is left out because its ``flatness.json`` has this very
             measurement of this very model; by default every run is measured.
 
     Yields:
@@ -280,9 +267,8 @@ def measure_runs(
             try:
                 model = load_model(runs[name], loaded).to(where)
                 mark = {"model": file_digest(weights)} if weights.exists() else {"finished": False}
-                if reused is not None and "model" in mark and (flat := load_flatness(runs[name], name, about | mark)):
+                if reused is not None and "model" in mark and is_measured(runs[name], about | mark):
                     reused(name)
-                    yield flat, about | mark
                     continue
                 if "model" not in mark:
                     warnings.warn(f"{name}: training has not finished: measuring its newest checkpoint", stacklevel=2)
@@ -411,60 +397,13 @@ def save_flatness(record: Record, flat: Flatness, about: dict[str, Any]) -> Path
     return path
 
 
-def load_flatness(record: Record, name: str, about: dict[str, Any]) -> Flatness | None:
-    """Return the saved measurements of a run under a name; None if there are none for ``about``.
-
-    They suffice for tables and figures: the eigenvectors are empty.
-    """
+def is_measured(record: Record, about: dict[str, Any]) -> bool:
+    """Return whether the ``flatness.json`` of a run has the measurements that ``about`` describes."""
     try:
         content = parse_json((record.folder / "flatness.json").read_text())
-        return _flatness(name, content) if content["about"] == about else None
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError, OverflowError, AttributeError):
-        return None  # missing or damaged: measured again
-
-
-def _flatness(name: str, content: dict[str, Any]) -> Flatness:
-    """Return the measurements in the content of a ``flatness.json``."""
-    unsaved, loss, around = torch.empty(0, dtype=torch.float64), _number(content["loss"]), content["neighborhood"]
-    flat = Flatness(
-        name,
-        loss,
-        Neighborhood.from_losses(_tensor(around["std"]), _tensor(around["losses"]), loss, around["t"]),
-        slices=tuple(Slice1D(_tensor(s["positions"]), _tensor(s["losses"]), s["label"]) for s in content["slices"]),
-    )
-    if saved := content.get("worst_case"):
-        flat = replace(flat, worst_case=WorstCase(*_estimate(saved), loss, rises=unsaved, sizes=unsaved))
-    if saved := content.get("adaptive"):
-        flat = replace(flat, adaptive=WorstCase(*_estimate(saved), loss, rises=unsaved, sizes=unsaved))
-    if saved := content.get("rounding"):
-        losses, distances = _tensor(saved["losses"]), _tensor(saved["distances"])
-        flat = replace(flat, rounding=Rounding(tuple(saved["bits"]), loss, losses, distances))
-    if saved := content.get("trace"):
-        flat = replace(flat, trace=Trace(*_estimate(saved), layers={}, samples=unsaved))
-    if saved := content.get("eigenvalues"):
-        values, residuals = _tensor(saved["values"]), _tensor(saved["residuals"])
-        pairs = Eigenpairs(values, residuals, converged=unsaved, vectors=unsaved, shapes={}, num_products=0)
-        flat = replace(flat, eigenpairs=pairs)
-    if saved := content.get("density"):
-        grid, values, error, nodes, weights = (
-            _tensor(saved[key]) for key in ("grid", "values", "error", "nodes", "weights")
-        )
-        flat = replace(flat, density=Density(grid, values, error, nodes, weights, _number(saved["width"])))
-    return flat
-
-
-def _estimate(saved: dict[str, Any]) -> tuple[float, float]:
-    return _number(saved["value"]), _number(saved["error"])
-
-
-def _number(x: float | None) -> float:
-    return math.nan if x is None else float(x)
-
-
-def _tensor(x: list[Any]) -> Tensor:
-    """Return the tensor that :func:`save_flatness` wrote; what was not finite is NaN."""
-    rows = [[_number(entry) for entry in row] for row in x] if x and isinstance(x[0], list) else [_number(e) for e in x]
-    return torch.tensor(rows, dtype=torch.float64, device="cpu")
+    except (OSError, ValueError):
+        return False  # missing or damaged: measured again
+    return isinstance(content, dict) and content.get("about") == about
 
 
 # ------------------------------------------------------------------------------------------------- table

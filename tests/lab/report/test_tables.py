@@ -8,7 +8,7 @@ import pytest
 from helpers.report_runs import column, flatness, rows, write_run, write_runs
 from tiltsam.lab.report import write_report
 from tiltsam.lab.report.plots import flatness_plots
-from tiltsam.lab.report.runs import read_runs
+from tiltsam.lab.report.runs import read_runs, save_entries
 from tiltsam.lab.report.summary import summarize
 from tiltsam.lab.report.tables import (
     comparable_flatness,
@@ -77,8 +77,9 @@ def test_results_table_has_paired_differences_to_plain_training(tmp_path):
 
 
 def test_results_table_compares_with_the_first_entry_without_plain_training(tmp_path):
-    entries = {write_run(tmp_path, method=method): method for method in ("tsam", "sam")}
-    (task,) = summarize(*read_runs([tmp_path], entries))
+    runs = {method: write_run(tmp_path, method=method) for method in ("tsam", "sam")}
+    save_entries(tmp_path / "digits", {run.parent.name: method for method, run in runs.items()})
+    (task,) = summarize(*read_runs([tmp_path]))
     assert [cell.text for cell in column(results_table(task), "minus tsam")] == ["+0.00", ""]
 
 

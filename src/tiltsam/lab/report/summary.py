@@ -170,6 +170,10 @@ class TaskSummary:
         rest = ", or its first setting if there is no validation score"
         return f"each method's best setting on validation{'' if all(map(self.has_validation, several)) else rest}"
 
+    def label(self, setting: SettingSummary) -> str:
+        """Return the name of a setting as one would type it: a method's only one has what is not at its default."""
+        return setting.name if self.num_settings[setting.method] > 1 else setting.full_name
+
     def tuning(self, setting: SettingSummary, *, compare_settings: bool = False) -> str:
         """Return how the setting was selected among those of its method; if all are compared, none was selected."""
         tried = self.num_settings[setting.method]

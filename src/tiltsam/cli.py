@@ -382,7 +382,7 @@ def _add_compare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def _compare(args: argparse.Namespace) -> None:
-    from tiltsam.lab.compare import compare, comparison_cells, format_rows
+    from tiltsam.lab.compare import compare, comparison_cells
     from tiltsam.lab.config import warn_if_tilt_has_no_effect
     from tiltsam.lab.console import RunDisplay, print_suspects, print_table
     from tiltsam.lab.data import data_loader, find_task
@@ -390,6 +390,7 @@ def _compare(args: argparse.Namespace) -> None:
     from tiltsam.lab.records import Record
     from tiltsam.lab.report import write_report
     from tiltsam.lab.report.runs import save_entries
+    from tiltsam.lab.report.tables import printed_cells
 
     config, settings = shared_settings(args)
     find_task(config.task)  # before a folder is created for it
@@ -398,7 +399,7 @@ def _compare(args: argparse.Namespace) -> None:
         warn_if_tilt_has_no_effect(runs[0], name)
     unfinished = [run for runs in cells.values() for run in runs if Record.of(args.out, run).result() is None]
     with RunDisplay({runs[0].key(): name for name, runs in cells.items()}, unfinished) as display:
-        rows = compare(
+        failures = compare(
             cells,
             args.out,
             data=data_loader(args.data_root, download=args.download, progress=display.loading),
@@ -409,17 +410,16 @@ def _compare(args: argparse.Namespace) -> None:
             failed=lambda run, error: display.print(f"{display.name(run)}: {error}"),
             notify=display.print,
         )
-    print_table(f"{config.task}: {_seeds(args.seeds)}, mean ± standard error", format_rows(rows))
-    if config.reestimate_batchnorm:
-        print("BatchNorm statistics, if any, were re-estimated before each evaluation.")
     folders = [Record.of(args.out, run).folder for runs in cells.values() for run in runs]
     task_folder = folders[0].parents[1]
     save_entries(task_folder, {runs[0].key(): name for name, runs in cells.items()})
     report = write_report(folders, task_folder / "report", compare_settings=True)
+    results = printed_cells(report.sections[0].results)
+    print_table(f"{config.task}: {_seeds(args.seeds)}, mean ± standard error", results)
     print(f"{report.summary}\nruns: {task_folder}")
     print_suspects(map(Record, folders))
     print(report.message())
-    if not any(row.runs for row in rows):
+    if failures.keys() >= {run for runs in cells.values() for run in runs}:
         raise UserError("all runs failed")
 
 

@@ -201,14 +201,14 @@ def reproduce(
     load = data_loader(root, download=download, progress=loading)
 
     def failed(config: TrainConfig, error: TrainError) -> None:
-        reproduction.failed[config] = str(error)
         notify(f"{config.task} {names[config.key()]} seed {config.seed}: {error}")
 
     for columns in _columns_by_data(recipe):
         cells = [cell for cell in recipe.cells if cell.column in columns]
         configs = {f"{cell.column} {cell.row}": plan.configs(cell) for cell in cells}
         try:
-            compare(configs, out, data=load, setup=setup, report=report, failed=failed, notify=notify)
+            failures = compare(configs, out, data=load, setup=setup, report=report, failed=failed, notify=notify)
+            reproduction.failed |= {config: str(error) for config, error in failures.items()}
         except DataError as error:
             reproduction.missing |= dict.fromkeys(columns, str(error))
             if len(reproduction.missing) == len(recipe.columns) == 1:

@@ -107,6 +107,22 @@ def test_chosen_breaks_ties_by_validation_loss(tmp_path):
     assert [setting.name for setting in task.chosen] == ["sam:rho=0.2"]
 
 
+def test_chosen_compares_settings_on_their_common_seeds(tmp_path):
+    """The choice of a sweep was tested with more seeds than its trials, which may be harder ones."""
+    for lr, scores in ((0.01, [0.7, 0.72]), (0.02, [0.8, 0.6, 0.6]), (0.03, [0.75, 0.75])):
+        for seed, score in enumerate(scores):
+            write_run(tmp_path, method="sam", lr=lr, seed=seed, lines=rows(2, score))
+    (task,) = summarize(*read_runs([tmp_path]))
+    assert [setting.values["lr"] for setting in task.chosen] == [0.03]  # over seeds 0 and 1
+    write_run(tmp_path, method="sam", lr=0.04, seed=0, lines=rows(2, 0.5))
+    write_run(tmp_path, method="sam", lr=0.05, seed=4, lines=rows(2, 0.9), finished=False)
+    (task,) = summarize(*read_runs([tmp_path]))
+    assert [setting.values["lr"] for setting in task.chosen] == [0.02]  # over seed 0
+    write_run(tmp_path, method="sam", lr=0.06, seed=5, lines=rows(2, 0.79))
+    (task,) = summarize(*read_runs([tmp_path]))
+    assert [setting.values["lr"] for setting in task.chosen] == [0.06]  # none in common: each over its own
+
+
 def test_settings_are_named_as_typed(tmp_path):
     entries = {
         write_run(tmp_path, method="erm"): "erm",

@@ -130,12 +130,7 @@ class TaskSummary:
 
         Ties are broken by the validation loss, as in a sweep. Without validation scores it is the first setting.
         """
-        best: dict[str, SettingSummary] = {}
-        for setting in self.settings:
-            previous = best.get(setting.method)
-            if previous is None or self._rank(setting) > self._rank(previous):
-                best[setting.method] = setting
-        return list(best.values())
+        return [self._best([s for s in self.settings if s.method == method]) for method in self.num_settings]
 
     @cached_property
     def num_settings(self) -> Counter[str]:
@@ -146,7 +141,7 @@ class TaskSummary:
     def plain(self) -> SettingSummary | None:
         """The setting of plain training that has a score; of several, the best on validation."""
         plain = [s for s in self.settings if s.is_plain and math.isfinite(s.final("score").value)]
-        return max(plain, key=self._rank, default=None)
+        return self._best(plain) if plain else None
 
     @cached_property
     def reference(self) -> SettingSummary:
@@ -187,11 +182,28 @@ class TaskSummary:
 
     def has_validation(self, setting: SettingSummary) -> bool:
         """Return whether the setting has a final validation score."""
-        return self._rank(setting)[0] > -math.inf
+        return bool(self._validation_scores(setting))
 
-    def _rank(self, setting: SettingSummary) -> tuple[float, float]:
-        score, loss = (setting.final(f"validation_{name}").value for name in (self.metric, "loss"))
-        return score if math.isfinite(score) else -math.inf, -loss if math.isfinite(loss) else -math.inf
+    def _validation_scores(self, setting: SettingSummary) -> dict[str, float]:
+        """Return the final validation scores by seed."""
+        return {seed: x for seed, x in setting.finals(f"validation_{self.metric}").items() if math.isfinite(x)}
+
+    def _best(self, settings: Sequence[SettingSummary]) -> SettingSummary:
+        """Return the best of some settings on validation, or the first one without validation scores.
+
+        They are compared on their common seeds: those that test the choice of a sweep have more seeds than its trials.
+        """
+        seeds = [set(scores) for setting in settings if (scores := self._validation_scores(setting))]
+        common = set.intersection(*seeds) if seeds else set()
+
+        def rank(setting: SettingSummary) -> tuple[float, float]:
+            scores, losses = self._validation_scores(setting), setting.finals("validation_loss")
+            ranked = common or set(scores)
+            score = mean_of([x for seed, x in scores.items() if seed in ranked]).value
+            loss = mean_of([x for seed, x in losses.items() if seed in ranked]).value
+            return score if math.isfinite(score) else -math.inf, -loss if math.isfinite(loss) else -math.inf
+
+        return max(settings, key=rank)
 
 
 def summarize(

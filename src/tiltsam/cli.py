@@ -14,10 +14,9 @@ import tomllib
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import tiltsam
 from tiltsam.lab.errors import LabError, UserError
@@ -308,8 +307,9 @@ def _add_train(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def _train(args: argparse.Namespace) -> None:
     from tiltsam.lab.config import warn_if_tilt_has_no_effect
     from tiltsam.lab.console import RunDisplay, print_suspects
-    from tiltsam.lab.data import find_task
+    from tiltsam.lab.data import data_loader, find_task
     from tiltsam.lab.devices import connect_ranks
+    from tiltsam.lab.display import Display
     from tiltsam.lab.flags import from_arguments
     from tiltsam.lab.records import Record
     from tiltsam.lab.train import train
@@ -321,26 +321,20 @@ def _train(args: argparse.Namespace) -> None:
         locked = held.enter_context(record.lock()) if distributed.is_main else None
         if not distributed.broadcast_object(locked):
             raise UserError(f"another process is training this run in {record.folder}")
-        callbacks: dict[str, Any] = {}
+        display = Display()
         if distributed.is_main:
             if idle := distributed.idle_ranks(config.all_options().get("num_samples", 1)):
                 warnings.warn(idle, stacklevel=2)
             warn_if_tilt_has_no_effect(config, config.method)
             display = held.enter_context(RunDisplay())
-            callbacks = {
-                "loading": display.loading,
-                "setup": partial(display.setup, config),
-                "report": partial(display.report, config),
-            }
         result = train(
             config,
             record,
-            root=args.data_root,
-            download=args.download,
+            data=data_loader(args.data_root, download=args.download, progress=display.loading),
             log=args.log,
+            display=display,
             distributed=distributed,
             until=args.until,
-            **callbacks,
         )
     if distributed.is_main and "score" not in result:
         print(f"paused after {result['epoch']:g} epochs, {result['passes']:.0f} passes: {record.folder}")
@@ -404,11 +398,7 @@ def _compare(args: argparse.Namespace) -> None:
             args.out,
             data=data_loader(args.data_root, download=args.download, progress=display.loading),
             log=args.log,
-            setup=display.setup,
-            report=display.report,
-            skip=display.skip,
-            failed=lambda run, error: display.print(f"{display.name(run)}: {error}"),
-            notify=display.print,
+            display=display,
         )
     folders = [Record.of(args.out, run).folder for runs in cells.values() for run in runs]
     task_folder = folders[0].parents[1]
@@ -452,7 +442,7 @@ def _add_sharpness(commands: argparse._SubParsersAction[argparse.ArgumentParser]
 
 
 def _sharpness(args: argparse.Namespace) -> None:
-    from tiltsam.lab.console import MeasurementBars, print_table
+    from tiltsam.lab.console import LiveDisplay, print_table
     from tiltsam.lab.data import data_loader
     from tiltsam.lab.flatness import FlatnessPlan, find_runs, measure_runs, save_flatness
     from tiltsam.lab.report import write_report
@@ -465,25 +455,19 @@ def _sharpness(args: argparse.Namespace) -> None:
     if not (math.isfinite(args.t) and args.t >= 0):
         raise UserError(f"--t must be a finite number of at least 0, got {args.t:g}")
 
-    def skipped(message: str) -> None:
-        print(f"skipped: {message}", flush=True)
-
-    def reused(name: str) -> None:
-        print(f"already measured: {name}", flush=True)
-
-    runs = find_runs(args.runs, skipped=skipped, trials=args.trials)
-    with MeasurementBars() as bars:
+    with LiveDisplay() as display:
+        runs = find_runs(args.runs, trials=args.trials, skip_errors=True, display=display)
         for flat, about in measure_runs(
             runs,
             task=args.task,
             split=args.split,
             examples=args.examples,
             device=args.device,
-            data=data_loader(args.data_root),
+            data=data_loader(args.data_root, progress=display.loading),
             plan=FlatnessPlan(num_samples=args.samples, t=args.t),
-            progress=bars,
-            skipped=skipped,
-            reused=reused,
+            reuse=True,
+            skip_errors=True,
+            display=display,
         ):
             save_flatness(runs[flat.name], flat, about)  # now: the next run may take long
     out = args.runs[0] / "report" if args.out is None else args.out
@@ -575,7 +559,7 @@ def _add_reproduce(commands: argparse._SubParsersAction[argparse.ArgumentParser]
 
 
 def _reproduce(args: argparse.Namespace) -> None:
-    from tiltsam.lab.console import MeasurementBars, RunDisplay
+    from tiltsam.lab.console import RunDisplay
     from tiltsam.lab.paper.cost import print_costs
     from tiltsam.lab.paper.recipes import RECIPES, find_recipe, parse_changes, select_methods
     from tiltsam.lab.paper.reproduce import Reproduction, ReproductionPlan, reproduce
@@ -618,18 +602,8 @@ def _reproduce(args: argparse.Namespace) -> None:
         raise UserError(f"{args.out} has no finished run of {args.name} with these settings")
     print_header(plan)
     if not args.finished:
-        with RunDisplay(plan.names()) as display, MeasurementBars() as bars:
-            reproduction = reproduce(
-                plan,
-                args.out,
-                root=args.data_root,
-                download=args.download,
-                loading=display.loading,
-                setup=display.setup,
-                report=display.report,
-                notify=display.print,
-                measuring=display.stop_before(bars),
-            )
+        with RunDisplay(plan.names()) as display:
+            reproduction = reproduce(plan, args.out, root=args.data_root, download=args.download, display=display)
     print_results(reproduction)
     folder = args.out / "reproduced" / plan.recipe.name.replace("/", "-")
     write_numbers(reproduction, folder / "numbers.json")
@@ -666,8 +640,7 @@ def _two_tilts(args: argparse.Namespace) -> None:
                 device=args.device,
                 precision=args.precision,
                 workers=args.workers,
-                report=display.report,
-                notify=display.print,
+                display=display,
             )
         table = result_rows(study, result)
         print_table(f"{study.title}: {_seeds(seeds)}, mean ± standard error", table)
@@ -799,11 +772,9 @@ def _sweep(args: argparse.Namespace) -> None:
             workers=args.workers,
             root=args.data_root,
             download=args.download,
-            loading=display.loading,
             heartbeat=args.heartbeat,
             log=args.log,
-            report=display.report,
-            notify=display.print,
+            display=display,
         )
     tested = f", tested with {_seeds(args.seeds)}, mean ± standard error" if args.seeds else ""
     print_table(f"{args.task}: chosen by {result.value_name}{tested}", format_results(result))

@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 
 import tiltsam
+from helpers.displays import Told
 from helpers.lab_processes import files_named, start
 from helpers.tracing import named_functions_of
 from helpers.vasso import VaSSO
@@ -40,12 +41,12 @@ def test_compare_trains_each_method_with_each_seed_once(tmp_path):
     failures = compare(
         comparison_cells(QUICK, ["erm", "sam:rho=0.1"], seeds=2),
         tmp_path,
-        report=lambda config, progress: trained.setdefault((config.method, config.seed), progress),
+        display=Told(report=lambda config, progress: trained.setdefault((config.method, config.seed), progress)),
     )
     assert failures == {}
     assert list(trained) == [("erm", 0), ("sam", 0), ("erm", 1), ("sam", 1)]
     alone = comparison_cells(QUICK, ["erm"], seeds=2)
-    assert compare(alone, tmp_path, report=lambda *_: pytest.fail("trained again")) == {}
+    assert compare(alone, tmp_path, display=Told(report=lambda *_: pytest.fail("trained again"))) == {}
 
 
 def test_comparison_cells_refuse_equal_methods():
@@ -59,11 +60,11 @@ def test_compare_tells_what_it_waits_for(tmp_path):
     with ExitStack() as elsewhere:
         assert elsewhere.enter_context(Record.of(tmp_path, cells["sam"][0]).lock())
 
-        def notify(line):
+        def take(line):
             lines.append(line)
             elsewhere.close()
 
-        compare(cells, tmp_path, skip=skipped.append, notify=notify)
+        compare(cells, tmp_path, display=Told(skip=skipped.append, print=take))
     assert skipped == cells["sam"]
     assert lines == ["waiting for 1 run that other processes train"]
     assert all(Record.of(tmp_path, *runs).result() for runs in cells.values())

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from helpers.displays import Told
 from helpers.measuring import convnet, cross_entropy, unequal_batches
 from tiltsam.cli import main
 from tiltsam.lab import flatness as lab_flatness
@@ -166,11 +167,12 @@ def test_measure_runs_measures_again_what_has_changed(copied):
     runs = find_runs([copied])
 
     def reused(plan=FAST, **options):
-        names = []
-        for flat, about in measure_runs(runs, plan=plan, examples=40, reused=names.append, **options):
-            assert flat.name not in names
+        lines = []
+        told = {"reuse": True, "display": Told(print=lines.append)}
+        for flat, about in measure_runs(runs, plan=plan, examples=40, **told, **options):
+            assert not any(flat.name in line for line in lines)
             save_flatness(runs[flat.name], flat, about)
-        return names
+        return [line.removeprefix("already measured: ") for line in lines]
 
     assert reused() == []
     assert reused() == list(runs) == ["erm seed 0", "sam seed 0"]

@@ -84,7 +84,7 @@ def commands(made, out):
         "train": lambda: train(config, Record.of(out, config), data=lambda _: data),
         "compare": lambda: compare({"it": [config]}, out),
         "report": lambda: write_report([out], out / "report", figures=False),
-        "sharpness": lambda: list(measure_runs(find_runs([out], skipped=str), skipped=str, reused=str)),
+        "sharpness": lambda: list(measure_runs(find_runs([out], skip_errors=True), reuse=True, skip_errors=True)),
     }
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +12,12 @@ import torch
 
 from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.data import Data, data_loader
+from tiltsam.lab.display import QUIET, Display
 from tiltsam.lab.errors import ConfigError, TrainError
 from tiltsam.lab.flags import method_configs
 from tiltsam.lab.records import Record
 from tiltsam.lab.tracking import TrackerName
-from tiltsam.lab.train import Progress, train
+from tiltsam.lab.train import train
 
 __all__ = ["compare", "comparison_cells"]
 
@@ -59,11 +59,7 @@ def compare(
     *,
     data: Callable[[TrainConfig], Data] | None = None,
     log: TrackerName | None = None,
-    setup: Callable[[TrainConfig, dict[str, Any]], None] = lambda config, setup: None,
-    report: Callable[[TrainConfig, Progress], None] = lambda config, progress: None,
-    failed: Callable[[TrainConfig, TrainError], None] = lambda config, error: None,
-    skip: Callable[[TrainConfig], None] = lambda run: None,
-    notify: Callable[[str], None] = lambda line: None,
+    display: Display = QUIET,
 ) -> dict[TrainConfig, TrainError]:
     """Train every run that has no result yet, seed by seed, and return the errors of those that failed.
 
@@ -75,11 +71,7 @@ def compare(
         out: Folder of the records.
         data: Returns the data of a config; by default a :func:`tiltsam.lab.data.data_loader`.
         log: Also write the metrics to this tracker.
-        setup: Called before each run with the content of ``setup.json``; see :func:`tiltsam.lab.train.train`.
-        report: Called after every epoch, and about twice a second within one.
-        failed: Called when a run fails; the others continue.
-        skip: Called with a run that another process trains.
-        notify: Called with a line about runs of other processes that are waited for.
+        display: Is told about each run.
 
     Raises:
         ConfigError: If a setting is out of bounds, before anything is trained.
@@ -102,25 +94,18 @@ def compare(
             with record.lock() as locked:
                 if not locked:
                     elsewhere.append(config)
-                    skip(config)
+                    display.skip(config)
                     continue
                 try:
-                    train(
-                        config,
-                        record,
-                        data=data,
-                        log=log,
-                        setup=partial(setup, config),
-                        report=partial(report, config),
-                    )
+                    train(config, record, data=data, log=log, display=display)
                 except TrainError as error:
                     failures[config] = error
-                    failed(config, error)
+                    display.failed(config, error)
         pending = [c for c in elsewhere if Record.of(out, c).result() is None]
         if pending:
             if len(pending) != waiting_for:
                 waiting_for = len(pending)
                 runs = "1 run" if waiting_for == 1 else f"{waiting_for} runs"
-                notify(f"waiting for {runs} that other processes train")
+                display.print(f"waiting for {runs} that other processes train")
             time.sleep(POLL_SECONDS)
     return failures

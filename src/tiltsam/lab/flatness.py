@@ -31,6 +31,7 @@ from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.data import Data, data_key, data_loader
 from tiltsam.lab.data.loader import normalise
 from tiltsam.lab.devices import resolve_device, torch_settings
+from tiltsam.lab.display import QUIET, Display
 from tiltsam.lab.errors import ConfigError, RecordError
 from tiltsam.lab.evaluate import task_loss
 from tiltsam.lab.files import drafted, file_digest, finite_json, parse_json
@@ -189,14 +190,15 @@ _RUN_ERRORS = (RecordError, ConfigError, ValueError, RuntimeError, OSError)
 
 
 def find_runs(
-    paths: Sequence[Path], *, skipped: Callable[[str], Any] | None = None, trials: bool = True
+    paths: Sequence[Path], *, trials: bool = True, skip_errors: bool = False, display: Display = QUIET
 ) -> dict[str, Record]:
     """Return the runs in and below the folders, by unique names such as ``sam:rho=0.2 seed 0``.
 
     Args:
         paths: The folders.
         trials: Whether to include the trials of sweeps, see :func:`tiltsam.lab.report.runs.find_run_folders`.
-        skipped: Called with a message for each damaged run; by default such a run raises.
+        skip_errors: Whether damaged runs are skipped, each with a line; otherwise the first one raises.
+        display: Prints the lines.
 
     Raises:
         RecordError: If a folder contains no run.
@@ -208,9 +210,9 @@ def find_runs(
         try:
             config = Record(folder).config()
         except _RUN_ERRORS as error:
-            if skipped is None:
+            if not skip_errors:
                 raise
-            skipped(_error_line(folder, error))
+            display.print(_skipped(folder, error))
         else:
             runs.append(RunRecord(folder, config.to_json(), entry=entries.get(folder.resolve(), "")))
     named = []
@@ -230,9 +232,9 @@ def measure_runs(
     device: str = "auto",
     data: Callable[[TrainConfig], Data] | None = None,
     plan: FlatnessPlan | None = None,
-    progress: Callable[[str], Any] | None = None,
-    skipped: Callable[[str], Any] | None = None,
-    reused: Callable[[str], Any] | None = None,
+    reuse: bool = False,
+    skip_errors: bool = False,
+    display: Display = QUIET,
 ) -> Iterator[tuple[Flatness, dict[str, Any]]]:
     """Measure the model of every run on examples of one task, with the labels that it was trained on.
 
@@ -247,10 +249,9 @@ def measure_runs(
         device: The device.
         data: Returns the data of a config; by default a :func:`tiltsam.lab.data.data_loader`.
         plan: What to measure.
-        progress: ``progress("NAME: trace")`` returns the callback for that measurement.
-        skipped: Called with a message for each run that cannot be measured; by default such a run raises.
-        reused: Called with the name of each run that is left out because its ``flatness.json`` has this very
-            measurement of this very model; by default every run is measured.
+        reuse: Whether to leave out the runs whose ``flatness.json`` has this very measurement of this very model.
+        skip_errors: Whether runs that cannot be measured are skipped, each with a line; otherwise the first one raises.
+        display: Is told about each measurement, and prints the lines.
 
     Yields:
         The measurements of a run, and a description of them, both for :func:`save_flatness`. Runs of one seed follow
@@ -267,17 +268,17 @@ def measure_runs(
             try:
                 model = load_model(runs[name], loaded).to(where)
                 mark = {"model": file_digest(weights)} if weights.exists() else {"finished": False}
-                if reused is not None and "model" in mark and is_measured(runs[name], about | mark):
-                    reused(name)
+                if reuse and "model" in mark and is_measured(runs[name], about | mark):
+                    display.print(f"already measured: {name}")
                     continue
                 if "model" not in mark:
                     warnings.warn(f"{name}: training has not finished: measuring its newest checkpoint", stacklevel=2)
                 with torch_settings(where, model):
-                    flat = measure(name, model, _loss_fn(loaded), batches, plan, progress=progress)
+                    flat = measure(name, model, _loss_fn(loaded), batches, plan, progress=display.measuring)
             except _RUN_ERRORS as error:
-                if skipped is None:
+                if not skip_errors:
                     raise
-                skipped(_error_line(runs[name].folder, error))
+                display.print(_skipped(runs[name].folder, error))
             else:
                 yield flat, about | mark
 
@@ -330,10 +331,10 @@ def _by_data(
         yield load(key), names, where
 
 
-def _error_line(folder: Path, error: Exception) -> str:
-    """Return why a run cannot be measured, in one line with its folder."""
+def _skipped(folder: Path, error: Exception) -> str:
+    """Return why a run is skipped, in one line with its folder."""
     message = str(error) if isinstance(error, RecordError) else f"{folder}: {error}"
-    return textwrap.shorten(message, 300)
+    return textwrap.shorten(f"skipped: {message}", 300)
 
 
 def _batches(data: Data, split: str, examples: int, batch_size: int, device: torch.device) -> list[Any]:

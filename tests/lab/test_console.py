@@ -18,6 +18,7 @@ from rich.console import Console
 from helpers.displays import Told
 from helpers.lab_files import cifar, dtd, picture
 from tiltsam.cli import main
+from tiltsam.lab import console
 from tiltsam.lab import data as lab_data
 from tiltsam.lab import train as training
 from tiltsam.lab.compare import compare
@@ -55,6 +56,14 @@ def test_run_display_shows_loss_score_speed_and_time_left(terminal, capsys):
     with RunDisplay() as screen:
         screen.report(CONFIG, Progress(passes=12_345, seconds=10.0, done=1.0, row=ROW))
     assert "1,234 passes/s" in capsys.readouterr().out
+
+
+def test_only_a_finished_run_is_at_100_percent(monkeypatch, capsys):
+    monkeypatch.setattr(console, "LINE_SECONDS", 0.0)
+    with RunDisplay() as screen:
+        for done in (0.999, 1.0):
+            screen.report(CONFIG, Progress(passes=10, seconds=1.0, done=done, row=ROW))
+    assert re.findall(r"\d+%", capsys.readouterr().out) == ["99%", "100%"]
 
 
 def test_run_display_keeps_a_line_per_finished_run(terminal, capsys):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import textwrap
 import time
@@ -156,7 +157,8 @@ class RunDisplay(LiveDisplay):
             notes.append(f"{_clock(progress.seconds * (1 / progress.done - 1))} left")
         name, note = self.name(config), "  ".join(notes)
         if self._live is None:
-            self._line(f"{config.task} {name}  {100 * min(progress.done, 1):3.0f}%  {note}", last=progress.done >= 1)
+            percent = math.floor(100 * min(progress.done, 1))  # 100 only once the run has ended
+            self._line(f"{config.task} {name}  {percent:3}%  {note}", last=progress.done >= 1)
         else:
             self._draw(name, min(progress.done, 1.0), 1.0, note)
             if progress.done >= 1:  # the next run replaces the bar

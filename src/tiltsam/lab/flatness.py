@@ -321,7 +321,7 @@ def _by_data(
     configs = {name: record.config() for name, record in runs.items()}
     tasks = {config.task for config in configs.values()} if task is None else {task}
     if len(tasks) > 1:
-        raise ConfigError(f"the runs are of several tasks ({', '.join(sorted(tasks))}): choose one with --task")
+        raise ConfigError(f"the runs are of several tasks ({', '.join(sorted(tasks))}): pass the folders of one task")
     (task,) = tasks
     where = resolve_device(device)
     groups: dict[TrainConfig, list[str]] = {}

@@ -428,7 +428,7 @@ def format_results(result: SweepResult) -> list[list[str]]:
         difference, interval = "", ""
         if row.name != first and row.scores:
             mean = _times_100(result.difference(row))
-            difference, interval = f"{mean.value:+.2f}", format_interval(mean)
+            difference, interval = f"{mean.value:+z.2f}", format_interval(mean)
         table.append([row.name, trials, *chosen, score, difference, interval, f"{len(row.scores)}"])
     return table
 

@@ -236,7 +236,7 @@ def result_rows(study: TiltStudy, result: SweepResult) -> list[list[str]]:
         difference, interval = "", ""
         if row.reference:
             mean = paired_difference(scores, _results(entries[row.reference], study.metric))
-            difference, interval = f"{mean.value:+.2f}" if mean.runs else "–", format_interval(mean)
+            difference, interval = f"{mean.value:+z.2f}" if mean.runs else "–", format_interval(mean)
         chosen = "–" if entry.best is None else format_values(entry.best.params)
         others = [_format(mean_of(list(_results(entry, key).values())), 1) for key in shown.values()]
         mean = mean_of(list(scores.values()))

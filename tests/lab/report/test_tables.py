@@ -1,6 +1,7 @@
 """The tables, and their Markdown and LaTeX."""
 
 import json
+import math
 import statistics
 
 import pytest
@@ -12,6 +13,7 @@ from tiltsam.lab.report.runs import read_runs, save_entries
 from tiltsam.lab.report.summary import summarize
 from tiltsam.lab.report.tables import (
     comparable_flatness,
+    difference_cell,
     examples_table,
     flatness_table,
     latex_table,
@@ -21,6 +23,7 @@ from tiltsam.lab.report.tables import (
     results_table,
     runs_table,
 )
+from tiltsam.lab.stats import Mean
 
 
 def test_overview_table(tmp_path):
@@ -70,6 +73,7 @@ def test_results_table_has_paired_differences_to_plain_training(tmp_path):
     table = results_table(task)
     cells = column(table, "minus erm [95% interval]")
     assert [cell.full_text for cell in cells] == ["", "+2.00 [-10.71, +14.71]", "-20.00"]
+    assert difference_cell(Mean(-0.001, math.nan, 1)).text == "+0.00"
     assert "over the seeds that both have" in table.caption
     assert "+2.00 \\[-10.71, +14.71\\]" in markdown_table(table)
     (task,) = summarize(*read_runs([next(tmp_path.rglob("asam-*"))]))

@@ -353,8 +353,10 @@ def _html_cell(cell: TableCell, kind: str, under: str) -> str:
     text += f' <span class="interval">{escape(_with_minus(cell.interval))}</span>' if cell.interval else ""
     if kind != "number" and any(len(word) > LONG_WORD for word in cell.text.split()):
         kind += " long"
+    if cell.method:
+        text = f'<span class="method">{_dot(cell.method)}{text}</span>'
     text += f' <span class="under">{escape(under)}</span>' if under else ""
-    return f'<td class="{kind}"{data}>{_dot(cell.method) if cell.method else ""}{text}</td>'
+    return f'<td class="{kind}"{data}>{text}</td>'
 
 
 def _with_minus(text: str) -> str:

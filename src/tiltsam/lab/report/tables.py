@@ -450,7 +450,7 @@ def difference_cell(difference: Mean) -> TableCell:
     if not math.isfinite(difference.value):
         return TableCell("–")
     interval = format_interval(difference) if difference.runs > 1 else ""
-    return TableCell(f"{difference.value:+.2f}", difference.value, interval=interval)
+    return TableCell(f"{difference.value:+z.2f}", difference.value, interval=interval)
 
 
 def _machine(run: RunRecord) -> str:

@@ -376,10 +376,11 @@ def _add_compare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def _compare(args: argparse.Namespace) -> None:
-    from tiltsam.lab.compare import compare, comparison_cells
+    from tiltsam.lab.compare import compare, runs_by_method
     from tiltsam.lab.config import warn_if_tilt_has_no_effect
     from tiltsam.lab.console import RunDisplay, print_suspects, print_table
     from tiltsam.lab.data import data_loader, find_task
+    from tiltsam.lab.display import count_of
     from tiltsam.lab.flags import shared_settings
     from tiltsam.lab.records import Record
     from tiltsam.lab.report import write_report
@@ -388,28 +389,28 @@ def _compare(args: argparse.Namespace) -> None:
 
     config, settings = shared_settings(args)
     find_task(config.task)  # before a folder is created for it
-    cells = comparison_cells(config, args.methods, args.seeds, settings)
-    for name, runs in cells.items():
+    methods = runs_by_method(config, args.methods, args.seeds, settings)
+    for name, runs in methods.items():
         warn_if_tilt_has_no_effect(runs[0], name)
-    unfinished = [run for runs in cells.values() for run in runs if Record.of(args.out, run).result() is None]
-    with RunDisplay({runs[0].key(): name for name, runs in cells.items()}, unfinished) as display:
+    unfinished = [run for runs in methods.values() for run in runs if Record.of(args.out, run).result() is None]
+    with RunDisplay({runs[0].key(): name for name, runs in methods.items()}, unfinished) as display:
         failures = compare(
-            cells,
+            methods,
             args.out,
             data=data_loader(args.data_root, download=args.download, progress=display.loading),
             log=args.log,
             display=display,
         )
-    folders = [Record.of(args.out, run).folder for runs in cells.values() for run in runs]
+    folders = [Record.of(args.out, run).folder for runs in methods.values() for run in runs]
     task_folder = folders[0].parents[1]
-    save_entries(task_folder, {runs[0].key(): name for name, runs in cells.items()})
+    save_entries(task_folder, {runs[0].key(): name for name, runs in methods.items()})
     report = write_report(folders, task_folder / "report", compare_settings=True)
     results = printed_cells(report.sections[0].results)
-    print_table(f"{config.task}: {_seeds(args.seeds)}, mean ± standard error", results)
+    print_table(f"{config.task}: {count_of(args.seeds, 'seed')}, mean ± standard error", results)
     print(f"{report.summary}\nruns: {task_folder}")
     print_suspects(map(Record, folders))
     print(report.message())
-    if failures.keys() >= {run for runs in cells.values() for run in runs}:
+    if failures.keys() >= {run for runs in methods.values() for run in runs}:
         raise UserError("all runs failed")
 
 
@@ -614,6 +615,7 @@ def _reproduce(args: argparse.Namespace) -> None:
 
 def _two_tilts(args: argparse.Namespace) -> None:
     from tiltsam.lab.console import SweepDisplay, format_markdown, print_table
+    from tiltsam.lab.display import count_of
     from tiltsam.lab.report import write_report
     from tiltsam.lab.two_tilts import SEEDS, cost_rows, num_runs, result_rows, run_study, select_studies
 
@@ -643,7 +645,7 @@ def _two_tilts(args: argparse.Namespace) -> None:
                 display=display,
             )
         table = result_rows(study, result)
-        print_table(f"{study.title}: {_seeds(seeds)}, mean ± standard error", table)
+        print_table(f"{study.title}: {count_of(seeds, 'seed')}, mean ± standard error", table)
         text += f"### {study.title}\n\n{format_markdown(table)}\n\n"
         sweeps.append(result.path.parent)
     folder.mkdir(parents=True, exist_ok=True)
@@ -746,6 +748,7 @@ def _sweep(args: argparse.Namespace) -> None:
     with _optuna_hint():
         from tiltsam.lab.sweep import format_results, sweep
     from tiltsam.lab.console import SweepDisplay, print_table
+    from tiltsam.lab.display import count_of
     from tiltsam.lab.flags import shared_settings
     from tiltsam.lab.grids import parse_grid
     from tiltsam.lab.report import write_report
@@ -776,7 +779,7 @@ def _sweep(args: argparse.Namespace) -> None:
             log=args.log,
             display=display,
         )
-    tested = f", tested with {_seeds(args.seeds)}, mean ± standard error" if args.seeds else ""
+    tested = f", tested with {count_of(args.seeds, 'seed')}, mean ± standard error" if args.seeds else ""
     print_table(f"{args.task}: chosen by {result.value_name}{tested}", format_results(result))
     folder = result.path.parent
     report = None
@@ -818,10 +821,6 @@ def _methods(args: argparse.Namespace) -> None:
     for name, method in tiltsam.METHODS.items():
         first = (inspect.getdoc(getattr(method, "func", method)) or "").splitlines()[0].replace("``", "")
         print(f"{name:{width}}  {first}")
-
-
-def _seeds(number: int) -> str:
-    return "1 seed" if number == 1 else f"{number} seeds"
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from helpers.lab_processes import files_named, start
 from helpers.tracing import named_functions_of
 from helpers.vasso import VaSSO
 from tiltsam.cli import main
-from tiltsam.lab.compare import compare, comparison_cells
+from tiltsam.lab.compare import compare, runs_by_method
 from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.errors import ConfigError, TrainError
 from tiltsam.lab.records import Record
@@ -39,23 +39,23 @@ def ends_well(process) -> bool:
 def test_compare_trains_each_method_with_each_seed_once(tmp_path):
     trained = {}
     failures = compare(
-        comparison_cells(QUICK, ["erm", "sam:rho=0.1"], seeds=2),
+        runs_by_method(QUICK, ["erm", "sam:rho=0.1"], seeds=2),
         tmp_path,
         display=Told(report=lambda config, progress: trained.setdefault((config.method, config.seed), progress)),
     )
     assert failures == {}
     assert list(trained) == [("erm", 0), ("sam", 0), ("erm", 1), ("sam", 1)]
-    alone = comparison_cells(QUICK, ["erm"], seeds=2)
+    alone = runs_by_method(QUICK, ["erm"], seeds=2)
     assert compare(alone, tmp_path, display=Told(report=lambda *_: pytest.fail("trained again"))) == {}
 
 
-def test_comparison_cells_refuse_equal_methods():
+def test_runs_by_method_refuses_equal_methods():
     with pytest.raises(ConfigError, match=r"^sam and sam:rho=0\.05 are the same runs"):
-        comparison_cells(QUICK, ["sam", "erm", "sam:rho=0.05"], 1)
+        runs_by_method(QUICK, ["sam", "erm", "sam:rho=0.05"], 1)
 
 
 def test_compare_tells_what_it_waits_for(tmp_path):
-    cells = comparison_cells(QUICK, ["erm", "sam"], 1)
+    cells = runs_by_method(QUICK, ["erm", "sam"], 1)
     lines, skipped = [], []
     with ExitStack() as elsewhere:
         assert elsewhere.enter_context(Record.of(tmp_path, cells["sam"][0]).lock())
@@ -73,13 +73,13 @@ def test_compare_tells_what_it_waits_for(tmp_path):
 @pytest.mark.parametrize(
     ("methods", "seeds", "value"), [(["sgd"], 1, "sgd"), (["erm:rho=1"], 1, "rho"), (["erm"], 0, "0")]
 )
-def test_comparison_cells_refuse_unknown_methods_settings_and_seeds(methods, seeds, value):
+def test_runs_by_method_refuses_unknown_methods_settings_and_seeds(methods, seeds, value):
     with pytest.raises(ConfigError, match=value):
-        comparison_cells(QUICK, methods, seeds)
+        runs_by_method(QUICK, methods, seeds)
 
 
 def test_compare_checks_all_cells_before_it_trains(tmp_path):
-    cells = comparison_cells(QUICK, ["erm", "sam:rho=-1"], seeds=1)
+    cells = runs_by_method(QUICK, ["erm", "sam:rho=-1"], seeds=1)
     with pytest.raises(ConfigError, match="-1"):
         compare(cells, tmp_path)
     assert not list(tmp_path.iterdir())

@@ -12,19 +12,19 @@ import torch
 
 from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.data import Data, data_loader
-from tiltsam.lab.display import QUIET, Display
+from tiltsam.lab.display import QUIET, Display, count_of
 from tiltsam.lab.errors import ConfigError, TrainError
 from tiltsam.lab.flags import method_configs
 from tiltsam.lab.records import Record
 from tiltsam.lab.tracking import TrackerName
 from tiltsam.lab.train import train
 
-__all__ = ["compare", "comparison_cells"]
+__all__ = ["compare", "runs_by_method"]
 
 POLL_SECONDS = 1.0  # between checks of runs that other processes train
 
 
-def comparison_cells(
+def runs_by_method(
     config: TrainConfig, methods: Sequence[str], seeds: int, settings: Mapping[str, Any] | None = None
 ) -> dict[str, list[TrainConfig]]:
     """Return the configs to compare, one per seed, by method.
@@ -39,8 +39,8 @@ def comparison_cells(
         ConfigError: If there is no such method or setting, two methods are the same runs, or ``seeds`` is less than 1.
 
     Example:
-        >>> cells = comparison_cells(TrainConfig("digits"), ["erm", "tsam:t=5"], seeds=1, settings={"rho": 0.2})
-        >>> [(name, run.options) for name, runs in cells.items() for run in runs]
+        >>> methods = runs_by_method(TrainConfig("digits"), ["erm", "tsam:t=5"], seeds=1, settings={"rho": 0.2})
+        >>> [(name, run.options) for name, runs in methods.items() for run in runs]
         [('erm', {}), ('tsam:t=5', {'rho': 0.2, 't': 5.0})]
     """
     if seeds < 1:
@@ -54,7 +54,7 @@ def comparison_cells(
 
 
 def compare(
-    cells: Mapping[str, Sequence[TrainConfig]],
+    runs: Mapping[str, Sequence[TrainConfig]],
     out: Path = Path("runs"),
     *,
     data: Callable[[TrainConfig], Data] | None = None,
@@ -67,7 +67,7 @@ def compare(
     wait for locked runs at the end.
 
     Args:
-        cells: The runs by method, one per seed; see :func:`comparison_cells`.
+        runs: The runs by method, one per seed; see :func:`runs_by_method`.
         out: Folder of the records.
         data: Returns the data of a config; by default a :func:`tiltsam.lab.data.data_loader`.
         log: Also write the metrics to this tracker.
@@ -77,14 +77,14 @@ def compare(
         ConfigError: If a setting is out of bounds, before anything is trained.
 
     Example:
-        >>> cells = comparison_cells(TrainConfig("digits", epochs=20), ["erm", "tsam:t=5"], seeds=3)
-        >>> failed = compare(cells)  # doctest: +SKIP
+        >>> runs = runs_by_method(TrainConfig("digits", epochs=20), ["erm", "tsam:t=5"], seeds=3)
+        >>> failed = compare(runs)  # doctest: +SKIP
     """
-    for configs in cells.values():
+    for configs in runs.values():
         configs[0].wrap(torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=configs[0].lr))
 
     data = data or data_loader()
-    pending = list(dict.fromkeys(config for seed in zip(*cells.values(), strict=True) for config in seed))
+    pending = list(dict.fromkeys(config for seed in zip(*runs.values(), strict=True) for config in seed))
     failures: dict[TrainConfig, TrainError] = {}
     waiting_for = 0
     while pending:
@@ -105,7 +105,6 @@ def compare(
         if pending:
             if len(pending) != waiting_for:
                 waiting_for = len(pending)
-                runs = "1 run" if waiting_for == 1 else f"{waiting_for} runs"
-                display.print(f"waiting for {runs} that other processes train")
+                display.print(f"waiting for {count_of(waiting_for, 'run')} that other processes train")
             time.sleep(POLL_SECONDS)
     return failures

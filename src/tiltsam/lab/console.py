@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from tiltsam.flatness.loss_surface import ProgressCallback
 from tiltsam.lab.config import TrainConfig
-from tiltsam.lab.display import Display, Progress, SweepStatus
+from tiltsam.lab.display import Display, Progress, SweepStatus, count_of
 from tiltsam.lab.errors import TrainError
 from tiltsam.lab.records import Record, is_number
 from tiltsam.lab.schedules import passes_per_step
@@ -244,7 +244,7 @@ def print_suspects(records: Iterable[Record]) -> None:
         return
     record, count = found[0]
     what = "1 training example whose label looks" if count == 1 else f"{count:,} training examples whose labels look"
-    others = f" (and in {len(found) - 1} other run{'s' * (len(found) > 2)})" if len(found) > 1 else ""
+    others = f" (and in {count_of(len(found) - 1, 'other run')})" if len(found) > 1 else ""
     print(f"{record.folder / 'suspects.csv'}: {what} wrong{others}")
 
 

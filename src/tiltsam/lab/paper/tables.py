@@ -14,6 +14,7 @@ import tiltsam
 from tiltsam.lab import files
 from tiltsam.lab.console import print_table
 from tiltsam.lab.data import GLUE
+from tiltsam.lab.display import count_of
 from tiltsam.lab.paper import numbers
 from tiltsam.lab.paper.numbers import PaperNumber
 from tiltsam.lab.paper.recipes import RecipeCell
@@ -267,7 +268,7 @@ def print_results(reproduction: Reproduction) -> None:
     plan = reproduction.plan
     for table in comparison_tables(reproduction):
         print_table(table.title, table.rows)
-    ours = "1 seed" if plan.seeds == 1 else f"{plan.seeds} seeds, mean ± standard error"
+    ours = count_of(plan.seeds, "seed") + (", mean ± standard error" if plan.seeds > 1 else "")
     print(f"\nours: {ours}; paper: printed error in parentheses; {NO_NUMBER}: no number")
     for line in plan.deviations():
         print(line)

@@ -23,6 +23,7 @@ from importlib.resources import files
 from typing import Any
 
 import tiltsam
+from tiltsam.lab.display import count_of
 from tiltsam.lab.flags import format_value
 from tiltsam.lab.palette import METHOD_COLORS, METHOD_COLORS_ON_DARK, OTHER_COLOR
 from tiltsam.lab.records import is_number
@@ -78,10 +79,10 @@ def render_page(
     titled = len(sections) > 1
     body = "\n".join(_section(section, number, plots, titled=titled) for number, section in enumerate(sections))
     names = [section.task.name for section in sections]
-    title = names[0] if len(names) == 1 else f"{len(names)} tasks"
+    title = names[0] if len(names) == 1 else count_of(len(names), "task")
     num_runs = sum(len(section.task.runs) for section in sections)
     num_settings = sum(len(section.task.settings) for section in sections)
-    meta = [_count(num_runs, "run"), _count(num_settings, "setting"), f"{written:%d %B %Y, %H:%M}"]
+    meta = [count_of(num_runs, "run"), count_of(num_settings, "setting"), f"{written:%d %B %Y, %H:%M}"]
     links = "".join(f'<a href="#task-{i}">{escape(name)}</a>' for i, name in enumerate(names))
     style, script = _style(), _asset("plot.js") + "\n" + _asset("page.js")
     front = f"<h2>All tasks</h2>\n{html_table(overview)}" if overview is not None else ""
@@ -249,7 +250,7 @@ def _lead(first: SettingSummary, other: SettingSummary, name: str) -> str:
         return f"{lead.value:.2f} ahead of {name}, with no common seed"
     text = f"{abs(lead.value):.2f} {'behind' if lead.value < 0 else 'ahead of'} {name}"
     if lead.runs < max(len(scores), len(other_scores)):
-        text += f" over {_count(lead.runs, 'common seed')}"
+        text += f" over {count_of(lead.runs, 'common seed')}"
     if lead.runs == 1 or math.isnan(confidence_interval(lead)[0]):
         return text
     verdict = "a significant difference" if is_significant(lead) else "so not a significant difference"
@@ -289,7 +290,7 @@ def _problems(problems: Sequence[RunProblem]) -> str:
     if not problems:
         return ""
     items = "".join(f"<li>{escape(str(problem))}</li>" for problem in problems)
-    count = _count(len(problems), "item")
+    count = count_of(len(problems), "item")
     opened = " open" if len(problems) <= 6 else ""
     return f'<details class="missing"{opened}><summary>{count} missing or damaged</summary><ul>{items}</ul></details>'
 
@@ -311,10 +312,6 @@ def _grid(chosen: Sequence[Plot], plots: list[Plot]) -> str:
         )
         plots.append(plot)
     return f'<div class="figures">{"".join(places)}</div>' if places else ""
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 # -------------------------------------------------------------------------------- tables

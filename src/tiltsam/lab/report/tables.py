@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from tiltsam.lab.display import count_of
 from tiltsam.lab.flags import format_values
 from tiltsam.lab.report.runs import RunProblem, RunRecord, measured
 from tiltsam.lab.report.summary import SettingSummary, TaskSummary
@@ -434,7 +435,7 @@ def _run_counts(counts: Sequence[int]) -> str:
     if not some:
         return ""
     few, most = min(some), max(some)
-    text = f"{few} to {most} runs" if few < most else "1 run" if most == 1 else f"{most} runs"
+    text = f"{few} to {most} runs" if few < most else count_of(most, "run")
     return f", of {text} each"
 
 

@@ -380,12 +380,12 @@ def _compare(args: argparse.Namespace) -> None:
     from tiltsam.lab.config import warn_if_tilt_has_no_effect
     from tiltsam.lab.console import RunDisplay, print_suspects, print_table
     from tiltsam.lab.data import data_loader, find_task
-    from tiltsam.lab.display import count_of
     from tiltsam.lab.flags import shared_settings
     from tiltsam.lab.records import Record
     from tiltsam.lab.report import write_report
     from tiltsam.lab.report.runs import save_entries
     from tiltsam.lab.report.tables import printed_cells
+    from tiltsam.lab.stats import count_of
 
     config, settings = shared_settings(args)
     find_task(config.task)  # before a folder is created for it
@@ -615,8 +615,8 @@ def _reproduce(args: argparse.Namespace) -> None:
 
 def _two_tilts(args: argparse.Namespace) -> None:
     from tiltsam.lab.console import SweepDisplay, format_markdown, print_table
-    from tiltsam.lab.display import count_of
     from tiltsam.lab.report import write_report
+    from tiltsam.lab.stats import count_of
     from tiltsam.lab.two_tilts import SEEDS, cost_rows, num_runs, result_rows, run_study, select_studies
 
     if args.changes or args.finished:
@@ -748,11 +748,11 @@ def _sweep(args: argparse.Namespace) -> None:
     with _optuna_hint():
         from tiltsam.lab.sweep import format_results, sweep
     from tiltsam.lab.console import SweepDisplay, print_table
-    from tiltsam.lab.display import count_of
     from tiltsam.lab.flags import shared_settings
     from tiltsam.lab.grids import parse_grid
     from tiltsam.lab.report import write_report
     from tiltsam.lab.report.runs import tested_runs
+    from tiltsam.lab.stats import count_of
 
     config, settings = shared_settings(args)
     with SweepDisplay() as display:

@@ -12,10 +12,11 @@ import torch
 
 from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.data import Data, data_loader
-from tiltsam.lab.display import QUIET, Display, count_of
+from tiltsam.lab.display import QUIET, Display
 from tiltsam.lab.errors import ConfigError, TrainError
 from tiltsam.lab.flags import method_configs
 from tiltsam.lab.records import Record
+from tiltsam.lab.stats import count_of
 from tiltsam.lab.tracking import TrackerName
 from tiltsam.lab.train import train
 

@@ -12,10 +12,11 @@ from typing import Any, Self
 
 from tiltsam.flatness.loss_surface import ProgressCallback
 from tiltsam.lab.config import TrainConfig
-from tiltsam.lab.display import Display, Progress, SweepStatus, count_of
+from tiltsam.lab.display import Display, Progress, SweepStatus
 from tiltsam.lab.errors import TrainError
 from tiltsam.lab.records import Record, is_number
 from tiltsam.lab.schedules import passes_per_step
+from tiltsam.lab.stats import count_of
 
 __all__ = [
     "LiveDisplay",

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from tiltsam.lab.config import TrainConfig
     from tiltsam.lab.errors import TrainError
 
-__all__ = ["QUIET", "Display", "Progress", "SweepStatus", "count_of"]
+__all__ = ["QUIET", "Display", "Progress", "SweepStatus"]
 
 
 @dataclass
@@ -77,8 +77,3 @@ class Display:
 
 QUIET = Display()
 """The display of functions that are not given one."""
-
-
-def count_of(number: int, noun: str) -> str:
-    """Return a number with its noun, as in ``1 seed`` and ``3 seeds``."""
-    return f"{number:,} {noun}" + ("" if number == 1 else "s")

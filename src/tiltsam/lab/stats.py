@@ -11,6 +11,7 @@ __all__ = [
     "Mean",
     "best_of",
     "confidence_interval",
+    "count_of",
     "format_interval",
     "format_mean",
     "is_significant",
@@ -172,3 +173,8 @@ def format_mean(mean: Mean, digits: int | None = None, sign: Literal["", "+"] = 
 def _digits(x: float, significant: int) -> int:
     """Return the digits after the point that show this many significant ones."""
     return max(significant - 1 - math.floor(math.log10(abs(x))), 0)
+
+
+def count_of(number: int, noun: str) -> str:
+    """Return a number with its noun, as in ``1 seed`` and ``3 seeds``."""
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")

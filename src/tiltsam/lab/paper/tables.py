@@ -14,13 +14,12 @@ import tiltsam
 from tiltsam.lab import files
 from tiltsam.lab.console import print_table
 from tiltsam.lab.data import GLUE
-from tiltsam.lab.display import count_of
 from tiltsam.lab.paper import numbers
 from tiltsam.lab.paper.numbers import PaperNumber
 from tiltsam.lab.paper.recipes import RecipeCell
 from tiltsam.lab.paper.reproduce import Reproduction, ReproductionPlan
 from tiltsam.lab.paper.settings import COLUMNS
-from tiltsam.lab.stats import Mean, format_mean, mean_of
+from tiltsam.lab.stats import Mean, count_of, format_mean, mean_of
 
 __all__ = ["ComparisonTable", "comparison_tables", "our_scores", "print_header", "print_results", "write_numbers"]
 

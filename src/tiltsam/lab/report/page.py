@@ -23,7 +23,6 @@ from importlib.resources import files
 from typing import Any
 
 import tiltsam
-from tiltsam.lab.display import count_of
 from tiltsam.lab.flags import format_value
 from tiltsam.lab.palette import METHOD_COLORS, METHOD_COLORS_ON_DARK, OTHER_COLOR
 from tiltsam.lab.records import is_number
@@ -31,7 +30,15 @@ from tiltsam.lab.report.plots import Plot, plot_data
 from tiltsam.lab.report.runs import RunProblem
 from tiltsam.lab.report.summary import SettingSummary, TaskSummary
 from tiltsam.lab.report.tables import ReportTable, TableCell
-from tiltsam.lab.stats import Mean, confidence_interval, format_interval, is_significant, mean_of, paired_difference
+from tiltsam.lab.stats import (
+    Mean,
+    confidence_interval,
+    count_of,
+    format_interval,
+    is_significant,
+    mean_of,
+    paired_difference,
+)
 
 __all__ = ["TaskSection", "headline", "html_table", "render_page", "task_facts"]
 

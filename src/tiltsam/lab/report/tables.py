@@ -10,11 +10,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from tiltsam.lab.display import count_of
 from tiltsam.lab.flags import format_values
 from tiltsam.lab.report.runs import RunProblem, RunRecord, measured
 from tiltsam.lab.report.summary import SettingSummary, TaskSummary
-from tiltsam.lab.stats import Mean, best_of, format_interval, format_mean, mean_of, paired_difference
+from tiltsam.lab.stats import Mean, best_of, count_of, format_interval, format_mean, mean_of, paired_difference
 
 __all__ = [
     "FLATTER",

@@ -31,8 +31,9 @@ from torch import Tensor
 from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.data import Data, Split
 from tiltsam.lab.data.loader import crop, flip
+from tiltsam.lab.display import Progress
 from tiltsam.lab.records import Record
-from tiltsam.lab.train import Progress, Trainer
+from tiltsam.lab.train import Trainer
 from timing import environment, print_table
 
 GOAL = 0.95  # fraction of an epoch in forward, backward and step

@@ -7,7 +7,6 @@ import difflib
 import inspect
 import math
 import os
-import shlex
 import signal
 import sys
 import tempfile
@@ -15,8 +14,6 @@ import tomllib
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, get_args
@@ -311,8 +308,9 @@ def _add_train(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def _train(args: argparse.Namespace) -> None:
     from tiltsam.lab.config import warn_if_tilt_has_no_effect
     from tiltsam.lab.console import RunDisplay, print_suspects
-    from tiltsam.lab.data import find_task
+    from tiltsam.lab.data import data_loader, find_task
     from tiltsam.lab.devices import connect_ranks
+    from tiltsam.lab.display import Display
     from tiltsam.lab.flags import from_arguments
     from tiltsam.lab.records import Record
     from tiltsam.lab.stats import format_score
@@ -325,26 +323,20 @@ def _train(args: argparse.Namespace) -> None:
         locked = held.enter_context(record.lock()) if distributed.is_main else None
         if not distributed.broadcast_object(locked):
             raise UserError(f"another process is training this run in {record.folder}")
-        callbacks: dict[str, Any] = {}
+        display = Display()
         if distributed.is_main:
             if idle := distributed.idle_ranks_warning(config.all_options().get("num_samples", 1)):
                 warnings.warn(idle, stacklevel=2)
             warn_if_tilt_has_no_effect(config, config.method)
             display = held.enter_context(RunDisplay())
-            callbacks = {
-                "loading": display.loading,
-                "setup": partial(display.setup, config),
-                "report": partial(display.report, config),
-            }
         result = train(
             config,
             record,
-            root=args.data_root,
-            download=args.download,
+            data=data_loader(args.data_root, download=args.download, progress=display.loading),
             log=args.log,
+            display=display,
             distributed=distributed,
             until=args.until,
-            **callbacks,
         )
     if distributed.is_main and "score" not in result:
         print(f"paused after {result['epoch']:g} epochs, {result['passes']:.0f} passes: {record.folder}", end="")
@@ -390,42 +382,41 @@ def _add_compare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def _compare(args: argparse.Namespace) -> None:
-    from tiltsam.lab.compare import compare, comparison_cells, format_rows
+    from tiltsam.lab.compare import compare, runs_by_method
     from tiltsam.lab.config import warn_if_tilt_has_no_effect
     from tiltsam.lab.console import RunDisplay, print_suspects, print_table
     from tiltsam.lab.data import data_loader, find_task
     from tiltsam.lab.flags import split_settings
     from tiltsam.lab.records import Record
     from tiltsam.lab.report import write_report
+    from tiltsam.lab.report.runs import save_entries
+    from tiltsam.lab.report.tables import printed_cells
+    from tiltsam.lab.stats import count_of
 
     config, settings = split_settings(args)
     find_task(config.task)  # before a folder is created for it
-    cells = comparison_cells(config, args.methods, args.seeds, settings)
-    for name, runs in cells.items():
+    methods = runs_by_method(config, args.methods, args.seeds, settings)
+    for name, runs in methods.items():
         warn_if_tilt_has_no_effect(runs[0], name)
-    unfinished = [run for runs in cells.values() for run in runs if Record.of(args.out, run).result() is None]
-    with RunDisplay({runs[0].key(): name for name, runs in cells.items()}, unfinished) as display:
-        rows = compare(
-            cells,
+    unfinished = [run for runs in methods.values() for run in runs if Record.of(args.out, run).result() is None]
+    with RunDisplay({runs[0].key(): name for name, runs in methods.items()}, unfinished) as display:
+        failures = compare(
+            methods,
             args.out,
             data=data_loader(args.data_root, download=args.download, progress=display.loading),
             log=args.log,
-            setup=display.setup,
-            report=display.report,
-            skip=display.skip,
-            failed=lambda run, error: display.print(f"{display.name(run)}: {error}"),
-            notify=display.print,
+            display=display,
         )
-    print_table(f"{config.task}: {_seeds(args.seeds)}, mean ± standard error", format_rows(rows))
-    if config.reestimate_batchnorm:
-        print("BatchNorm statistics, if any, were re-estimated before each evaluation.")
-    entries = {Record.of(args.out, run).folder: name for name, runs in cells.items() for run in runs}
-    task_folder = next(iter(entries)).parents[1]
-    report = write_report(list(entries), task_folder / "report", compare_settings=True, entries=entries)
+    folders = [Record.of(args.out, run).folder for runs in methods.values() for run in runs]
+    task_folder = folders[0].parents[1]
+    save_entries(task_folder, {runs[0].key(): name for name, runs in methods.items()})
+    report = write_report(folders, task_folder / "report", compare_settings=True)
+    results = printed_cells(report.sections[0].results)
+    print_table(f"{config.task}: {count_of(args.seeds, 'seed')}, mean ± standard error", results)
     print(f"{report.summary}\nruns: {task_folder}")
-    print_suspects(map(Record, entries))
+    print_suspects(map(Record, folders))
     print(report.message())
-    if not any(row.runs for row in rows):
+    if failures.keys() >= {run for runs in methods.values() for run in runs}:
         raise UserError("all runs failed")
 
 
@@ -433,7 +424,8 @@ def _add_sharpness(commands: argparse._SubParsersAction[argparse.ArgumentParser]
     sharpness = commands.add_parser(
         "sharpness",
         help="measure the flatness of trained models",
-        description="Measure the flatness of trained runs: neighbourhood, worst case, Hessian.",
+        description="Measure the flatness of trained runs: neighbourhood, worst case, Hessian. Print the main numbers "
+        "and write a report.",
         epilog="example: tiltsam sharpness runs/digits",
     )
     sharpness.add_argument(
@@ -450,25 +442,18 @@ def _add_sharpness(commands: argparse._SubParsersAction[argparse.ArgumentParser]
     sharpness.add_argument(
         "--data-root", type=Path, metavar="DIR", help="folder of the data sets (default: $TILTSAM_DATA, or data)"
     )
-    sharpness.add_argument("--out", type=Path, help="folder of the figures (default: flatness, in the first RUN)")
+    sharpness.add_argument("--out", type=Path, help="folder of the report (default: report, in the first RUN)")
     sharpness.add_argument("--trials", action="store_true", help=TRIALS_HELP)
-    sharpness.add_argument("--no-figures", action="store_true", help="print the table only")
+    sharpness.add_argument("--no-figures", action="store_true", help="do not write figure files")
     sharpness.set_defaults(run=_sharpness)
 
 
 def _sharpness(args: argparse.Namespace) -> None:
-    from tiltsam.lab.console import MeasurementBars, print_table
+    from tiltsam.lab.console import LiveDisplay, print_table
     from tiltsam.lab.data import data_loader
-    from tiltsam.lab.flatness import (
-        FlatnessPlan,
-        find_runs,
-        flatness_cells,
-        measure_runs,
-        save_flatness,
-        setting_name,
-    )
-    from tiltsam.lab.flatness_plots import write_figures
-    from tiltsam.lab.report.tables import FLATTER
+    from tiltsam.lab.flatness import FlatnessPlan, find_runs, measure_runs, save_flatness
+    from tiltsam.lab.report import write_report
+    from tiltsam.lab.report.tables import FLATTER, MEANS, printed_cells
 
     if args.examples < 1 or args.samples < 2:
         raise UserError(
@@ -477,49 +462,29 @@ def _sharpness(args: argparse.Namespace) -> None:
     if not (math.isfinite(args.t) and args.t >= 0):
         raise UserError(f"--t must be a finite number of at least 0, got {args.t:g}")
 
-    out = args.runs[0] / "flatness" if args.out is None else args.out
-
-    def skipped(message: str) -> None:
-        print(f"skipped: {message}", flush=True)
-
-    def reused(name: str) -> None:
-        print(f"already measured: {name}", flush=True)
-
-    runs = find_runs(args.runs, skipped=skipped, trials=args.trials)
-    figures = not args.no_figures and _can_write_figures(out)
-    plan = FlatnessPlan(num_samples=args.samples, t=args.t)
-    measured = {}
-    with MeasurementBars() as bars:
+    with LiveDisplay() as display:
+        runs = find_runs(args.runs, trials=args.trials, skip_errors=True, display=display)
         for flat, about in measure_runs(
             runs,
             task=args.task,
             split=args.split,
             examples=args.examples,
             device=args.device,
-            data=data_loader(args.data_root),
-            plan=plan,
-            progress=bars,
-            skipped=skipped,
-            reused=reused,
+            data=data_loader(args.data_root, progress=display.loading),
+            plan=FlatnessPlan(num_samples=args.samples, t=args.t),
+            reuse=True,
+            skip_errors=True,
+            display=display,
         ):
             save_flatness(runs[flat.name], flat, about)  # now: the next run may take long
-            measured[flat.name] = flat
-    if not measured:
+    out = args.runs[0] / "report" if args.out is None else args.out
+    report = write_report(args.runs, out, figures=not args.no_figures, trials=args.trials)
+    tables = {section.task.name: section.flatness for section in report.sections if section.flatness is not None}
+    for task, table in tables.items():
+        print_table(f"{task}: flatness, {MEANS}", printed_cells(table))
+    if not tables:
         raise UserError("none of the runs can be measured")
-    flats = [measured[name] for name in runs if name in measured]
-    settings = [replace(flat, name=setting_name(flat.name)) for flat in flats]
-    several = len({flat.name for flat in settings}) < len(settings)
-    errors = "mean ± standard error over seeds" if several else "± standard error of the measurement"
-    print_table(f"flatness, {errors}", flatness_cells(settings))
-    print(
-        f"worst case: largest rise of the loss within a radius of {plan.rho:g}; adaptive: within {plan.adaptive_rho:g} "
-        f"relative to each weight; t-mean, t-variance: weighted by exp(t·loss), t = {plan.t:g}, under noise"
-    )
-    print(FLATTER)
-    for path in write_figures(flats, out) if figures else ():
-        print(f"wrote {path}")
-    again = shlex.join(["tiltsam", "report", *map(str, args.runs), *(["--trials"] if args.trials else [])])
-    print(f"saved as flatness.json in each run's folder; to add it to the page: {again}")
+    print(f"{FLATTER}\n{report.message()}")
 
 
 def _add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -601,7 +566,7 @@ def _add_reproduce(commands: argparse._SubParsersAction[argparse.ArgumentParser]
 
 
 def _reproduce(args: argparse.Namespace) -> None:
-    from tiltsam.lab.console import MeasurementBars, RunDisplay
+    from tiltsam.lab.console import RunDisplay
     from tiltsam.lab.paper.cost import print_costs
     from tiltsam.lab.paper.recipes import RECIPES, find_recipe, parse_changes, select_methods
     from tiltsam.lab.paper.reproduce import Reproduction, ReproductionPlan, reproduce
@@ -644,18 +609,8 @@ def _reproduce(args: argparse.Namespace) -> None:
         raise UserError(f"{args.out} has no finished run of {args.name} with these settings")
     print_header(plan)
     if not args.finished:
-        with RunDisplay(plan.names()) as display, MeasurementBars() as bars:
-            reproduction = reproduce(
-                plan,
-                args.out,
-                root=args.data_root,
-                download=args.download,
-                loading=display.loading,
-                setup=display.setup,
-                report=display.report,
-                notify=display.print,
-                measuring=display.stop_before(bars),
-            )
+        with RunDisplay(plan.names()) as display:
+            reproduction = reproduce(plan, args.out, root=args.data_root, download=args.download, display=display)
     print_results(reproduction)
     folder = args.out / "reproduced" / plan.recipe.name.replace("/", "-")
     write_numbers(reproduction, folder / "numbers.json")
@@ -667,6 +622,7 @@ def _reproduce(args: argparse.Namespace) -> None:
 def _two_tilts(args: argparse.Namespace) -> None:
     from tiltsam.lab.console import SweepDisplay, format_markdown, print_table
     from tiltsam.lab.report import write_report
+    from tiltsam.lab.stats import count_of
     from tiltsam.lab.two_tilts import SEEDS, cost_rows, num_runs, result_rows, run_study, select_studies
 
     if args.changes or args.finished:
@@ -692,11 +648,10 @@ def _two_tilts(args: argparse.Namespace) -> None:
                 device=args.device,
                 precision=args.precision,
                 workers=args.workers,
-                report=display.report,
-                notify=display.print,
+                display=display,
             )
         table = result_rows(study, result)
-        print_table(f"{study.title}: {_seeds(seeds)}, mean ± standard error", table)
+        print_table(f"{study.title}: {count_of(seeds, 'seed')}, mean ± standard error", table)
         text += f"### {study.title}\n\n{format_markdown(table)}\n\n"
         sweeps.append(result.path.parent)
     folder.mkdir(parents=True, exist_ok=True)
@@ -802,6 +757,7 @@ def _sweep(args: argparse.Namespace) -> None:
     from tiltsam.lab.grids import parse_grid
     from tiltsam.lab.report import write_report
     from tiltsam.lab.report.runs import tested_runs
+    from tiltsam.lab.stats import count_of
 
     config, settings = split_settings(args)
     with SweepDisplay() as display:
@@ -824,13 +780,11 @@ def _sweep(args: argparse.Namespace) -> None:
             workers=args.workers,
             root=args.data_root,
             download=args.download,
-            loading=display.loading,
             heartbeat=args.heartbeat,
             log=args.log,
-            report=display.report,
-            notify=display.print,
+            display=display,
         )
-    tested = f", tested with {_seeds(args.seeds)}, mean ± standard error" if args.seeds else ""
+    tested = f", tested with {count_of(args.seeds, 'seed')}, mean ± standard error" if args.seeds else ""
     print_table(f"{args.task}: chosen by {result.value_name}{tested}", format_results(result))
     folder = result.path.parent
     report = None
@@ -872,10 +826,6 @@ def _methods(args: argparse.Namespace) -> None:
     for name, method in tiltsam.METHODS.items():
         first = (inspect.getdoc(getattr(method, "func", method)) or "").splitlines()[0].replace("``", "")
         print(f"{name:{width}}  {first}")
-
-
-def _seeds(number: int) -> str:
-    return "1 seed" if number == 1 else f"{number} seeds"
 
 
 @contextmanager

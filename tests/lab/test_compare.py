@@ -8,14 +8,18 @@ from functools import partial
 import pytest
 
 import tiltsam
+from helpers.displays import Told
 from helpers.lab_processes import files_named, start
 from helpers.tracing import named_functions_of
 from helpers.vasso import VaSSO
 from tiltsam.cli import main
-from tiltsam.lab.compare import compare, comparison_cells, format_rows
+from tiltsam.lab.compare import compare, runs_by_method
 from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.errors import ConfigError, TrainError
 from tiltsam.lab.records import Record
+from tiltsam.lab.report.runs import read_runs
+from tiltsam.lab.report.summary import summarize
+from tiltsam.lab.stats import format_interval, format_mean, mean_of, paired_difference
 from tiltsam.lab.train import train
 
 SMALL = TrainConfig(epochs=2, batch_size=128, options={"num_samples": 2})
@@ -34,48 +38,48 @@ def ends_well(process) -> bool:
 
 def test_compare_trains_each_method_with_each_seed_once(tmp_path):
     trained = {}
-    rows = compare(
-        comparison_cells(QUICK, ["erm", "sam:rho=0.1"], seeds=2),
+    failures = compare(
+        runs_by_method(QUICK, ["erm", "sam:rho=0.1"], seeds=2),
         tmp_path,
-        report=lambda config, progress: trained.setdefault((config.method, config.seed), progress),
+        display=Told(report=lambda config, progress: trained.setdefault((config.method, config.seed), progress)),
     )
-    assert [(row.method, row.runs) for row in rows] == [("erm", 2), ("sam:rho=0.1", 2)]
+    assert failures == {}
     assert list(trained) == [("erm", 0), ("sam", 0), ("erm", 1), ("sam", 1)]
-    alone = comparison_cells(QUICK, ["erm"], seeds=2)
-    assert compare(alone, tmp_path, report=lambda *_: pytest.fail("trained again")) == rows[:1]
+    alone = runs_by_method(QUICK, ["erm"], seeds=2)
+    assert compare(alone, tmp_path, display=Told(report=lambda *_: pytest.fail("trained again"))) == {}
 
 
-def test_comparison_cells_refuse_equal_methods():
+def test_runs_by_method_refuses_equal_methods():
     with pytest.raises(ConfigError, match=r"^sam and sam:rho=0\.05 are the same runs"):
-        comparison_cells(QUICK, ["sam", "erm", "sam:rho=0.05"], 1)
+        runs_by_method(QUICK, ["sam", "erm", "sam:rho=0.05"], 1)
 
 
 def test_compare_tells_what_it_waits_for(tmp_path):
-    cells = comparison_cells(QUICK, ["erm", "sam"], 1)
+    cells = runs_by_method(QUICK, ["erm", "sam"], 1)
     lines, skipped = [], []
     with ExitStack() as elsewhere:
         assert elsewhere.enter_context(Record.of(tmp_path, cells["sam"][0]).lock())
 
-        def notify(line):
+        def take(line):
             lines.append(line)
             elsewhere.close()
 
-        rows = compare(cells, tmp_path, skip=skipped.append, notify=notify)
+        compare(cells, tmp_path, display=Told(skip=skipped.append, print=take))
     assert skipped == cells["sam"]
     assert lines == ["waiting for 1 run that other processes train"]
-    assert [row.runs for row in rows] == [1, 1]
+    assert all(Record.of(tmp_path, *runs).result() for runs in cells.values())
 
 
 @pytest.mark.parametrize(
     ("methods", "seeds", "value"), [(["sgd"], 1, "sgd"), (["erm:rho=1"], 1, "rho"), (["erm"], 0, "0")]
 )
-def test_comparison_cells_refuse_unknown_methods_settings_and_seeds(methods, seeds, value):
+def test_runs_by_method_refuses_unknown_methods_settings_and_seeds(methods, seeds, value):
     with pytest.raises(ConfigError, match=value):
-        comparison_cells(QUICK, methods, seeds)
+        runs_by_method(QUICK, methods, seeds)
 
 
 def test_compare_checks_all_cells_before_it_trains(tmp_path):
-    cells = comparison_cells(QUICK, ["erm", "sam:rho=-1"], seeds=1)
+    cells = runs_by_method(QUICK, ["erm", "sam:rho=-1"], seeds=1)
     with pytest.raises(ConfigError, match="-1"):
         compare(cells, tmp_path)
     assert not list(tmp_path.iterdir())
@@ -86,21 +90,41 @@ def test_compare_continues_after_a_diverged_run(tmp_path, capsys):
     assert main([*bad, "--lr", "1e30"]) == 2
     printed = capsys.readouterr()
     assert "erm seed 0: the loss is not finite in epoch 1: lower lr\n" in printed.out
-    assert "1 failed" in printed.out
+    assert "| 0 of 1 |" in printed.out
     assert "1 seed," in printed.out
     assert "all runs failed" in printed.err
     with pytest.raises(TrainError, match="lower lr or rho"):
         train(small(method="sam", lr=1e30), Record(tmp_path / "again"))
 
 
-def test_compare_averages_over_seeds(tmp_path):
-    cells = {m: [small(method=m, seed=s) for s in (0, 1)] for m in ("erm", "sam")}
-    rows = compare(cells, tmp_path)
-    assert [row.method for row in rows] == ["erm", "sam"]
-    scores = [100 * Record.of(tmp_path, c).result()["score"] for c in cells["erm"]]
-    assert rows[0].mean == pytest.approx(sum(scores) / 2)
-    assert rows[0].error == pytest.approx(abs(scores[0] - scores[1]) / 2)
-    assert format_rows(rows)[0][0] == "method"
+def test_compare_returns_what_failed(tmp_path):
+    bad, good = small(method="erm", lr=1e30), small(method="erm")
+    failures = compare({"bad": [bad], "good": [good]}, tmp_path)
+    assert list(failures) == [bad]
+    assert "the loss is not finite" in str(failures[bad])
+
+
+def test_compare_prints_the_main_columns_of_the_report(tmp_path, capsys):
+    command = ["compare", "digits", "--methods", "erm", "sam", "--seeds", "2", "--out", str(tmp_path), "--epochs", "2"]
+    assert main(command) == 0
+    out = capsys.readouterr().out
+    headings, _, *rows = (line.split(" | ") for line in out.splitlines() if line.startswith("|"))
+    assert [heading.strip(" |") for heading in headings] == [
+        "method",
+        "test accuracy (%)",
+        "minus erm [95% interval]",
+        "at best validation",
+        "passes",
+        "seconds",
+        "runs",
+    ]
+    (task,) = summarize(*read_runs([tmp_path]))
+    erm, sam = (setting.finals("score", 100) for setting in task.settings)
+    assert rows[0][1].strip() == format_mean(mean_of(list(erm.values())), 2)
+    difference = paired_difference(sam, erm)
+    assert rows[1][2].strip() == f"{difference.value:+.2f} {format_interval(difference)}"
+    assert "2 |\n\n" in out  # an empty line between the table and the sentence
+    assert "BatchNorm" not in out
 
 
 def test_compare_report_shows_only_the_compared_cells(tmp_path, capsys):
@@ -123,7 +147,7 @@ def test_compare_methods_with_own_settings(tmp_path, capsys):
     assert main([*command, "--methods", *named]) == 0
     shown = capsys.readouterr()
     assert not shown.err
-    rows = [line.split("|")[1::5] for line in shown.out.splitlines() if line.startswith("| ")]
+    rows = [line.split("|")[1:-1:6] for line in shown.out.splitlines() if line.startswith("| ")]
     assert [[cell.strip() for cell in row] for row in rows[1:]] == [[name, "2"] for name in named]
     assert "digits sam:rho=0.4,average=true seed 1  100%" in shown.out
     configs = [Record(path.parent).config() for path in files_named("config.json", tmp_path)]

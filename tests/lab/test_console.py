@@ -15,16 +15,19 @@ import rich
 import torch
 from rich.console import Console
 
+from helpers.displays import Told
 from helpers.lab_files import cifar, dtd, picture
 from tiltsam.cli import main
+from tiltsam.lab import console
 from tiltsam.lab import data as lab_data
 from tiltsam.lab import train as training
 from tiltsam.lab.compare import compare
 from tiltsam.lab.config import TrainConfig
-from tiltsam.lab.console import MeasurementBars, RunDisplay, print_table
+from tiltsam.lab.console import LiveDisplay, RunDisplay, print_table
 from tiltsam.lab.data.download import Remote, download
+from tiltsam.lab.display import Progress
 from tiltsam.lab.records import Record
-from tiltsam.lab.train import Progress, train
+from tiltsam.lab.train import train
 
 CONFIG = TrainConfig(method="sam", epochs=2)
 ROW = {"epoch": 1, "train_loss": 0.5, "validation_accuracy": 0.8, "test_accuracy": 0.9}
@@ -53,6 +56,14 @@ def test_run_display_shows_loss_score_speed_and_time_left(terminal, capsys):
     with RunDisplay() as screen:
         screen.report(CONFIG, Progress(passes=12_345, seconds=10.0, done=1.0, row=ROW))
     assert "1,234 passes/s" in capsys.readouterr().out
+
+
+def test_only_a_finished_run_is_at_100_percent(monkeypatch, capsys):
+    monkeypatch.setattr(console, "LINE_SECONDS", 0.0)
+    with RunDisplay() as screen:
+        for done in (0.999, 1.0):
+            screen.report(CONFIG, Progress(passes=10, seconds=1.0, done=done, row=ROW))
+    assert re.findall(r"\d+%", capsys.readouterr().out) == ["99%", "100%"]
 
 
 def test_run_display_keeps_a_line_per_finished_run(terminal, capsys):
@@ -150,8 +161,8 @@ def test_print_table_breaks_no_word_on_a_narrow_terminal(monkeypatch, capsys):
 def test_measurement_bars(terminal: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("rich")
     monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
-    with MeasurementBars() as bars:
-        tell = bars("a model")
+    with LiveDisplay() as screen:
+        tell = screen.measuring("a model")
         tell(1, 4)
     out, err = capsys.readouterr()
     assert out == ""
@@ -159,21 +170,20 @@ def test_measurement_bars(terminal: bool, capsys: pytest.CaptureFixture[str], mo
 
 
 def test_measurement_bars_print_one_line_per_model_without_a_terminal(capsys):
-    with MeasurementBars() as bars:
+    with LiveDisplay() as screen:
         for what in ("sam-1: neighbourhood", "sam-1: trace", "erm-2: neighbourhood", "erm-2: trace"):
-            bars(what)
+            screen.measuring(what)
     assert capsys.readouterr().err == "measuring sam-1\nmeasuring erm-2\n"
 
 
-def test_stop_before_stops_the_run_display(monkeypatch, capsys):
+def test_measuring_stops_the_bar_of_runs(monkeypatch, capsys):
     for stream in (sys.stdout, sys.stderr):
         monkeypatch.setattr(stream, "isatty", lambda: True)
-    with RunDisplay() as screen, MeasurementBars() as bars:
+    with RunDisplay() as screen:
         screen.report(CONFIG, Progress(epoch=1.0, done=1.0, row=ROW))
         time.sleep(0.3)
         assert capsys.readouterr().err == ""  # nothing is measured yet
-        measuring = screen.stop_before(bars)
-        tell = measuring("a model")
+        tell = screen.measuring("a model")
         capsys.readouterr()
         time.sleep(0.3)
         tell(1, 4)
@@ -191,7 +201,12 @@ def test_stop_before_stops_the_run_display(monkeypatch, capsys):
 def test_report_is_called_within_and_after_epochs(tmp_path, monkeypatch):
     monkeypatch.setattr(training, "REPORT_SECONDS", 0.0)
     reports = []
-    train(CONFIG, Record(tmp_path), report=lambda p: reports.append((p.done, p.seconds, p.row.get("epoch", 0))))
+
+    def report(config, progress):
+        assert config is CONFIG
+        reports.append((progress.done, progress.seconds, progress.row.get("epoch", 0)))
+
+    train(CONFIG, Record(tmp_path), display=Told(report=report))
     assert reports == sorted(reports)
     assert len(reports) > 20
     assert {row for *_, row in reports} == {0, 1, 2}

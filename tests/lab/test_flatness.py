@@ -3,12 +3,13 @@
 import json
 import math
 import shutil
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
+from helpers.displays import Told
 from helpers.measuring import convnet, cross_entropy, unequal_batches
 from tiltsam.cli import main
 from tiltsam.lab import flatness as lab_flatness
@@ -19,14 +20,11 @@ from tiltsam.lab.flatness import (
     FlatnessPlan,
     find_runs,
     flatness_cells,
-    load_flatness,
     measure,
     measure_runs,
     save_flatness,
-    setting_name,
 )
 from tiltsam.lab.records import Record
-from tiltsam.lab.report import write_report
 from tiltsam.lab.report.tables import FLATTER
 from tiltsam.lab.stats import Mean, format_mean
 from tiltsam.lab.train import train
@@ -135,35 +133,27 @@ def test_measure_runs_uses_the_labels_of_the_seed(tmp_path):
     assert abs(together[0].loss - together[1].loss) < 0.2
 
 
-def test_sharpness_prints_table_and_writes_figures(runs, tmp_path, capsys):
+def test_sharpness_saves_what_it_measured(runs, tmp_path, capsys):
     folder = next(runs.rglob("config.json")).parent
-    arguments = ["sharpness", str(folder), "--examples", "60", "--samples", "3", "--out", str(tmp_path / "figures")]
-    assert main(arguments) == 0
+    arguments = ["sharpness", str(folder), "--examples", "60", "--samples", "3", "--no-figures"]
+    assert main([*arguments, "--out", str(tmp_path / "report")]) == 0
     out = capsys.readouterr().out
-    assert "variance" in out
-    assert "λ5" in out
-    assert sorted(p.name for p in (tmp_path / "figures").glob("*.png")) == [
-        "neighborhood.png",
-        "slices.png",
-        "spectrum.png",
-    ]
+    assert not (tmp_path / "report" / "figures").exists()
     saved = json.loads((folder / "flatness.json").read_text())
     on = {"task": "digits", "split": "train", "examples": 60, "num_samples": 3, "t": 1.0, "rho": 0.05}
     assert saved["about"].items() >= on.items()
     assert len(saved["neighborhood"]["std"]) == len(saved["neighborhood"]["variance_error"]) == 9
     assert f"{saved['eigenvalues']['values'][0]:.4g}"[:3] in out
     assert [line["label"] for line in saved["slices"]] == ["random direction", "top eigenvector"]
-    report = write_report([folder], tmp_path / "report", figures=False)
-    assert "on 60 train examples of digits" in report.page.read_text()
-    assert "largest rise within a radius of 0.05 (adaptive: 0.5)" in report.page.read_text()
+    assert "on 60 train examples of digits" in (tmp_path / "report" / "report.html").read_text()
 
 
 def test_sharpness_reuses_measurements_of_the_same_model(copied, tmp_path, monkeypatch, capsys):
-    arguments = ["sharpness", str(copied), "--examples", "40", "--samples", "3", "--out", str(tmp_path / "figures")]
+    arguments = ["sharpness", str(copied), "--examples", "40", "--samples", "3", "--out", str(tmp_path / "report")]
     assert main(arguments) == 0
     table = capsys.readouterr().out
     saved = {path: path.read_bytes() for path in copied.rglob("flatness.json")}
-    figures = {path: path.read_bytes() for path in (tmp_path / "figures").iterdir()}
+    figures = {path: path.read_bytes() for path in (tmp_path / "report" / "figures").iterdir()}
     with monkeypatch.context() as patch:
         patch.setattr(lab_flatness, "measure", None)
         assert main(arguments) == 0
@@ -177,10 +167,12 @@ def test_measure_runs_measures_again_what_has_changed(copied):
     runs = find_runs([copied])
 
     def reused(plan=FAST, **options):
-        names = []
-        for flat, about in measure_runs(runs, plan=plan, examples=40, reused=names.append, **options):
+        lines = []
+        told = {"reuse": True, "display": Told(print=lines.append)}
+        for flat, about in measure_runs(runs, plan=plan, examples=40, **told, **options):
+            assert not any(flat.name in line for line in lines)
             save_flatness(runs[flat.name], flat, about)
-        return names
+        return [line.removeprefix("already measured: ") for line in lines]
 
     assert reused() == []
     assert reused() == list(runs) == ["erm seed 0", "sam seed 0"]
@@ -194,51 +186,43 @@ def test_measure_runs_measures_again_what_has_changed(copied):
     assert reused(replace(FAST, t=2.0), split="test") == list(runs)
 
 
-def test_load_flatness_returns_what_save_flatness_wrote(tmp_path):
-    plan = replace(QUICK, num_density_probes=1)  # without an error, which is NaN
-    flat = measure("a", convnet(), cross_entropy, unequal_batches(), plan)
-    record, about = Record(tmp_path), {"task": "made up"}
-    save_flatness(record, flat, about)
-    found = load_flatness(record, "b", about)
-    assert found is not None
-    assert found.name == "b"
-    assert flatness_cells([replace(found, name="a")]) == flatness_cells([flat])
-    for saved, read in ((getattr(x, name) for x in (flat, found)) for name in ("worst_case", "adaptive", "trace")):
-        assert (saved.value, saved.error) == (read.value, read.error)
-    assert torch.equal(found.eigenpairs.values, flat.eigenpairs.values)
-    assert torch.equal(found.rounding.losses, flat.rounding.losses)
-    torch.testing.assert_close(asdict(found.neighborhood), asdict(flat.neighborhood), rtol=0, atol=0, equal_nan=True)
-    names = ("grid", "values", "error", "nodes", "weights", "width")
-    for name in names:
-        expected = getattr(flat.density, name)
-        torch.testing.assert_close(getattr(found.density, name), expected, rtol=0, atol=0, equal_nan=True)
-    for ours, theirs in zip(found.slices, flat.slices, strict=True):
-        assert ours.label == theirs.label
-        assert torch.equal(ours.losses, theirs.losses)
-        assert torch.equal(ours.positions, theirs.positions)
-    assert load_flatness(record, "b", about | {"t": 1.0}) is None
-
-
 def test_sharpness_prints_means_over_seeds(copied, capsys):
     config = TrainConfig(method="sam", epochs=6, batch_size=128, seed=1)
     train(config, Record.of(copied, config))
     assert sharpness_of(copied) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert "flatness, mean ± standard error over seeds" in lines
-    heading, loss = (next(line for line in lines if line.startswith(f"| {label} ")) for label in ("model", "loss"))
-    assert heading.split() == ["|", "model", "|", "erm", "|", "sam", "|"]
-    assert loss.count("±") == 1
+    assert "digits: flatness, mean ± standard error over seeds" in lines
+    rows = {line.split()[1]: line for line in lines if line.startswith("| ")}
+    assert list(rows) == ["method", "erm", "sam"]
+    assert "±" not in rows["erm"]
+    assert "±" in rows["sam"]
 
 
-def test_sharpness_figures_are_in_the_folder_of_the_runs(copied, capsys, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
+def test_sharpness_ends_in_the_report(copied, capsys):
     assert main(["sharpness", str(copied), "--examples", "40", "--samples", "2"]) == 0
     out = capsys.readouterr().out
-    assert f"wrote {copied / 'flatness' / 'neighborhood.png'}" in out
-    assert not (tmp_path / "flatness").exists()
-    assert "worst case: largest rise of the loss within a radius of 0.05; adaptive: within 0.5" in out
-    assert out.splitlines()[-1].endswith(f"to add it to the page: tiltsam report {copied}")
-    assert FLATTER in out
+    report = copied / "report"
+    assert out.endswith(f"|\n\n{FLATTER}\nreport: {report / 'report.html'}\n")
+    assert {"noise-variance.png", "spectrum.png", "slice-0.png"} <= {path.name for path in report.glob("figures/*")}
+    headings = next(line for line in out.splitlines() if line.startswith("| method"))
+    assert all(name in headings for name in ("loss", "t-variance at 0.01", "worst case", "λ1", "trace"))
+    assert not any(name in headings for name in (" variance", "adaptive", "bits"))
+    page = (report / "tables" / "flatness.md").read_text()
+    assert all(name in page for name in (" variance at 0.01", "t-variance at 0.01", "adaptive", "4 bits"))
+    assert "exp(t·loss), t = 1;" in page
+    assert "largest rise within a radius of 0.05 (adaptive: 0.5)" in page
+
+
+def test_sharpness_names_entries_as_compare_does(tmp_path, capsys):
+    typed = ["erm:average=true,example_tilt=-0.4", "erm", "sam:rho=0.05"]
+    command = ["compare", "digits", "--epochs", "0.2", "--seeds", "1", "--out", str(tmp_path), "--methods", *typed]
+    assert main(command) == 0
+    capsys.readouterr()
+    assert sharpness_of(tmp_path / "digits") == 0
+    printed = capsys.readouterr()
+    names = [line.split()[1] for line in printed.out.splitlines() if line.startswith("| ")][1:]
+    assert sorted(names) == sorted(typed)
+    assert sorted(printed.err.splitlines()) == sorted(f"measuring {name} seed 0" for name in typed)
 
 
 def test_sharpness_saves_each_run_before_the_next(copied, monkeypatch, capsys):
@@ -320,7 +304,6 @@ def test_find_runs_gives_unique_names(tmp_path):
     names = ["erm seed 0", *(f"sam:rho={rho} seed {seed}" for rho in (0.05, 0.2) for seed in (0, 1))]
     found = find_runs([tmp_path])
     assert list(found) == names
-    assert list(dict.fromkeys(map(setting_name, found))) == ["erm", "sam:rho=0.05", "sam:rho=0.2"]
     assert all(found[name].config() == config for name, config in zip(names[1:], configs, strict=True))
     Record.of(tmp_path / "b", configs[0]).begin(configs[0], torch.device("cpu"))  # the same once more
     again = find_runs([tmp_path])
@@ -349,9 +332,9 @@ def test_find_runs_names_settings_as_typed(tmp_path):
 def test_sharpness_refuses_wrong_arguments(runs, tmp_path, capsys):
     with pytest.raises(RecordError, match="no run in"):
         find_runs([tmp_path])
-    assert main(["sharpness", str(tmp_path / "nowhere"), "--out", str(tmp_path / "figures")]) == 2
+    assert main(["sharpness", str(tmp_path / "nowhere"), "--out", str(tmp_path / "report")]) == 2
     assert "no run in" in capsys.readouterr().err
-    assert not (tmp_path / "figures").exists()  # nothing is left of a mistyped name
+    assert not (tmp_path / "report").exists()  # nothing is left of a mistyped name
     assert main(["sharpness", str(runs), "--samples", "1", "--no-figures"]) == 2
     assert "--samples at least 2" in capsys.readouterr().err
     for t in ("-1", "nan", "inf"):
@@ -361,7 +344,7 @@ def test_sharpness_refuses_wrong_arguments(runs, tmp_path, capsys):
         assert not printed.out  # no run is to blame
     other = replace(TrainConfig(method="erm", epochs=1), task="npz:elsewhere.npz")
     Record.of(tmp_path, other).begin(other, torch.device("cpu"))
-    with pytest.raises(ConfigError, match="several tasks"):
+    with pytest.raises(ConfigError, match=r"several tasks .*: pass the folders of one task"):
         list(measure_runs(find_runs([runs, tmp_path])))
 
 

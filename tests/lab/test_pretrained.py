@@ -111,7 +111,7 @@ def test_load_model_of_a_text_encoder(folder, tmp_path):
     glue(tmp_path, "cola")
     config = TrainConfig("glue/cola", "erm", f"hf:{folder}", epochs=1, batch_size=6, max_length=24)
     record = Record(tmp_path / "run")
-    train(config, record, root=tmp_path)
+    train(config, record, data=lambda config: lab_data.load(config, tmp_path))
     data = lab_data.load(config, tmp_path)
     model = load_model(record, data)
     saved = record.model()

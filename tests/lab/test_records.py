@@ -15,7 +15,7 @@ import pytest
 
 from tiltsam.cli import main
 from tiltsam.lab import flatness as lab_flatness
-from tiltsam.lab.compare import compare, format_rows
+from tiltsam.lab.compare import compare
 from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.data import load
 from tiltsam.lab.errors import DataError, RecordError
@@ -82,9 +82,9 @@ def commands(made, out):
     config, data, _ = made
     return {
         "train": lambda: train(config, Record.of(out, config), data=lambda _: data),
-        "compare": lambda: format_rows(compare({"it": [config]}, out)),
+        "compare": lambda: compare({"it": [config]}, out),
         "report": lambda: write_report([out], out / "report", figures=False),
-        "sharpness": lambda: list(measure_runs(find_runs([out], skipped=str), skipped=str, reused=str)),
+        "sharpness": lambda: list(measure_runs(find_runs([out], skip_errors=True), reuse=True, skip_errors=True)),
     }
 
 

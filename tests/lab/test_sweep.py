@@ -11,17 +11,19 @@ import numpy as np
 import optuna
 import pytest
 
+from helpers.displays import Told
 from tiltsam.cli import _parse, _read_arguments, main
 from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.console import SweepDisplay
+from tiltsam.lab.display import Progress, SweepStatus
 from tiltsam.lab.errors import ConfigError, Diverged, RecordError, TrainError, UserError
 from tiltsam.lab.flags import split_settings
 from tiltsam.lab.grids import PAPER, Range, make_entries, parse_grid
 from tiltsam.lab.records import Record
 from tiltsam.lab.report import runs
 from tiltsam.lab.studies import retry, sqlite_url
-from tiltsam.lab.sweep import SweepStatus, format_results, sweep
-from tiltsam.lab.train import Progress, train
+from tiltsam.lab.sweep import format_results, sweep
+from tiltsam.lab.train import train
 
 SMALL = TrainConfig("digits", epochs=1, batch_size=128)
 RATES = {"lr": (0.01, 0.03, 0.1)}
@@ -39,14 +41,14 @@ def fake(monkeypatch):
             self.accuracy = lambda config: 0.5
             self.score = lambda config: 0.5 + config.seed / 100
 
-        def __call__(self, config, record, *, data, log, report, until):
+        def __call__(self, config, record, *, data, log, display, until):
             if self.runs[-1:] != [config] or until == 1:
                 self.runs.append(config)
             loss = self.loss(config)
             row = {"epoch": until, "validation_accuracy": self.accuracy(config), "validation_loss": loss}
-            report(Progress(done=until / 2))  # within the first epoch
-            report(Progress(epoch=until, done=until, row=row))
-            report(Progress(epoch=until, done=1.2 * until, row=row))  # within the next epoch
+            display.report(config, Progress(done=until / 2))  # within the first epoch
+            display.report(config, Progress(epoch=until, done=until, row=row))
+            display.report(config, Progress(epoch=until, done=1.2 * until, row=row))  # within the next epoch
             if until < 1:
                 return row
             score = self.score(config)
@@ -395,7 +397,7 @@ def test_progress_ends_if_an_entry_chose_nothing(tmp_path, fake):
         return config.lr
 
     fake.loss, statuses = loss, []
-    sweep(SMALL, ["erm", "sam"], RATES, tmp_path, seeds=2, report=statuses.append)
+    sweep(SMALL, ["erm", "sam"], RATES, tmp_path, seeds=2, display=Told(status=statuses.append))
     assert statuses[0].total == 2 * 3 + 2 * 2
     assert (statuses[-1].ended, statuses[-1].total) == (2 * 3 + 2, 2 * 3 + 2)
 
@@ -594,9 +596,9 @@ def test_display_counts_runs_and_time_left(capsys, monkeypatch):
     clock = iter([0.0, 10.0, 20.0])
     monkeypatch.setattr("tiltsam.lab.console.time.monotonic", lambda: next(clock))
     with SweepDisplay() as display:
-        display.report(SweepStatus(0, 14, 0.0, []))
-        display.report(SweepStatus(5, 14, 0.0, ["sam lr=0.1: validation loss 0.5000"]))
-        display.report(SweepStatus(14, 14, 0.0, ["last"]))
+        display.status(SweepStatus(0, 14, 0.0, []))
+        display.status(SweepStatus(5, 14, 0.0, ["sam lr=0.1: validation loss 0.5000"]))
+        display.status(SweepStatus(14, 14, 0.0, ["last"]))
     first, last = capsys.readouterr().out.splitlines()
     assert first == "run 5 of 14  sam lr=0.1: validation loss 0.5000  0:18 left"
     assert last == "run 14 of 14  last"

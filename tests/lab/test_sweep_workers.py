@@ -18,6 +18,7 @@ import torch
 
 import tiltsam
 from helpers import postgres
+from helpers.displays import Told
 from helpers.lab_processes import CONTEXT, files_named, wait_for
 from tiltsam.cli import main
 from tiltsam.lab import processes
@@ -175,7 +176,8 @@ def test_killed_worker_of_a_command_is_reported(tmp_path, monkeypatch):
                 return
 
     base = replace(BASE, epochs=10)
-    result = sweep(base, ["erm"], RATES, tmp_path, seeds=1, workers=2, heartbeat=1, report=kill_one, notify=said.append)
+    display = Told(status=kill_one, print=said.append)
+    result = sweep(base, ["erm"], RATES, tmp_path, seeds=1, workers=2, heartbeat=1, display=display)
     assert "SIGKILL" in said[1]
     assert len(result.entries[0].trials) == 3
     assert len(result.entries[0].scores) == 1

@@ -7,6 +7,7 @@ from types import ModuleType
 
 import pytest
 
+from helpers.displays import Told
 from tiltsam.cli import main
 from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.records import Record
@@ -40,11 +41,11 @@ class Stop(Exception):
 
 
 def stop_at(epoch):
-    def report(progress):
+    def report(config, progress):
         if progress.epoch >= epoch:
             raise Stop
 
-    return report
+    return Told(report=report)
 
 
 @needs_tensorboard
@@ -53,9 +54,9 @@ def test_resumed_run_writes_every_epoch_once(from_the_start, tmp_path):
     record = Record(tmp_path / "run")
     # The checkpoint is of epoch 1; epochs 2 and 3 are on the board already when they are run again.
     with pytest.raises(Stop):
-        train(CONFIG, record, report=stop_at(2), log="tensorboard" if from_the_start else None, checkpoint_seconds=0)
+        train(CONFIG, record, display=stop_at(2), log="tensorboard" if from_the_start else None, checkpoint_seconds=0)
     with pytest.raises(Stop):
-        train(CONFIG, record, report=stop_at(3), log="tensorboard" if from_the_start else None, checkpoint_seconds=1e9)
+        train(CONFIG, record, display=stop_at(3), log="tensorboard" if from_the_start else None, checkpoint_seconds=1e9)
     train(CONFIG, record, log="tensorboard")
     check(record)
 
@@ -156,9 +157,9 @@ def test_resumed_run_sends_every_epoch_once(fake_tracker, from_the_start, tmp_pa
     record, log = Record(tmp_path / "digits" / "sam" / "seed-0"), fake_tracker.__name__
     first = log if from_the_start else None
     with pytest.raises(Stop):
-        train(CONFIG, record, report=stop_at(2), log=first, checkpoint_seconds=0)
+        train(CONFIG, record, display=stop_at(2), log=first, checkpoint_seconds=0)
     with pytest.raises(Stop):
-        train(CONFIG, record, report=stop_at(3), log=first, checkpoint_seconds=1e9)
+        train(CONFIG, record, display=stop_at(3), log=first, checkpoint_seconds=1e9)
     train(CONFIG, record, log=log)
     check_online(fake_tracker, record)
     assert next(iter(fake_tracker.runs.values()))["name"].startswith("digits-sam-seed-0")

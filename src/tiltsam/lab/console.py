@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from tiltsam.flatness.loss_surface import ProgressCallback
 from tiltsam.lab.config import TrainConfig
+from tiltsam.lab.display import Display, Progress, SweepStatus
+from tiltsam.lab.errors import TrainError
 from tiltsam.lab.records import Record, is_number
 from tiltsam.lab.schedules import passes_per_step
-from tiltsam.lab.train import Progress
-
-if TYPE_CHECKING:
-    from tiltsam.lab.sweep import SweepStatus  # needs Optuna
+from tiltsam.lab.stats import count_of
 
 __all__ = [
     "LiveDisplay",
-    "MeasurementBars",
     "RunDisplay",
     "SweepDisplay",
     "format_markdown",
@@ -31,11 +30,16 @@ __all__ = [
 LINE_SECONDS = 5.0  # between plain lines; the last line of a run or file is always printed
 
 
-class LiveDisplay:
-    """A progress bar on a terminal, with permanent lines above it. A context manager."""
+class LiveDisplay(Display):
+    """A progress bar on a terminal, with permanent lines above it. A context manager.
+
+    Measurements have bars of their own on standard error, which end with the context.
+    """
 
     def __init__(self) -> None:
         self._live: Any = _bar() if sys.stdout.isatty() else None
+        self._bars: Any = _measurement_bars() if sys.stderr.isatty() else None
+        self._measured = ""
         self._task: Any = None
         self._name = ""
         self._last_line = 0.0
@@ -47,18 +51,9 @@ class LiveDisplay:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        if self._live is not None:
-            self._live.stop()
-
-    def stop_before(self, bars: Callable[[str], Any]) -> Callable[[str], Any]:
-        """Return the same bars, but stop this display when the first is made: two would overwrite each other."""
-
-        def show(what: str) -> Any:
-            if self._live is not None:
-                self._live.stop()
-            return bars(what)
-
-        return show
+        for live in (self._live, self._bars):
+            if live is not None:
+                live.stop()
 
     def print(self, line: str) -> None:
         """Print a line that stays above the live display."""
@@ -75,6 +70,20 @@ class LiveDisplay:
             self._line(f"{what}: {note}", last=done == total)
         else:
             self._draw(what, done, total, note)
+
+    def measuring(self, what: str) -> ProgressCallback:
+        """Show the progress of a measurement: a bar on a terminal, a line per model elsewhere."""
+        if self._bars is None:
+            model = what.partition(": ")[0]
+            if model != self._measured:
+                print(f"measuring {model}", file=sys.stderr, flush=True)
+                self._measured = model
+            return super().measuring(what)
+        if self._live is not None:
+            self._live.stop()  # two live displays would overwrite each other
+        self._bars.start()
+        task = self._bars.add_task(what, total=None)
+        return lambda done, total: self._bars.update(task, completed=done, total=total, visible=done < total)
 
     def _draw(self, name: str, done: float, total: float | None, note: str) -> None:
         """Draw the bar; another name starts a new one in its place."""
@@ -104,8 +113,6 @@ class LiveDisplay:
 class RunDisplay(LiveDisplay):
     """Shows the progress of runs. A context manager.
 
-    ``report`` and ``loading`` are callbacks for :func:`tiltsam.lab.compare.compare`.
-
     Args:
         names: Names of runs by the key of their config; by default the method's name.
         runs: The runs that will be trained; if there are several, their number and the time left for all are shown.
@@ -122,7 +129,7 @@ class RunDisplay(LiveDisplay):
         """Return the displayed name of a run."""
         return f"{self._names.get(config.key(), config.method)} seed {config.seed}"
 
-    def setup(self, config: TrainConfig, setup: Mapping[str, Any]) -> None:
+    def setup(self, config: TrainConfig, setup: dict[str, Any]) -> None:
         """Print the sizes of the splits, classes, label noise and model, unless an earlier run had the same."""
         line = f"{config.task}: {_describe_setup(setup)}"
         if setup and line not in self._setups:
@@ -132,6 +139,10 @@ class RunDisplay(LiveDisplay):
     def skip(self, config: TrainConfig) -> None:
         """Leave a run that another process trains out of the number of runs and the time left."""
         self._costs.pop(config, None)
+
+    def failed(self, config: TrainConfig, error: TrainError) -> None:
+        """Print why a run failed."""
+        self.print(f"{config.task} {self.name(config)}: {error}")
 
     def report(self, config: TrainConfig, progress: Progress) -> None:
         """Show the progress of a run."""
@@ -147,7 +158,8 @@ class RunDisplay(LiveDisplay):
             notes.append(f"{_clock(progress.seconds * (1 / progress.done - 1))} left")
         name, note = self.name(config), "  ".join(notes)
         if self._live is None:
-            self._line(f"{config.task} {name}  {100 * min(progress.done, 1):3.0f}%  {note}", last=progress.done >= 1)
+            percent = math.floor(100 * min(progress.done, 1))  # 100 only once the run has ended
+            self._line(f"{config.task} {name}  {percent:3}%  {note}", last=progress.done >= 1)
         else:
             self._draw(name, min(progress.done, 1.0), 1.0, note)
             if progress.done >= 1:  # the next run replaces the bar
@@ -185,12 +197,9 @@ def _describe_setup(setup: Mapping[str, Any]) -> str:
 
 
 class SweepDisplay(LiveDisplay):
-    """Shows the progress of a sweep. A context manager.
+    """Shows the progress of a sweep. A context manager."""
 
-    ``report`` and ``loading`` are callbacks for :func:`tiltsam.lab.sweep.sweep`.
-    """
-
-    def report(self, status: SweepStatus) -> None:
+    def status(self, status: SweepStatus) -> None:
         """Show how many runs have ended, the last results and the time left."""
         done = status.ended + status.running
         note = self._time_left(done, status.total)
@@ -201,47 +210,6 @@ class SweepDisplay(LiveDisplay):
             return
         for k, line in enumerate(status.news, status.ended - len(status.news) + 1):
             print(f"run {k} of {status.total}  {line}  {note}".rstrip(), flush=True)
-
-
-class MeasurementBars:
-    """Shows the progress of measurements, one after the other, on standard error. A context manager.
-
-    Called with the name of a measurement, it returns the callback that the measurement takes as ``progress``. Bars are
-    drawn by rich and removed at the end; without a terminal, one line is printed per model.
-
-    Example:
-        >>> with MeasurementBars() as bars:
-        ...     progress = bars("a model: neighbourhood")  # neighborhood(model, …, progress=progress)
-        ...     progress(1, 2)
-    """
-
-    def __init__(self) -> None:
-        self._bar: Any = None
-        self._model = ""
-        if sys.stderr.isatty():
-            from rich.console import Console
-            from rich.progress import Progress as RichProgress
-
-            self._bar = RichProgress(console=Console(stderr=True), transient=True)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-
-    def __call__(self, what: str) -> ProgressCallback:
-        """Return the callback for one measurement."""
-        if self._bar is None:
-            model = what.partition(": ")[0]
-            if model != self._model:
-                print(f"measuring {model}", file=sys.stderr, flush=True)
-                self._model = model
-            return lambda done, total: None
-        self._bar.start()  # not in __enter__: another bar may still be on the terminal
-        task = self._bar.add_task(what, total=None)
-        return lambda done, total: self._bar.update(task, completed=done, total=total, visible=done < total)
 
 
 def _clock(seconds: float) -> str:
@@ -263,6 +231,13 @@ def _bar() -> Any:
     return Progress(TextColumn(text, markup=False), BarColumn(), TaskProgressColumn(), console=Console())
 
 
+def _measurement_bars() -> Any:
+    from rich.console import Console
+    from rich.progress import Progress
+
+    return Progress(console=Console(stderr=True), transient=True)
+
+
 def print_suspects(records: Iterable[Record]) -> None:
     """Print where the training examples are listed whose labels look wrong: one line, of the first run that has any."""
     found = [(record, count) for record in records if (count := record.num_suspects())]
@@ -270,7 +245,7 @@ def print_suspects(records: Iterable[Record]) -> None:
         return
     record, count = found[0]
     what = "1 training example whose label looks" if count == 1 else f"{count:,} training examples whose labels look"
-    others = f" (and in {len(found) - 1} other run{'s' * (len(found) > 2)})" if len(found) > 1 else ""
+    others = f" (and in {count_of(len(found) - 1, 'other run')})" if len(found) > 1 else ""
     print(f"{record.folder / 'suspects.csv'}: {what} wrong{others}")
 
 
@@ -284,7 +259,7 @@ def print_table(title: str, cells: Sequence[Sequence[str]]) -> None:
         cells: Rows of cells, the headings first.
     """
     if not sys.stdout.isatty():
-        print(f"\n{title}\n\n{format_markdown(cells)}", flush=True)
+        print(f"\n{title}\n\n{format_markdown(cells)}\n", flush=True)
         return
     from rich.console import Console
     from rich.table import Table

@@ -6,7 +6,7 @@
 
 All models see the same data, the same noise and the same probes, so their differences have smaller errors than their
 values. :func:`measure_runs` does this for runs of the lab; ``RUN/flatness.json`` keeps the result for
-``tiltsam report`` and for the next ``tiltsam sharpness``.
+the report.
 """
 
 from __future__ import annotations
@@ -31,12 +31,13 @@ from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.data import Data, data_key, data_loader
 from tiltsam.lab.data.loader import normalise
 from tiltsam.lab.devices import resolve_device, torch_settings
+from tiltsam.lab.display import QUIET, Display
 from tiltsam.lab.errors import ConfigError, RecordError
 from tiltsam.lab.evaluate import task_loss
 from tiltsam.lab.files import drafted, file_digest, finite_json, parse_json
 from tiltsam.lab.models import load_model
 from tiltsam.lab.records import Record
-from tiltsam.lab.report.runs import RunRecord, find_run_folders, sweeps_of, tested_runs
+from tiltsam.lab.report.runs import RunRecord, find_run_folders, typed_entries
 from tiltsam.lab.report.summary import summarize
 from tiltsam.lab.stats import Mean, format_mean, mean_of
 from tiltsam.landscape import Slice1D, random_direction, slice_1d
@@ -49,11 +50,10 @@ __all__ = [
     "cross_runs",
     "find_runs",
     "flatness_cells",
-    "load_flatness",
+    "is_measured",
     "measure",
     "measure_runs",
     "save_flatness",
-    "setting_name",
 ]
 
 PAPER_STDS = (0.005, 0.0075, 0.01, 0.015, 0.02, 0.035, 0.05, 0.075, 0.1)
@@ -190,48 +190,37 @@ _RUN_ERRORS = (RecordError, ConfigError, ValueError, RuntimeError, OSError)
 
 
 def find_runs(
-    paths: Sequence[Path], *, skipped: Callable[[str], Any] | None = None, trials: bool = True
+    paths: Sequence[Path], *, trials: bool = True, skip_errors: bool = False, display: Display = QUIET
 ) -> dict[str, Record]:
     """Return the runs in and below the folders, by unique names such as ``sam:rho=0.2 seed 0``.
 
     Args:
         paths: The folders.
         trials: Whether to include the trials of sweeps, see :func:`tiltsam.lab.report.runs.find_run_folders`.
-        skipped: Called with a message for each damaged run; by default such a run raises.
+        skip_errors: Whether damaged runs are skipped, each with a line; otherwise the first one raises.
+        display: Prints the lines.
 
     Raises:
         RecordError: If a folder contains no run.
     """
     runs = []
-    found = find_run_folders(paths, trials=trials).runs
-    entries = {run.resolve(): test.entry for sweep in sweeps_of(found) for run, test in tested_runs(sweep).items()}
-    for folder in found:
+    found = find_run_folders(paths, trials=trials)
+    entries = typed_entries(found)
+    for folder in found.runs:
         try:
             config = Record(folder).config()
         except _RUN_ERRORS as error:
-            if skipped is None:
+            if not skip_errors:
                 raise
-            skipped(_error_line(folder, error))
+            display.print(_skipped(folder, error))
         else:
             runs.append(RunRecord(folder, config.to_json(), entry=entries.get(folder.resolve(), "")))
     named = []
     for task in summarize(runs):
         for setting in task.settings:
-            # A method's only setting has what is not at its default in its name, as one would type it.
-            name = setting.name if task.num_settings[setting.method] > 1 else setting.full_name
-            named += [(f"{name} seed {run.seed}", run.folder) for run in setting.runs]
+            named += [(f"{task.label(setting)} seed {run.seed}", run.folder) for run in setting.runs]
     times = Counter(name for name, _ in named)  # one config and seed may have several records
     return {name if times[name] == 1 else f"{name} in {folder}": Record(folder) for name, folder in named}
-
-
-def setting_name(name: str) -> str:
-    """Return a name that :func:`find_runs` gave without the seed: it is the same for all runs of a setting.
-
-    Example:
-        >>> setting_name("sam:rho=0.2 seed 0")
-        'sam:rho=0.2'
-    """
-    return name.partition(" seed ")[0]
 
 
 def measure_runs(
@@ -243,9 +232,9 @@ def measure_runs(
     device: str = "auto",
     data: Callable[[TrainConfig], Data] | None = None,
     plan: FlatnessPlan | None = None,
-    progress: Callable[[str], Any] | None = None,
-    skipped: Callable[[str], Any] | None = None,
-    reused: Callable[[str], Any] | None = None,
+    reuse: bool = False,
+    skip_errors: bool = False,
+    display: Display = QUIET,
 ) -> Iterator[tuple[Flatness, dict[str, Any]]]:
     """Measure the model of every run on examples of one task, with the labels that it was trained on.
 
@@ -260,10 +249,9 @@ def measure_runs(
         device: The device.
         data: Returns the data of a config; by default a :func:`tiltsam.lab.data.data_loader`.
         plan: What to measure.
-        progress: ``progress("NAME: trace")`` returns the callback for that measurement.
-        skipped: Called with a message for each run that cannot be measured; by default such a run raises.
-        reused: Called with the name of each run whose ``flatness.json`` is returned because it holds this very
-            measurement of this very model; by default every run is measured.
+        reuse: Whether to leave out the runs whose ``flatness.json`` has this very measurement of this very model.
+        skip_errors: Whether runs that cannot be measured are skipped, each with a line; otherwise the first one raises.
+        display: Is told about each measurement, and prints the lines.
 
     Yields:
         The measurements of a run, and a description of them, both for :func:`save_flatness`. Runs of one seed follow
@@ -280,18 +268,17 @@ def measure_runs(
             try:
                 model = load_model(runs[name], loaded).to(where)
                 mark = {"model": file_digest(weights)} if weights.exists() else {"finished": False}
-                if reused is not None and "model" in mark and (flat := load_flatness(runs[name], name, about | mark)):
-                    reused(name)
-                    yield flat, about | mark
+                if reuse and "model" in mark and is_measured(runs[name], about | mark):
+                    display.print(f"already measured: {name}")
                     continue
                 if "model" not in mark:
                     warnings.warn(f"{name}: training has not finished: measuring its newest checkpoint", stacklevel=2)
                 with torch_settings(where, model):
-                    flat = measure(name, model, _loss_fn(loaded), batches, plan, progress=progress)
+                    flat = measure(name, model, _loss_fn(loaded), batches, plan, progress=display.measuring)
             except _RUN_ERRORS as error:
-                if skipped is None:
+                if not skip_errors:
                     raise
-                skipped(_error_line(runs[name].folder, error))
+                display.print(_skipped(runs[name].folder, error))
             else:
                 yield flat, about | mark
 
@@ -334,7 +321,7 @@ def _by_data(
     configs = {name: record.config() for name, record in runs.items()}
     tasks = {config.task for config in configs.values()} if task is None else {task}
     if len(tasks) > 1:
-        raise ConfigError(f"the runs are of several tasks ({', '.join(sorted(tasks))}): choose one with --task")
+        raise ConfigError(f"the runs are of several tasks ({', '.join(sorted(tasks))}): pass the folders of one task")
     (task,) = tasks
     where = resolve_device(device)
     groups: dict[TrainConfig, list[str]] = {}
@@ -344,10 +331,10 @@ def _by_data(
         yield load(key), names, where
 
 
-def _error_line(folder: Path, error: Exception) -> str:
-    """Return why a run cannot be measured, in one line with its folder."""
+def _skipped(folder: Path, error: Exception) -> str:
+    """Return why a run is skipped, in one line with its folder."""
     message = str(error) if isinstance(error, RecordError) else f"{folder}: {error}"
-    return textwrap.shorten(message, 300)
+    return textwrap.shorten(f"skipped: {message}", 300)
 
 
 def _batches(data: Data, split: str, examples: int, batch_size: int, device: torch.device) -> list[Any]:
@@ -411,60 +398,13 @@ def save_flatness(record: Record, flat: Flatness, about: dict[str, Any]) -> Path
     return path
 
 
-def load_flatness(record: Record, name: str, about: dict[str, Any]) -> Flatness | None:
-    """Return the saved measurements of a run under a name; None if there are none for ``about``.
-
-    They suffice for tables and figures: the eigenvectors are empty.
-    """
+def is_measured(record: Record, about: dict[str, Any]) -> bool:
+    """Return whether the ``flatness.json`` of a run has the measurements that ``about`` describes."""
     try:
         content = parse_json((record.folder / "flatness.json").read_text())
-        return _flatness(name, content) if content["about"] == about else None
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError, OverflowError, AttributeError):
-        return None  # missing or damaged: measured again
-
-
-def _flatness(name: str, content: dict[str, Any]) -> Flatness:
-    """Return the measurements in the content of a ``flatness.json``."""
-    unsaved, loss, around = torch.empty(0, dtype=torch.float64), _number(content["loss"]), content["neighborhood"]
-    flat = Flatness(
-        name,
-        loss,
-        Neighborhood.from_losses(_tensor(around["std"]), _tensor(around["losses"]), loss, around["t"]),
-        slices=tuple(Slice1D(_tensor(s["positions"]), _tensor(s["losses"]), s["label"]) for s in content["slices"]),
-    )
-    if saved := content.get("worst_case"):
-        flat = replace(flat, worst_case=WorstCase(*_estimate(saved), loss, rises=unsaved, sizes=unsaved))
-    if saved := content.get("adaptive"):
-        flat = replace(flat, adaptive=WorstCase(*_estimate(saved), loss, rises=unsaved, sizes=unsaved))
-    if saved := content.get("rounding"):
-        losses, distances = _tensor(saved["losses"]), _tensor(saved["distances"])
-        flat = replace(flat, rounding=Rounding(tuple(saved["bits"]), loss, losses, distances))
-    if saved := content.get("trace"):
-        flat = replace(flat, trace=Trace(*_estimate(saved), layers={}, samples=unsaved))
-    if saved := content.get("eigenvalues"):
-        values, residuals = _tensor(saved["values"]), _tensor(saved["residuals"])
-        pairs = Eigenpairs(values, residuals, converged=unsaved, vectors=unsaved, shapes={}, num_products=0)
-        flat = replace(flat, eigenpairs=pairs)
-    if saved := content.get("density"):
-        grid, values, error, nodes, weights = (
-            _tensor(saved[key]) for key in ("grid", "values", "error", "nodes", "weights")
-        )
-        flat = replace(flat, density=Density(grid, values, error, nodes, weights, _number(saved["width"])))
-    return flat
-
-
-def _estimate(saved: dict[str, Any]) -> tuple[float, float]:
-    return _number(saved["value"]), _number(saved["error"])
-
-
-def _number(x: float | None) -> float:
-    return math.nan if x is None else float(x)
-
-
-def _tensor(x: list[Any]) -> Tensor:
-    """Return the tensor that :func:`save_flatness` wrote; what was not finite is NaN."""
-    rows = [[_number(entry) for entry in row] for row in x] if x and isinstance(x[0], list) else [_number(e) for e in x]
-    return torch.tensor(rows, dtype=torch.float64, device="cpu")
+    except (OSError, ValueError):
+        return False  # missing or damaged: measured again
+    return isinstance(content, dict) and content.get("about") == about
 
 
 # ------------------------------------------------------------------------------------------------- table

@@ -10,6 +10,7 @@ __all__ = [
     "Mean",
     "best_of",
     "confidence_interval",
+    "count_of",
     "format_interval",
     "format_mean",
     "format_score",
@@ -117,7 +118,7 @@ def format_interval(mean: Mean, digits: int = 2) -> str:
         '[-0.48, +4.48]'
     """
     low, high = confidence_interval(mean)
-    return "–" if math.isnan(low) else f"[{low:+.{digits}f}, {high:+.{digits}f}]"
+    return "–" if math.isnan(low) else f"[{low:+z.{digits}f}, {high:+z.{digits}f}]"
 
 
 def format_mean(mean: Mean, digits: int | None = None, sign: Literal["", "+"] = "") -> str:
@@ -162,3 +163,8 @@ def format_score(result: Mapping[str, Any]) -> str:
 def _digits(x: float, significant: int) -> int:
     """Return the digits after the point that show this many significant ones."""
     return max(significant - 1 - math.floor(math.log10(abs(x))), 0)
+
+
+def count_of(number: int, noun: str) -> str:
+    """Return a number with its noun, as in ``1 seed`` and ``3 seeds``."""
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")

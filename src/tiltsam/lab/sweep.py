@@ -22,8 +22,9 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 
 import tiltsam
 from tiltsam.lab.config import TrainConfig
-from tiltsam.lab.data import LoadingCallback, data_loader, find_task, fingerprint, load
+from tiltsam.lab.data import data_loader, find_task, fingerprint, load
 from tiltsam.lab.devices import DistributedContext
+from tiltsam.lab.display import QUIET, Display, Progress, SweepStatus
 from tiltsam.lab.errors import ConfigError, Diverged, RecordError
 from tiltsam.lab.files import finite_json, write_json
 from tiltsam.lab.flags import format_values, parse_method
@@ -42,9 +43,9 @@ from tiltsam.lab.stats import (
 )
 from tiltsam.lab.studies import ENDED, SeededSampler, SharedStudy, hide_password, open_storage, sqlite_url
 from tiltsam.lab.tracking import TrackerName, find_tracker
-from tiltsam.lab.train import Progress, train
+from tiltsam.lab.train import train
 
-__all__ = ["EntryResult", "SweepResult", "SweepStatus", "format_results", "sweep"]
+__all__ = ["EntryResult", "SweepResult", "format_results", "sweep"]
 
 RUNGS = (0.25, 0.5, 1.0)  # fractions of the budget at which "halving" compares trials
 REPORTS = 20  # reports of a trial to the database: each is a transaction
@@ -124,17 +125,14 @@ def _digest(body: Any) -> str:
 # ---------------------------------------------------------------- the work
 
 
-@dataclass(frozen=True)
-class SweepStatus:
-    """How far a sweep is."""
+class _TrialDisplay(Display):
+    """Passes the progress of a trial on to a function, which may stop it."""
 
-    ended: int
-    """Trials and tests that have ended."""
-    total: int
-    running: float
-    """Sum of the fractions of the running ones."""
-    news: list[str]
-    """A line for each one that has ended since the last status."""
+    def __init__(self, report: Callable[[Progress], None]) -> None:
+        self._report = report
+
+    def report(self, config: TrainConfig, progress: Progress) -> None:
+        self._report(progress)
 
 
 class SweepWorker:
@@ -144,9 +142,8 @@ class SweepWorker:
         plan: The plan.
         storage: Its database.
         device: The device to train on.
-        report: Called when a run makes progress or ends.
+        display: Is told how the work goes on.
         check: Called often; what it raises ends the work.
-        loading: Called with the progress of downloads and of decoding images.
     """
 
     def __init__(
@@ -155,13 +152,12 @@ class SweepWorker:
         storage: optuna.storages.RDBStorage,
         device: str,
         *,
-        report: Callable[[SweepStatus], None] = lambda status: None,
+        display: Display = QUIET,
         check: Callable[[], None] = lambda: None,
-        loading: LoadingCallback | None = None,
     ) -> None:
         self.plan, self._storage, self._device = plan, storage, device
-        self._report, self._check = report, check
-        self._data = data_loader(plan.root, download=plan.download, progress=loading)
+        self._display, self._check = display, check
+        self._data = data_loader(plan.root, download=plan.download, progress=display.loading)
         self._reported_at, self._reported = -math.inf, set[str]()
         self._searches = {entry.name: self._make_study(entry) for entry in plan.entries}
         self._tests: SharedStudy | None = None
@@ -271,7 +267,8 @@ class SweepWorker:
         while True:
             with record.lock() as locked:
                 if locked:
-                    return train(config, record, data=self._data, log=self.plan.log, report=report, until=until)
+                    display = _TrialDisplay(report)
+                    return train(config, record, data=self._data, log=self.plan.log, display=display, until=until)
             self._check()  # another process trains the same run: an equal point, or a trial that was taken over
             time.sleep(POLL_SECONDS)
 
@@ -319,7 +316,7 @@ class SweepWorker:
         running = sum((t.last_step or 0) / 100 for _, t in trials if t.state is TrialState.RUNNING)
         total = sum(entry.trials for entry in self.plan.entries) + num_tests
         lines = [] if first else [f"{name}: {_outcome(trial, self.plan.value_name)}" for name, trial in news]
-        self._report(SweepStatus(len(ended), total, running, lines))
+        self._display.status(SweepStatus(len(ended), total, running, lines))
         self._reported_at = time.monotonic()
 
     def results(self) -> list[EntryResult]:
@@ -463,7 +460,7 @@ def format_results(result: SweepResult) -> list[list[str]]:
         difference, interval = "", ""
         if row.name != first and row.scores:
             mean = _times_100(result.difference(row))
-            difference, interval = f"{mean.value:+.2f}", format_interval(mean)
+            difference, interval = f"{mean.value:+z.2f}", format_interval(mean)
         table.append([row.name, trials, *chosen, score, difference, interval, f"{len(row.scores)}"])
     return table
 
@@ -553,11 +550,9 @@ def sweep(
     workers: int = 1,
     root: Path | None = None,
     download: bool = False,
-    loading: LoadingCallback | None = None,
     heartbeat: int = 10,
     log: TrackerName | None = None,
-    report: Callable[[SweepStatus], None] = lambda status: None,
-    notify: Callable[[str], None] = lambda line: None,
+    display: Display = QUIET,
 ) -> SweepResult:
     """Tune each method with the same number of trials, choose on the validation split, and test the choices.
 
@@ -589,11 +584,9 @@ def sweep(
         workers: Processes to start; 1 works in this one.
         root: Folder of the data sets.
         download: Download missing data sets.
-        loading: Called with the progress of downloads and of decoding images, in this process.
         heartbeat: Seconds between heartbeats. After six missing ones other processes take over a trial.
         log: Also write the metrics of all runs to this tracker.
-        report: Called with the status when a run makes progress or ends.
-        notify: Called with notes before the work, and with lines about workers.
+        display: Is told the status, notes before the work, lines about workers, and what this process loads.
 
     Raises:
         ConfigError: If an argument cannot be used, or the database cannot be opened.
@@ -646,19 +639,19 @@ def sweep(
     if timed and workers > len(set(devices)):
         notes.append(f"{workers} workers share {base.device}, and the budget is in seconds: use one worker per device")
     for note in notes:
-        notify(note)
+        display.print(note)
     out.mkdir(parents=True, exist_ok=True)
     with open_storage(plan.storage, heartbeat) as database:
-        worker = SweepWorker(plan, database, devices[0], report=report, loading=loading)
+        worker = SweepWorker(plan, database, devices[0], display=display)
         try:
             worker.report_status()
             if workers == 1:
                 worker.run()
             else:
                 if download:  # once, before several processes look for it
-                    load(entries[0].config, root, download=True, progress=loading)
+                    load(entries[0].config, root, download=True, progress=display.loading)
                 arguments = [(plan, devices[k % len(devices)]) for k in range(workers)]
-                run_processes(run_worker, arguments, plan.folder, poll=worker.report_status, notify=notify)
+                run_processes(run_worker, arguments, plan.folder, poll=worker.report_status, notify=display.print)
         except KeyboardInterrupt:
             _write_result(plan, worker, notes)
             raise

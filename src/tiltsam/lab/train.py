@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,9 +19,10 @@ from torch import Tensor, nn
 
 import tiltsam
 from tiltsam.lab.config import DEFAULTS, TrainConfig, has_setting
-from tiltsam.lab.data import Data, LoadingCallback, Split, find_task, fingerprint, load
+from tiltsam.lab.data import Data, Split, find_task, fingerprint, load
 from tiltsam.lab.data.loader import Batches
 from tiltsam.lab.devices import DistributedContext, RunAheadLimit, resolve_device, torch_settings
+from tiltsam.lab.display import QUIET, Display, Progress
 from tiltsam.lab.errors import ConfigError, Diverged, Interrupted, RecordError, TrainError
 from tiltsam.lab.evaluate import (
     class_accuracies,
@@ -45,37 +45,19 @@ from tiltsam.lab.shutdown import StopFlag, defer_signals
 from tiltsam.lab.tracking import TRACKERS, TrackerName
 from tiltsam.optim import norm_groups
 
-__all__ = ["Progress", "Trainer", "train"]
+__all__ = ["Trainer", "train"]
 
 REPORT_SECONDS = 0.5  # between progress reports within an epoch
 SMALL_ESS = 0.1  # fraction of a batch; a smaller effective sample size of the examples gets a warning
-
-
-@dataclass
-class Progress:
-    """The progress of a run."""
-
-    epoch: float = 0.0
-    passes: float = 0.0
-    seconds: float = 0.0
-    steps: int = 0
-    done: float = 0.0
-    """Fraction of the budget that is used up."""
-    row: dict[str, Any] = field(default_factory=dict)
-    """The metrics of the last evaluated epoch; another object after each evaluation."""
 
 
 def train(
     config: TrainConfig,
     record: Record,
     *,
-    root: Path | None = None,
-    download: bool = False,
-    loading: LoadingCallback | None = None,
-    data: Callable[[TrainConfig], Data] | None = None,
+    data: Callable[[TrainConfig], Data] = load,
     log: TrackerName | None = None,
-    setup: Callable[[dict[str, Any]], None] = lambda setup: None,
-    report: Callable[[Progress], None] = lambda progress: None,
+    display: Display = QUIET,
     checkpoint_seconds: float | None = None,
     distributed: DistributedContext | None = None,
     until: float = 1.0,
@@ -85,14 +67,9 @@ def train(
     Args:
         config: The run.
         record: Its folder. A finished run is not trained again.
-        root: Folder of the data sets.
-        download: Download missing data sets.
-        loading: Called with the progress of downloads and of decoding images.
-        data: Returns the data of a config; by default :func:`tiltsam.lab.data.load` with the three arguments above.
+        data: Returns the data of a config.
         log: Also write the metrics to this tracker; see :mod:`tiltsam.lab.tracking`.
-        setup: Called before training with the sizes of the splits, classes, label noise and model: the content of
-            ``setup.json``.
-        report: Called after every epoch, and about twice a second within one, without waiting for the device.
+        display: Is told about the data and the progress.
         checkpoint_seconds: Seconds between checkpoints, which are written at the end of epochs; by default the
             environment variable TILTSAM_CHECKPOINT_SECONDS, or 20.
         distributed: The ranks that train the run together, each of which calls this; rank 0 writes and reports.
@@ -113,7 +90,7 @@ def train(
             record.check_data(fingerprint(config.task))
             if distributed.is_main:
                 record.remove_leftovers()  # the process that finished it may have been killed before it did so
-                setup(record.setup())
+                display.setup(config, record.setup())
             if tracker is not None:
                 tracker.complete()
             return finished
@@ -127,12 +104,11 @@ def train(
             if tracker is not None and progress.row is not tracked:
                 tracker.update(progress.steps)
                 tracked = progress.row
-            report(progress)
+            display.report(config, progress)
 
-        loaded = data(config) if data else load(config, root, download=download, progress=loading)
-        run = Trainer(config, record, loaded, distributed)
+        run = Trainer(config, record, data(config), distributed)
         if distributed.is_main:
-            setup(run.setup())
+            display.setup(config, run.setup())
             run.warn_if_slow()
         # Several ranks would have to agree on the step to stop after: they end at once.
         with defer_signals() if distributed.world_size == 1 else nullcontext(StopFlag()) as stop:

@@ -8,19 +8,20 @@ logit adjustment.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from tiltsam.lab.config import TrainConfig
+from tiltsam.lab.display import QUIET, Display
 from tiltsam.lab.errors import ConfigError
 from tiltsam.lab.flags import format_values, parse_method
 from tiltsam.lab.grids import ChoiceName
 from tiltsam.lab.stats import Mean, format_interval, format_mean, mean_of, paired_difference
 
 if TYPE_CHECKING:  # they need Optuna
-    from tiltsam.lab.sweep import EntryResult, SweepResult, SweepStatus
+    from tiltsam.lab.sweep import EntryResult, SweepResult
 
 __all__ = [
     "NAME",
@@ -180,8 +181,7 @@ def run_study(
     device: str = "cpu",
     precision: Literal["fp32", "bf16"] = "fp32",
     workers: int = 1,
-    report: Callable[[SweepStatus], None] = lambda status: None,
-    notify: Callable[[str], None] = lambda line: None,
+    display: Display = QUIET,
 ) -> SweepResult:
     """Run a study, or what is left of it.
 
@@ -193,8 +193,7 @@ def run_study(
         device: The device to train on.
         precision: That of the model; ``"bf16"`` uses autocast.
         workers: Processes to start; 1 works in this one.
-        report: Called with the status as the work goes on.
-        notify: Called with notes.
+        display: Is told how the work goes on.
 
     Raises:
         ConfigError: If ``scale`` is out of bounds.
@@ -218,8 +217,7 @@ def run_study(
         choose_by=study.choose_by,
         seeds=seeds,
         workers=workers,
-        report=report,
-        notify=notify,
+        display=display,
     )
 
 
@@ -238,7 +236,7 @@ def result_rows(study: TiltStudy, result: SweepResult) -> list[list[str]]:
         difference, interval = "", ""
         if row.reference:
             mean = paired_difference(scores, _results(entries[row.reference], study.metric))
-            difference, interval = f"{mean.value:+.2f}" if mean.runs else "–", format_interval(mean)
+            difference, interval = f"{mean.value:+z.2f}" if mean.runs else "–", format_interval(mean)
         chosen = "–" if entry.best is None else format_values(entry.best.params)
         others = [_format(mean_of(list(_results(entry, key).values())), 1) for key in shown.values()]
         mean = mean_of(list(scores.values()))

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from helpers import lab_files
+from helpers.displays import Told
 from tiltsam.cli import main
 from tiltsam.lab import compare as compare_module
 from tiltsam.lab import data as lab_data
@@ -138,7 +139,7 @@ def test_reproduce_reuses_runs_and_averages_over_seeds(narrow, places):
     (mean,) = our_scores(found, recipe.cells[0])
     assert mean.value == pytest.approx(100 * sum(scores) / 3)
     trained = []
-    reproduce(plan, **places, report=lambda config, progress: trained.append(config))
+    reproduce(plan, **places, display=Told(report=lambda config, progress: trained.append(config)))
     assert trained == []
     (table,) = comparison_tables(found)
     assert table.rows[1][0] == "ERM"
@@ -179,7 +180,8 @@ def test_missing_data_skips_the_column(narrow, tmp_path):
     lab_files.cifar(tmp_path / "data", fine=True, n=6)
     said = []
     recipe = find_recipe("images").select(columns=["tiny-resnet18", "cifar100-resnet18"], methods=["erm"])
-    found = reproduce(ReproductionPlan(recipe, 1, 0.01), tmp_path / "runs", root=tmp_path / "data", notify=said.append)
+    plan, display = ReproductionPlan(recipe, 1, 0.01), Told(print=said.append)
+    found = reproduce(plan, tmp_path / "runs", root=tmp_path / "data", display=display)
     (line,) = said
     assert "tiny-resnet18" in line
     assert "tiny-imagenet-200" in line

@@ -8,7 +8,7 @@ from helpers.report_runs import write_run
 from tiltsam.cli import main
 from tiltsam.lab.errors import RecordError
 from tiltsam.lab.report import runs
-from tiltsam.lab.report.runs import SweepTestRun, find_run_folders, sweeps_of
+from tiltsam.lab.report.runs import SweepTestRun, find_run_folders, save_entries, sweeps_of, typed_entries
 
 
 def test_find_run_folders_follows_symlinks(tmp_path):
@@ -46,3 +46,16 @@ def test_damaged_sweep_is_named_or_skipped(content, tmp_path):
     with pytest.raises(RecordError, match=r"sweep\.json"):
         runs.tested_runs(sweep)
     assert sweeps_of([run]) == []
+
+
+def test_entries_of_the_last_comparison_come_first(tmp_path):
+    erm, sam, asam = (write_run(tmp_path, method=method) for method in ("erm", "sam", "asam"))
+    task = tmp_path / "digits"
+    save_entries(task, {erm.parent.name: "erm", sam.parent.name: "sam"})
+    save_entries(task, {asam.parent.name: "asam", sam.parent.name: "sam:rho=0.05", "gone": "pgn"})
+    typed = typed_entries(find_run_folders([tmp_path]))
+    assert list(typed.items()) == [(asam, "asam"), (sam, "sam:rho=0.05"), (erm, "erm")]
+    assert typed_entries(find_run_folders([sam])) == {sam: "sam:rho=0.05"}
+    for damaged in ("{", "[]", f'{{"{sam.parent.name}": 1}}'):
+        (task / "entries.json").write_text(damaged)
+        assert typed_entries(find_run_folders([tmp_path])) == {}

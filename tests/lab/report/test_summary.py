@@ -13,7 +13,7 @@ from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.records import Record
 from tiltsam.lab.report import write_report
 from tiltsam.lab.report.plots import task_plots
-from tiltsam.lab.report.runs import read_runs
+from tiltsam.lab.report.runs import read_runs, save_entries
 from tiltsam.lab.report.summary import summarize
 from tiltsam.lab.report.tables import (
     results_table,
@@ -107,21 +107,39 @@ def test_chosen_breaks_ties_by_validation_loss(tmp_path):
     assert [setting.name for setting in task.chosen] == ["sam:rho=0.2"]
 
 
+def test_chosen_compares_settings_on_their_common_seeds(tmp_path):
+    """The choice of a sweep was tested with more seeds than its trials, which may be harder ones."""
+    for lr, scores in ((0.01, [0.7, 0.72]), (0.02, [0.8, 0.6, 0.6]), (0.03, [0.75, 0.75])):
+        for seed, score in enumerate(scores):
+            write_run(tmp_path, method="sam", lr=lr, seed=seed, lines=rows(2, score))
+    (task,) = summarize(*read_runs([tmp_path]))
+    assert [setting.values["lr"] for setting in task.chosen] == [0.03]  # over seeds 0 and 1
+    write_run(tmp_path, method="sam", lr=0.04, seed=0, lines=rows(2, 0.5))
+    write_run(tmp_path, method="sam", lr=0.05, seed=4, lines=rows(2, 0.9), finished=False)
+    (task,) = summarize(*read_runs([tmp_path]))
+    assert [setting.values["lr"] for setting in task.chosen] == [0.02]  # over seed 0
+    write_run(tmp_path, method="sam", lr=0.06, seed=5, lines=rows(2, 0.79))
+    (task,) = summarize(*read_runs([tmp_path]))
+    assert [setting.values["lr"] for setting in task.chosen] == [0.06]  # none in common: each over its own
+
+
 def test_settings_are_named_as_typed(tmp_path):
     entries = {
         write_run(tmp_path, method="erm"): "erm",
         write_run(tmp_path, method="erm", average=True, example_tilt=-0.4): "erm:average=true,example_tilt=-0.4",
     }
-    (task,) = summarize(*read_runs([tmp_path], entries))
-    assert [s.name for s in task.settings] == [s.full_name for s in task.settings] == list(entries.values())
     (task,) = summarize(*read_runs([tmp_path]))  # what was typed is not known
     assert [s.name for s in task.settings] == ["erm", "erm:example_tilt=-0.4,average=true"]
+    save_entries(tmp_path / "digits", {run.parent.name: entry for run, entry in entries.items()})
+    (task,) = summarize(*read_runs([tmp_path]))
+    assert [s.name for s in task.settings] == [s.full_name for s in task.settings] == list(entries.values())
 
 
 def test_equal_entries_are_not_used_as_names(tmp_path):
     """Such as the choices of two sweeps with the same method."""
-    entries = {write_run(tmp_path, method="sam", lr=lr): "sam" for lr in (0.05, 0.1)}
-    (task,) = summarize(*read_runs([tmp_path], entries))
+    runs = [write_run(tmp_path, method="sam", lr=lr) for lr in (0.05, 0.1)]
+    save_entries(tmp_path / "digits", {run.parent.name: "sam" for run in runs})
+    (task,) = summarize(*read_runs([tmp_path]))
     assert [s.name for s in task.settings] == ["sam:lr=0.05", "sam:lr=0.1"]
 
 

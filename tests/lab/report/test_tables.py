@@ -1,6 +1,7 @@
 """The tables, and their Markdown and LaTeX."""
 
 import json
+import math
 import statistics
 
 import pytest
@@ -8,10 +9,11 @@ import pytest
 from helpers.report_runs import column, flatness, rows, write_run, write_runs
 from tiltsam.lab.report import write_report
 from tiltsam.lab.report.plots import flatness_plots
-from tiltsam.lab.report.runs import read_runs
+from tiltsam.lab.report.runs import read_runs, save_entries
 from tiltsam.lab.report.summary import summarize
 from tiltsam.lab.report.tables import (
     comparable_flatness,
+    difference_cell,
     examples_table,
     flatness_table,
     latex_table,
@@ -21,6 +23,7 @@ from tiltsam.lab.report.tables import (
     results_table,
     runs_table,
 )
+from tiltsam.lab.stats import Mean
 
 
 def test_overview_table(tmp_path):
@@ -70,6 +73,7 @@ def test_results_table_has_paired_differences_to_plain_training(tmp_path):
     table = results_table(task)
     cells = column(table, "minus erm [95% interval]")
     assert [cell.full_text for cell in cells] == ["", "+2.00 [-10.71, +14.71]", "-20.00"]
+    assert difference_cell(Mean(-0.001, math.nan, 1)).text == "+0.00"
     assert "over the seeds that both have" in table.caption
     assert "+2.00 \\[-10.71, +14.71\\]" in markdown_table(table)
     (task,) = summarize(*read_runs([next(tmp_path.rglob("asam-*"))]))
@@ -77,8 +81,9 @@ def test_results_table_has_paired_differences_to_plain_training(tmp_path):
 
 
 def test_results_table_compares_with_the_first_entry_without_plain_training(tmp_path):
-    entries = {write_run(tmp_path, method=method): method for method in ("tsam", "sam")}
-    (task,) = summarize(*read_runs([tmp_path], entries))
+    runs = {method: write_run(tmp_path, method=method) for method in ("tsam", "sam")}
+    save_entries(tmp_path / "digits", {run.parent.name: method for method, run in runs.items()})
+    (task,) = summarize(*read_runs([tmp_path]))
     assert [cell.text for cell in column(results_table(task), "minus tsam")] == ["+0.00", ""]
 
 

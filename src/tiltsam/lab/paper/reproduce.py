@@ -16,16 +16,16 @@ from typing import Any, Literal
 from tiltsam.flatness.objectives import ErmLoss, Objective, SamLoss, TsamLoss
 from tiltsam.lab.compare import compare
 from tiltsam.lab.config import TrainConfig
-from tiltsam.lab.data import Data, LoadingCallback, data_key, data_loader
+from tiltsam.lab.data import Data, data_key, data_loader
 from tiltsam.lab.devices import resolve_device
-from tiltsam.lab.errors import ConfigError, DataError, RecordError, TrainError
+from tiltsam.lab.display import QUIET, Display
+from tiltsam.lab.errors import ConfigError, DataError, RecordError
 from tiltsam.lab.files import file_digest, write_json
 from tiltsam.lab.flags import format_value
 from tiltsam.lab.flatness import PAPER_STDS, Flatness, FlatnessPlan, cross_runs, measure_runs, save_flatness
 from tiltsam.lab.paper.recipes import Recipe, RecipeCell, cells_with
 from tiltsam.lab.paper.settings import column_config, training_examples
 from tiltsam.lab.records import Record
-from tiltsam.lab.train import Progress
 
 __all__ = ["Reproduction", "ReproductionPlan", "reproduce"]
 
@@ -171,11 +171,7 @@ def reproduce(
     *,
     root: Path | None = None,
     download: bool = False,
-    loading: LoadingCallback | None = None,
-    setup: Callable[[TrainConfig, dict[str, Any]], None] = lambda config, setup: None,
-    report: Callable[[TrainConfig, Progress], None] = lambda config, progress: None,
-    notify: Callable[[str], None] = lambda line: None,
-    measuring: Callable[[str], Any] | None = None,
+    display: Display = QUIET,
 ) -> Reproduction:
     """Run a recipe. A second call continues where the first stopped.
 
@@ -186,39 +182,31 @@ def reproduce(
         out: Folder of the records.
         root: Folder of the data sets.
         download: Download missing data sets and models.
-        loading: Progress callback of downloads and image decoding.
-        setup: Called before each run with the content of ``setup.json``.
-        report: Called after every epoch, and about twice a second within one.
-        notify: Called with a line about each run or column that fails, and about runs of other processes.
-        measuring: ``measuring("what is measured")`` returns a progress callback.
+        display: Is told about each run and measurement, and about columns that are not run.
 
     Raises:
         DataError: If the data of all columns is missing.
         ConfigError: If the device does not exist.
     """
     resolve_device(plan.device)  # before a folder is created
-    recipe, reproduction, names = plan.recipe, Reproduction(plan, out), plan.names()
-    load = data_loader(root, download=download, progress=loading)
-
-    def failed(config: TrainConfig, error: TrainError) -> None:
-        reproduction.failed[config] = str(error)
-        notify(f"{config.task} {names[config.key()]} seed {config.seed}: {error}")
-
+    recipe, reproduction = plan.recipe, Reproduction(plan, out)
+    load = data_loader(root, download=download, progress=display.loading)
     for columns in _columns_by_data(recipe):
         cells = [cell for cell in recipe.cells if cell.column in columns]
         configs = {f"{cell.column} {cell.row}": plan.configs(cell) for cell in cells}
         try:
-            compare(configs, out, data=load, setup=setup, report=report, failed=failed, notify=notify)
+            failures = compare(configs, out, data=load, display=display)
+            reproduction.failed |= {config: str(error) for config, error in failures.items()}
         except DataError as error:
             reproduction.missing |= dict.fromkeys(columns, str(error))
             if len(reproduction.missing) == len(recipe.columns) == 1:
                 raise
             for column in columns:  # now: the other columns may take days
-                notify(f"{column} is not run: {error}")
+                display.print(f"{column} is not run: {error}")
     if len(reproduction.missing) == len(recipe.columns):
         raise DataError(f"no column of {recipe.name} was run: the data of all of them is missing")
     if recipe.measured:
-        _measure_seeds(reproduction, load, notify, measuring)
+        _measure_seeds(reproduction, load, display)
     return reproduction
 
 
@@ -247,12 +235,7 @@ def _data_difference(reproduction: Reproduction, column: str) -> str:
 # ------------------------------------------------------------------------------------------------- measuring
 
 
-def _measure_seeds(
-    reproduction: Reproduction,
-    load: Callable[[TrainConfig], Data],
-    notify: Callable[[str], None],
-    progress: Callable[[str], Any] | None,
-) -> None:
+def _measure_seeds(reproduction: Reproduction, load: Callable[[TrainConfig], Data], display: Display) -> None:
     """Measure the trained models seed by seed: runs of a seed saw the same examples."""
     plan = reproduction.plan
     for seed in range(plan.seeds):
@@ -260,18 +243,15 @@ def _measure_seeds(
         finished = {method: record for method, record in records.items() if record.result() is not None}
         measured: dict[str, dict[str, Any]] = {}
         try:
-            measured = _measure(plan, finished, load, progress) if finished else {}
+            measured = _measure(plan, finished, load, display) if finished else {}
         except ValueError as error:  # a model so sharp that the loss around it is not finite
             reproduction.unmeasured[seed] = str(error)
-            notify(f"seed {seed} is not measured: {error}")
+            display.print(f"seed {seed} is not measured: {error}")
         reproduction.measured.append(measured)
 
 
 def _measure(
-    plan: ReproductionPlan,
-    runs: dict[str, Record],
-    load: Callable[[TrainConfig], Data],
-    progress: Callable[[str], Any] | None,
+    plan: ReproductionPlan, runs: dict[str, Record], load: Callable[[TrainConfig], Data], display: Display
 ) -> dict[str, dict[str, Any]]:
     """Return the measurements of the runs of one seed, by method, from their folders if they are there."""
     kind = plan.recipe.kind
@@ -285,12 +265,12 @@ def _measure(
         return {method: numbers[keys[method]] for method, numbers in saved.items()}
     measured: dict[str, dict[str, Any]] = {}
     if kind == "losses":
-        callback = None if progress is None else progress("losses under all objectives")
-        table = cross_runs(runs, _objectives(), device=plan.device, data=load, progress=callback)
+        progress = display.measuring("losses under all objectives")
+        table = cross_runs(runs, _objectives(), device=plan.device, data=load, progress=progress)
         for entry in table.entries:
             measured.setdefault(entry.model, {}).setdefault(entry.split, {})[entry.objective] = entry.loss
     else:
-        options: dict[str, Any] = {"device": plan.device, "data": load, "progress": progress}
+        options: dict[str, Any] = {"device": plan.device, "data": load, "display": display}
         for flat, about in measure_runs(runs, examples=plan.num_examples, plan=_flatness_plan(plan), **options):
             measured[flat.name] = _as_json(kind, flat)
             # The report shows flatness.json; one that exists may hold more than a neighbourhood.

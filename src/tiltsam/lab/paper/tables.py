@@ -19,7 +19,7 @@ from tiltsam.lab.paper.numbers import PaperNumber
 from tiltsam.lab.paper.recipes import RecipeCell
 from tiltsam.lab.paper.reproduce import Reproduction, ReproductionPlan
 from tiltsam.lab.paper.settings import COLUMNS
-from tiltsam.lab.stats import Mean, format_mean, mean_of
+from tiltsam.lab.stats import Mean, count_of, format_mean, mean_of
 
 __all__ = ["ComparisonTable", "comparison_tables", "our_scores", "print_header", "print_results", "write_numbers"]
 
@@ -267,7 +267,7 @@ def print_results(reproduction: Reproduction) -> None:
     plan = reproduction.plan
     for table in comparison_tables(reproduction):
         print_table(table.title, table.rows)
-    ours = "1 seed" if plan.seeds == 1 else f"{plan.seeds} seeds, mean ± standard error"
+    ours = count_of(plan.seeds, "seed") + (", mean ± standard error" if plan.seeds > 1 else "")
     print(f"\nours: {ours}; paper: printed error in parentheses; {NO_NUMBER}: no number")
     for line in plan.deviations():
         print(line)

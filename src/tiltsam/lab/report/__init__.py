@@ -10,7 +10,7 @@ page       the HTML page, with its style and scripts in assets/
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from importlib.util import find_spec
@@ -45,6 +45,8 @@ class Report:
     """The files of a report."""
 
     page: Path
+    sections: list[TaskSection]
+    """What the page shows about each task."""
     tables: list[Path]
     figures: list[Path]
     problems: list[RunProblem]
@@ -70,7 +72,6 @@ def write_report(
     *,
     figures: bool = True,
     compare_settings: bool = False,
-    entries: Mapping[Path, str] | None = None,
     trials: bool = False,
 ) -> Report:
     """Write ``OUT/report.html``, ``OUT/tables/*.md|tex`` and ``OUT/figures/*.png|pdf`` about the runs in the folders.
@@ -83,14 +84,13 @@ def write_report(
         figures: Whether to write figure files. The page draws its own plots.
         compare_settings: Whether the first sentence compares all settings, because they are what was to be compared.
             By default it compares the best setting of each method on validation.
-        entries: The entries as typed at the command line, by the folders of their runs; they name the settings.
         trials: Whether to include the trials of sweeps. By default only the runs that tested their choices are, unless
             a folder contains no other runs.
 
     Raises:
         RecordError: If a folder contains no run.
     """
-    runs, problems, notes = read_runs(folders, entries, trials=trials)
+    runs, problems, notes = read_runs(folders, trials=trials)
     tasks = summarize(runs, problems, notes)
     sections = [_section(task, compare_settings=compare_settings) for task in tasks]
     overview = overview_table(tasks) if len(tasks) > 1 else None
@@ -109,6 +109,7 @@ def write_report(
         plots |= {f"{prefix}{plot.name}": plot for plot in [*section.plots, *section.flatness_plots]}
     return Report(
         page=page,
+        sections=sections,
         tables=[path for name, table in tables.items() for path in _write_table(table, out / "tables" / name)],
         figures=_write_figures(plots, out / "figures") if figures and not no_figures else [],
         problems=[*other_problems, *(problem for section in sections for problem in section.problems)],

@@ -30,7 +30,15 @@ from tiltsam.lab.report.plots import Plot, plot_data
 from tiltsam.lab.report.runs import RunProblem
 from tiltsam.lab.report.summary import SettingSummary, TaskSummary
 from tiltsam.lab.report.tables import ReportTable, TableCell
-from tiltsam.lab.stats import Mean, confidence_interval, format_interval, is_significant, mean_of, paired_difference
+from tiltsam.lab.stats import (
+    Mean,
+    confidence_interval,
+    count_of,
+    format_interval,
+    is_significant,
+    mean_of,
+    paired_difference,
+)
 
 __all__ = ["TaskSection", "headline", "html_table", "render_page", "task_facts"]
 
@@ -78,10 +86,10 @@ def render_page(
     titled = len(sections) > 1
     body = "\n".join(_section(section, number, plots, titled=titled) for number, section in enumerate(sections))
     names = [section.task.name for section in sections]
-    title = names[0] if len(names) == 1 else f"{len(names)} tasks"
+    title = names[0] if len(names) == 1 else count_of(len(names), "task")
     num_runs = sum(len(section.task.runs) for section in sections)
     num_settings = sum(len(section.task.settings) for section in sections)
-    meta = [_count(num_runs, "run"), _count(num_settings, "setting"), f"{written:%d %B %Y, %H:%M}"]
+    meta = [count_of(num_runs, "run"), count_of(num_settings, "setting"), f"{written:%d %B %Y, %H:%M}"]
     links = "".join(f'<a href="#task-{i}">{escape(name)}</a>' for i, name in enumerate(names))
     style, script = _style(), _asset("plot.js") + "\n" + _asset("page.js")
     front = f"<h2>All tasks</h2>\n{html_table(overview)}" if overview is not None else ""
@@ -249,7 +257,7 @@ def _lead(first: SettingSummary, other: SettingSummary, name: str) -> str:
         return f"{lead.value:.2f} ahead of {name}, with no common seed"
     text = f"{abs(lead.value):.2f} {'behind' if lead.value < 0 else 'ahead of'} {name}"
     if lead.runs < max(len(scores), len(other_scores)):
-        text += f" over {_count(lead.runs, 'common seed')}"
+        text += f" over {count_of(lead.runs, 'common seed')}"
     if lead.runs == 1 or math.isnan(confidence_interval(lead)[0]):
         return text
     verdict = "a significant difference" if is_significant(lead) else "so not a significant difference"
@@ -289,7 +297,7 @@ def _problems(problems: Sequence[RunProblem]) -> str:
     if not problems:
         return ""
     items = "".join(f"<li>{escape(str(problem))}</li>" for problem in problems)
-    count = _count(len(problems), "item")
+    count = count_of(len(problems), "item")
     opened = " open" if len(problems) <= 6 else ""
     return f'<details class="missing"{opened}><summary>{count} missing or damaged</summary><ul>{items}</ul></details>'
 
@@ -311,10 +319,6 @@ def _grid(chosen: Sequence[Plot], plots: list[Plot]) -> str:
         )
         plots.append(plot)
     return f'<div class="figures">{"".join(places)}</div>' if places else ""
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 # -------------------------------------------------------------------------------- tables
@@ -353,8 +357,10 @@ def _html_cell(cell: TableCell, kind: str, under: str) -> str:
     text += f' <span class="interval">{escape(_with_minus(cell.interval))}</span>' if cell.interval else ""
     if kind != "number" and any(len(word) > LONG_WORD for word in cell.text.split()):
         kind += " long"
+    if cell.method:
+        text = f'<span class="method">{_dot(cell.method)}{text}</span>'
     text += f' <span class="under">{escape(under)}</span>' if under else ""
-    return f'<td class="{kind}"{data}>{_dot(cell.method) if cell.method else ""}{text}</td>'
+    return f'<td class="{kind}"{data}>{text}</td>'
 
 
 def _with_minus(text: str) -> str:

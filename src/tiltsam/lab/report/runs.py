@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tiltsam.lab.errors import RecordError
-from tiltsam.lab.files import parse_json
+from tiltsam.lab.files import parse_json, write_json
 from tiltsam.lab.records import check_result, is_number, read_metrics
 
 __all__ = [
@@ -29,8 +29,10 @@ __all__ = [
     "find_run_folders",
     "measured",
     "read_runs",
+    "save_entries",
     "sweeps_of",
     "tested_runs",
+    "typed_entries",
 ]
 
 MetricsRow = dict[str, float]
@@ -126,12 +128,11 @@ class RunSet(NamedTuple):
     """By task, notes on the fairness of sweeps, such as choices at the edge of their grid."""
 
 
-def read_runs(folders: Sequence[Path], entries: Mapping[Path, str] | None = None, *, trials: bool = False) -> RunSet:
+def read_runs(folders: Sequence[Path], *, trials: bool = False) -> RunSet:
     """Read all runs below the folders.
 
     Args:
         folders: The folders.
-        entries: The entries as typed at the command line, by the folders of their runs; those of a sweep are known.
         trials: Whether to include the trials of sweeps; otherwise only the runs that tested their choices.
 
     Raises:
@@ -141,9 +142,8 @@ def read_runs(folders: Sequence[Path], entries: Mapping[Path, str] | None = None
     problems: list[RunProblem] = []
     found = find_run_folders(folders, trials=trials)
     tested = [item for sweep in found.sweeps for item in tested_runs(sweep).items()]
-    others = [] if entries else [item for sweep in sweeps_of(found.runs) for item in tested_runs(sweep).items()]
-    swept = {place.resolve(): test.entry for place, test in [*others, *tested]}
-    typed = swept | {folder.resolve(): entry for folder, entry in (entries or {}).items()}
+    swept = {place.resolve() for sweep in (*found.sweeps, *sweeps_of(found.runs)) for place in tested_runs(sweep)}
+    typed = typed_entries(found)
     positions = {entry: position for position, entry in enumerate(dict.fromkeys(typed.values()))}
     for folder in found.runs:
         config = _read_object(folder / "config.json", problems)
@@ -349,6 +349,38 @@ def _trial_runs(sweep: Path) -> set[Path]:
         return {run.with_name(f"seed-{seed}") for run in first for seed in range(content["trial_seeds"])}
     except (ValueError, KeyError, TypeError, AttributeError):
         return set()
+
+
+def save_entries(task: Path, entries: Mapping[str, str]) -> None:
+    """Write the entries of a comparison to ``entries.json`` in the folder of its task, next to those of earlier ones.
+
+    Args:
+        task: The folder.
+        entries: The entries as typed at the command line, by the name of the folder of their runs.
+    """
+    earlier = _read_object(task / "entries.json", []) or {}
+    write_json(task / "entries.json", {**entries, **{k: v for k, v in earlier.items() if k not in entries}})
+
+
+def typed_entries(found: RunFolders) -> dict[Path, str]:
+    """Return the entries of comparisons and sweeps as typed at the command line, by the resolved folder of each run."""
+    typed: dict[Path, str] = {}
+    for sweep in sweeps_of(found.runs):
+        typed |= _tested_entries(sweep)
+    settings: dict[Path, list[Path]] = {}
+    for run in map(Path.resolve, found.runs):
+        settings.setdefault(run.parent, []).append(run)
+    for task in dict.fromkeys(setting.parent for setting in settings):
+        for name, entry in (_read_object(task / "entries.json", []) or {}).items():
+            if isinstance(entry, str):
+                typed |= dict.fromkeys(settings.get(task / name, ()), entry)
+    for sweep in found.sweeps:
+        typed |= _tested_entries(sweep)
+    return typed
+
+
+def _tested_entries(sweep: Path) -> dict[Path, str]:
+    return {run.resolve(): test.entry for run, test in tested_runs(sweep).items()}
 
 
 class SweepTestRun(NamedTuple):

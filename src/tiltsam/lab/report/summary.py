@@ -130,12 +130,7 @@ class TaskSummary:
 
         Ties are broken by the validation loss, as in a sweep. Without validation scores it is the first setting.
         """
-        best: dict[str, SettingSummary] = {}
-        for setting in self.settings:
-            previous = best.get(setting.method)
-            if previous is None or self._rank(setting) > self._rank(previous):
-                best[setting.method] = setting
-        return list(best.values())
+        return [self._best([s for s in self.settings if s.method == method]) for method in self.num_settings]
 
     @cached_property
     def num_settings(self) -> Counter[str]:
@@ -146,7 +141,7 @@ class TaskSummary:
     def plain(self) -> SettingSummary | None:
         """The setting of plain training that has a score; of several, the best on validation."""
         plain = [s for s in self.settings if s.is_plain and math.isfinite(s.final("score").value)]
-        return max(plain, key=self._rank, default=None)
+        return self._best(plain) if plain else None
 
     @cached_property
     def reference(self) -> SettingSummary:
@@ -170,6 +165,10 @@ class TaskSummary:
         rest = ", or its first setting if there is no validation score"
         return f"each method's best setting on validation{'' if all(map(self.has_validation, several)) else rest}"
 
+    def label(self, setting: SettingSummary) -> str:
+        """Return the name of a setting as one would type it: a method's only one has what is not at its default."""
+        return setting.name if self.num_settings[setting.method] > 1 else setting.full_name
+
     def tuning(self, setting: SettingSummary, *, compare_settings: bool = False) -> str:
         """Return how the setting was selected among those of its method; if all are compared, none was selected."""
         tried = self.num_settings[setting.method]
@@ -183,11 +182,28 @@ class TaskSummary:
 
     def has_validation(self, setting: SettingSummary) -> bool:
         """Return whether the setting has a final validation score."""
-        return self._rank(setting)[0] > -math.inf
+        return bool(self._validation_scores(setting))
 
-    def _rank(self, setting: SettingSummary) -> tuple[float, float]:
-        score, loss = (setting.final(f"validation_{name}").value for name in (self.metric, "loss"))
-        return score if math.isfinite(score) else -math.inf, -loss if math.isfinite(loss) else -math.inf
+    def _validation_scores(self, setting: SettingSummary) -> dict[str, float]:
+        """Return the final validation scores by seed."""
+        return {seed: x for seed, x in setting.finals(f"validation_{self.metric}").items() if math.isfinite(x)}
+
+    def _best(self, settings: Sequence[SettingSummary]) -> SettingSummary:
+        """Return the best of some settings on validation, or the first one without validation scores.
+
+        They are compared on their common seeds: those that test the choice of a sweep have more seeds than its trials.
+        """
+        seeds = [set(scores) for setting in settings if (scores := self._validation_scores(setting))]
+        common = set.intersection(*seeds) if seeds else set()
+
+        def rank(setting: SettingSummary) -> tuple[float, float]:
+            scores, losses = self._validation_scores(setting), setting.finals("validation_loss")
+            ranked = common or set(scores)
+            score = mean_of([x for seed, x in scores.items() if seed in ranked]).value
+            loss = mean_of([x for seed, x in losses.items() if seed in ranked]).value
+            return score if math.isfinite(score) else -math.inf, -loss if math.isfinite(loss) else -math.inf
+
+        return max(settings, key=rank)
 
 
 def summarize(
@@ -206,44 +222,35 @@ def summarize(
 
 
 def _summarize_task(name: str, runs: list[RunRecord], problems: list[RunProblem], notes: Sequence[str]) -> TaskSummary:
-    groups: dict[str, list[RunRecord]] = {}
-    for run in runs:
-        key = json.dumps([run.method, _values(run)], sort_keys=True, default=str)
-        groups.setdefault(key, []).append(run)
-    order = {method: i for i, method in enumerate(tiltsam.METHODS)}
-    ordered = sorted(groups.values(), key=lambda g: (order.get(g[0].method, 99), g[0].method, _sort_key(_values(g[0]))))
-    values = [_values(group[0]) for group in ordered]
-    methods = [group[0].method for group in ordered]
-    colors = [METHOD_COLORS.get(method, OTHER_COLOR) for method in methods]
-    varying = _varying(values)
-    common = set.intersection(*map(set, values))
-    by_method = {m: _varying([v for v, method in zip(values, methods, strict=True) if method == m]) for m in methods}
-    entries = [_common_entry(group) for group in ordered]
+    groups = _ordered_groups(runs)
+    values = [_values(group[0]) for group in groups]
+    varying, common = _varying(values), set.intersection(*map(set, values))
+    entries = [_common_entry(group) for group in groups]
     typed = "" not in entries and len(set(entries)) == len(entries)
-    differing = [
-        {k: v for k, v in body.items() if k in varying or (k not in common and v != _defaults(method).get(k))}
-        for method, body in zip(methods, values, strict=True)
-    ]
-    settings = []
-    for i, (method, body, group) in enumerate(zip(methods, values, ordered, strict=True)):
-        own = {k: v for k, v in body.items() if k in by_method[method]}
-        differences = _shown(method, differing[i])
-        changed = {k: v for k, v in differences.items() if v != _defaults(method).get(k)}
+    settings: list[SettingSummary] = []
+    not_shared = varying | set(NEEDED_OPTION)
+    for group, body, entry in zip(groups, values, entries, strict=True):
+        method, options, defaults = group[0].method, _options(group[0]), _defaults(group[0].method)
+        differing = {k: v for k, v in body.items() if k in varying or (k not in common and v != defaults.get(k))}
+        differences = _shown(method, differing)
+        of_method = _varying([v for v, other in zip(values, groups, strict=True) if other[0].method == method])
+        own = _shown(method, {k: v for k, v in body.items() if k in of_method})
+        changed = {k: v for k, v in differences.items() if v != defaults.get(k)}
+        color = METHOD_COLORS.get(method, OTHER_COLOR)
         settings.append(
             SettingSummary(
                 method=method,
                 values=body,
                 runs=sorted(group, key=lambda r: str(r.seed)),
-                name=entries[i] if typed else entry_text(method, _shown(method, own)),
-                full_name=entries[i] if typed else entry_text(method, changed),
+                name=entry if typed else entry_text(method, own),
+                full_name=entry if typed else entry_text(method, changed),
                 differences=differences,
-                method_values=_method_values(method, body, _options(group[0]), differences),
-                number=colors[:i].count(colors[i]),
+                method_values=_method_values(method, body, options, differences),
+                number=sum(METHOD_COLORS.get(s.method, OTHER_COLOR) == color for s in settings),
             )
         )
-    in_methods_table = {*NEEDED_OPTION, *(name for group in ordered for name in _options(group[0]))}
-    elsewhere = varying.union(in_methods_table, *differing)
-    shared = {k: v for body in values for k, v in body.items() if k not in elsewhere}
+        not_shared |= {*options, *differing}
+    shared = {k: v for body in values for k, v in body.items() if k not in not_shared}
     metric = _most_common(run.metric for run in runs if run.metric)
     problems = [
         *problems,
@@ -252,6 +259,22 @@ def _summarize_task(name: str, runs: list[RunRecord], problems: list[RunProblem]
         *_other_data(name, runs),
     ]
     return TaskSummary(name, metric or "score", settings, shared, problems, list(notes))
+
+
+def _ordered_groups(runs: Iterable[RunRecord]) -> list[list[RunRecord]]:
+    """Return the runs by setting, in the order of the methods and of the settings' values."""
+    groups: dict[str, list[RunRecord]] = {}
+    for run in runs:
+        key = json.dumps([run.method, _values(run)], sort_keys=True, default=str)
+        groups.setdefault(key, []).append(run)
+    order = {method: i for i, method in enumerate(tiltsam.METHODS)}
+
+    def position(group: list[RunRecord]) -> tuple[Any, ...]:
+        method, values = group[0].method, _values(group[0])
+        by_value = [(k, v if isinstance(v, float) else -math.inf, str(v)) for k, v in sorted(values.items())]
+        return order.get(method, len(order)), method, by_value
+
+    return sorted(groups.values(), key=position)
 
 
 def _common_entry(runs: Sequence[RunRecord]) -> str:
@@ -323,10 +346,6 @@ def _shown(method: str, values: Mapping[str, Any]) -> dict[str, Any]:
         for k, v in values.items()
         if v != defaults.get(k) or (isinstance(v, float) and v not in (0.0, 1.0))  # bools are no floats
     }
-
-
-def _sort_key(values: dict[str, Any]) -> list[tuple[str, float, str]]:
-    return [(k, v if isinstance(v, float) else -math.inf, str(v)) for k, v in sorted(values.items())]
 
 
 def entry_text(method: str, values: Mapping[str, Any]) -> str:

@@ -7,13 +7,13 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tiltsam.lab.flags import format_values
 from tiltsam.lab.report.runs import RunProblem, RunRecord, measured
 from tiltsam.lab.report.summary import SettingSummary, TaskSummary
-from tiltsam.lab.stats import Mean, best_of, format_interval, format_mean, mean_of, paired_difference
+from tiltsam.lab.stats import Mean, best_of, count_of, format_interval, format_mean, mean_of, paired_difference
 
 __all__ = [
     "FLATTER",
@@ -26,6 +26,7 @@ __all__ = [
     "markdown_table",
     "methods_table",
     "overview_table",
+    "printed_cells",
     "results_table",
     "runs_table",
 ]
@@ -36,6 +37,8 @@ FLATTER = (
     "Lower is flatter, but curvature cannot compare models whose training losses differ much: a network that has "
     "memorised its labels has a small Hessian."
 )
+DETAILS = ("test loss", "ECE", "worst class", "train loss", "mean rise", "variance", "adaptive", "8 bits", "4 bits")
+"""How the headings of columns start that are on the page and in files, but not printed."""
 IN_UNITS = " (1e-3) in a heading: numbers in units of 0.001, and so on."
 BOLD = "Bold: significantly ahead of the next (the 95% interval of the paired difference excludes 0)."
 
@@ -72,6 +75,8 @@ class ReportTable:
     """Which columns contain numbers and are right-aligned."""
     folded: int | None = None
     """The column that the page shows below the text of the first one."""
+    names: list[str] = field(default_factory=list)
+    """The setting of each row, by which a printed table names it."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +135,7 @@ def results_table(task: TaskSummary) -> ReportTable:
     caption += " At best validation: the test score after the epoch with the best validation score (early stopping)."
     if any(column.heading == "ECE (%)" for column in columns):
         caption += " ECE: expected calibration error on test; worst class: the lowest test accuracy of a class."
-    table = _settings_table("results", caption, task.settings, columns)
+    table = _settings_table("results", caption, task, task.settings, columns)
     for row, setting in zip(table.rows, task.settings, strict=True):
         done, total = len(setting.finished), len(setting.runs)
         row.append(TableCell(f"{done}" if done == total else f"{done} of {total}", done))
@@ -188,7 +193,7 @@ def examples_table(task: TaskSummary) -> ReportTable | None:
             " Silenced: training examples with less than half of the mean weight of their batch. Precision: fraction "
             "of the silenced that are mislabelled; recall: fraction of the mislabelled that are silenced."
         )
-    return _settings_table("examples", caption, settings, columns)
+    return _settings_table("examples", caption, task, settings, columns)
 
 
 def _balanced_accuracy(setting: SettingSummary) -> dict[str, float]:
@@ -290,11 +295,13 @@ def flatness_table(settings: Sequence[SettingSummary], task: TaskSummary) -> Rep
 
     rise = of_runs(lambda run: _at_noise(run, "mean") - measured(run.flatness, "loss")[0])
     variance = of_runs(lambda run: _at_noise(run, "variance"))
+    tilted = of_runs(lambda run: _at_noise(run, "tilted_variance"))
 
     columns = [
         NumberColumn("loss", scalar("loss"), None, highest=None),
         NumberColumn(f"mean rise at {NOISE:g}", rise, None, highest=False),
         NumberColumn(f"variance at {NOISE:g}", variance, None, highest=False),
+        NumberColumn(f"t-variance at {NOISE:g}", tilted, None, highest=False),
         NumberColumn("worst case", scalar("worst_case", "value"), None, highest=False),
         NumberColumn("adaptive", scalar("adaptive", "value"), None, highest=False),
         NumberColumn("8 bits", of_runs(lambda run: _rise_at_bits(run, 8)), None, highest=False),
@@ -307,13 +314,14 @@ def flatness_table(settings: Sequence[SettingSummary], task: TaskSummary) -> Rep
     about = _about(runs[0])
     where = f"{about.get('examples', '?')} {about.get('split', '?')} examples of {about.get('task', '?')}"
     counts = _run_counts([len(setting.runs) for setting in settings])
+    tilts = " or ".join(dict.fromkeys(f"{t:g}" for run in runs if isinstance(t := _about(run).get("t"), (int, float))))
     caption = (
         f"Flatness at the trained weights on {where}, {MEANS}{counts}; losses in {task.loss_unit}. {FLATTER} Mean "
-        f"rise and variance: of the loss under noise of standard deviation {NOISE:g} on every weight; worst case and "
-        f"adaptive: its largest rise {_radius(runs)}; bits: its rise when weights are rounded to as many; λ1 and "
-        f"trace: of the Hessian. {BOLD}"
+        f"rise and variance: of the loss under noise of standard deviation {NOISE:g} on every weight; t-variance: with "
+        f"weights exp(t·loss){f', t = {tilts}' if tilts else ''}; worst case and adaptive: its largest rise "
+        f"{_radius(runs)}; bits: its rise when weights are rounded to as many; λ1 and trace: of the Hessian. {BOLD}"
     )
-    return _settings_table("flatness", caption, settings, columns)
+    return _settings_table("flatness", caption, task, settings, columns)
 
 
 def _at_noise(run: RunRecord, name: str) -> float:
@@ -357,7 +365,11 @@ def _radius(runs: Sequence[RunRecord]) -> str:
 
 
 def _settings_table(
-    name: str, caption: str, settings: Sequence[SettingSummary], columns: Sequence[NumberColumn]
+    name: str,
+    caption: str,
+    task: TaskSummary,
+    settings: Sequence[SettingSummary],
+    columns: Sequence[NumberColumn],
 ) -> ReportTable:
     """Return a row per setting: its method, what distinguishes it, and the columns."""
     differ = any(setting.differences for setting in settings)
@@ -379,7 +391,8 @@ def _settings_table(
         for i, (row, mean, text) in enumerate(zip(rows, means, texts, strict=True)):
             row.append(replace(number_cell(mean, column.digits, best=i == best), text=text))
     numeric = [False, *([False] if differ else []), *(True for _ in columns)]
-    return ReportTable(name, caption, headings, rows, numeric, folded=1 if differ else None)
+    names = [task.label(setting) for setting in settings]
+    return ReportTable(name, caption, headings, rows, numeric, folded=1 if differ else None, names=names)
 
 
 def _present(columns: Sequence[NumberColumn], settings: Sequence[SettingSummary]) -> list[NumberColumn]:
@@ -421,7 +434,7 @@ def _run_counts(counts: Sequence[int]) -> str:
     if not some:
         return ""
     few, most = min(some), max(some)
-    text = f"{few} to {most} runs" if few < most else "1 run" if most == 1 else f"{most} runs"
+    text = f"{few} to {most} runs" if few < most else count_of(most, "run")
     return f", of {text} each"
 
 
@@ -437,7 +450,7 @@ def difference_cell(difference: Mean) -> TableCell:
     if not math.isfinite(difference.value):
         return TableCell("–")
     interval = format_interval(difference) if difference.runs > 1 else ""
-    return TableCell(f"{difference.value:+.2f}", difference.value, interval=interval)
+    return TableCell(f"{difference.value:+z.2f}", difference.value, interval=interval)
 
 
 def _machine(run: RunRecord) -> str:
@@ -446,7 +459,14 @@ def _machine(run: RunRecord) -> str:
     return ", torch ".join(str(part) for part in parts if part)
 
 
-# -------------------------------------------------------------------------------- Markdown and LaTeX
+# -------------------------------------------------------------------------------- printed, Markdown and LaTeX
+
+
+def printed_cells(table: ReportTable) -> list[list[str]]:
+    """Return the cells that a command prints, headings first: the names of the settings and the main numbers."""
+    kept = [k for k, heading in enumerate(table.headings) if table.numeric[k] and not heading.startswith(DETAILS)]
+    rows = [[name, *(row[k].full_text for k in kept)] for name, row in zip(table.names, table.rows, strict=True)]
+    return [[table.headings[0], *(table.headings[k] for k in kept)], *rows]
 
 
 def markdown_table(table: ReportTable) -> str:

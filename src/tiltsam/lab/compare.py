@@ -70,7 +70,7 @@ def compare(
         out: Folder of the records.
         data: Returns the data of a config; by default a :func:`tiltsam.lab.data.data_loader`.
         log: Also write the metrics to this tracker.
-        display: Is told about each run.
+        display: Shows the progress of each run.
 
     Raises:
         ConfigError: If a setting is out of bounds, before anything is trained.

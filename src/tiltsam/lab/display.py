@@ -1,4 +1,4 @@
-"""What the lab tells while it works: a class whose methods do nothing, to subclass, and what they are told."""
+"""Callbacks for the progress of the lab's work: a class to subclass, and the arguments of its methods."""
 
 from __future__ import annotations
 
@@ -41,7 +41,9 @@ class SweepStatus:
 
 
 class Display:
-    """Is told how the work goes on, and shows nothing. What a method raises ends the work.
+    """Callbacks of the lab's functions. They do nothing; a subclass shows what it wants to.
+
+    Whatever a callback raises ends the work.
 
     Example:
         >>> class Losses(Display):
@@ -50,30 +52,30 @@ class Display:
     """
 
     def print(self, line: str) -> None:
-        """Take a line that the user should see, such as what is skipped or waited for."""
+        """Called with a line that the user should see, such as what is skipped or waited for."""
 
     def loading(self, what: str, done: int, total: int | None) -> None:
-        """Take the progress of a download, of unpacking or of decoding images."""
+        """Called during a download, and while data are unpacked or decoded."""
 
     def setup(self, config: TrainConfig, setup: dict[str, Any]) -> None:
-        """Take the content of ``setup.json`` (sizes of the splits, classes, label noise, model) before a run."""
+        """Called before a run, with the content of ``setup.json``: sizes of the splits, classes, label noise, model."""
 
     def report(self, config: TrainConfig, progress: Progress) -> None:
-        """Take the progress of a run: after every epoch, and about twice a second, without waiting for the device."""
+        """Called after every epoch of a run, and about twice a second, without waiting for the device."""
 
     def skip(self, config: TrainConfig) -> None:
-        """Take a run that another process trains."""
+        """Called for a run that another process trains."""
 
     def failed(self, config: TrainConfig, error: TrainError) -> None:
-        """Take a run that failed; the others continue."""
+        """Called for a run that failed; the others continue."""
 
     def measuring(self, what: str) -> ProgressCallback:
-        """Take what is measured, as in ``"NAME: trace"``, and return the callback for its progress."""
+        """Called before a measurement such as ``"NAME: trace"``. Returns the callback for its progress."""
         return lambda done, total: None
 
     def status(self, status: SweepStatus) -> None:
-        """Take how far a sweep is, when a run makes progress or ends."""
+        """Called when a run of a sweep makes progress or ends."""
 
 
 QUIET = Display()
-"""The display of functions that are not given one."""
+"""The default of functions that take a display."""

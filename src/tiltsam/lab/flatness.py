@@ -251,7 +251,7 @@ def measure_runs(
         plan: What to measure.
         reuse: Whether to leave out the runs whose ``flatness.json`` has this very measurement of this very model.
         skip_errors: Whether runs that cannot be measured are skipped, each with a line; otherwise the first one raises.
-        display: Is told about each measurement, and prints the lines.
+        display: Shows the progress of measurements.
 
     Yields:
         The measurements of a run, and a description of them, both for :func:`save_flatness`. Runs of one seed follow

@@ -142,7 +142,7 @@ class SweepWorker:
         plan: The plan.
         storage: Its database.
         device: The device to train on.
-        display: Is told how the work goes on.
+        display: Shows the progress.
         check: Called often; what it raises ends the work.
     """
 
@@ -586,7 +586,7 @@ def sweep(
         download: Download missing data sets.
         heartbeat: Seconds between heartbeats. After six missing ones other processes take over a trial.
         log: Also write the metrics of all runs to this tracker.
-        display: Is told the status, notes before the work, lines about workers, and what this process loads.
+        display: Shows notes, the status, and what is loaded.
 
     Raises:
         ConfigError: If an argument cannot be used, or the database cannot be opened.

@@ -69,7 +69,7 @@ def train(
         record: Its folder. A finished run is not trained again.
         data: Returns the data of a config.
         log: Also write the metrics to this tracker; see :mod:`tiltsam.lab.tracking`.
-        display: Is told about the data and the progress.
+        display: Shows the progress of loading and training.
         checkpoint_seconds: Seconds between checkpoints, which are written at the end of epochs; by default the
             environment variable TILTSAM_CHECKPOINT_SECONDS, or 20.
         distributed: The ranks that train the run together, each of which calls this; rank 0 writes and reports.

@@ -193,7 +193,7 @@ def run_study(
         device: The device to train on.
         precision: That of the model; ``"bf16"`` uses autocast.
         workers: Processes to start; 1 works in this one.
-        display: Is told how the work goes on.
+        display: Shows the progress.
 
     Raises:
         ConfigError: If ``scale`` is out of bounds.

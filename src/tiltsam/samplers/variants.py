@@ -70,7 +70,7 @@ class ReusedAscent(Sampler):
 class FriendlyAscent(Sampler):
     """Friendly-SAM's ascent, along what is specific to the batch: ``ε = ρ n(g − σ m)``, m a running mean of g.
 
-    Two passes. Without an ascent (ρ = 0) the mean goes on, at one pass.
+    Two passes. Without an ascent (ρ = 0) the mean is still updated, at one pass.
     """
 
     independent: ClassVar[bool] = False

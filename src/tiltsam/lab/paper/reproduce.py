@@ -182,7 +182,7 @@ def reproduce(
         out: Folder of the records.
         root: Folder of the data sets.
         download: Download missing data sets and models.
-        display: Is told about each run and measurement, and about columns that are not run.
+        display: Shows the progress of runs and measurements, and the columns that are not run.
 
     Raises:
         DataError: If the data of all columns is missing.

@@ -341,14 +341,11 @@ def _leave_one_out(losses: Tensor, t: float) -> tuple[Tensor, Tensor]:
     """Return the t-weighted mean and variance of all losses but the i-th, for every i; NaN variances for two losses."""
     num = len(losses)
 
-    def weigh(valid: Tensor) -> Tensor:
-        return tilted_weights(losses, t, valid)
-
     means, variances = [], []
     draws = torch.arange(num, device=losses.device)
     for rows in torch.split(draws, max(1, _LEAVE_ONE_OUT_CELLS // num)):
         others = draws != rows[:, None]
-        weights = torch.vmap(weigh)(others)
+        weights = (t * (losses - losses.max())).where(others, -math.inf).softmax(1)
         mean = weights @ losses
         means.append(mean)
         variances.append((weights * (losses - mean[:, None]).square()).sum(1))

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from helpers.cases import METHODS, sgd
+from helpers.passes import perturbed
 from tiltsam.fused import fused_space, parameter_space
 from tiltsam.fused.fused_space import FusedSpace, ReservedTables
 from tiltsam.graphs import capture
@@ -65,7 +66,7 @@ def run(cls, action, passes):
         return scalar(loss)
 
     space = cls([params])
-    with torch.no_grad(), space.perturbed([closure]):
+    with torch.no_grad(), perturbed(space, [closure]):
         return action(space)
 
 
@@ -104,7 +105,7 @@ def test_kernels_count_beyond_32_bits():
         return scalar(1.0)
 
     space = FusedSpace([params])
-    with torch.no_grad(), space.perturbed([closure]):
+    with torch.no_grad(), perturbed(space, [closure]):
         space.generators.begin_step(0, 0)
         space.add_noise(0, Spread(radius=scalar(7.0)))
         distance = space.perturbation_norm()
@@ -318,7 +319,7 @@ def filter_noise(params, *, seed, step, sample, gamma):
     """Return ε of add_filter_noise."""
     space = FusedSpace([params])
     space.generators.begin_step(seed, step)
-    with torch.no_grad(), space.perturbed([lambda: None]):
+    with torch.no_grad(), perturbed(space, [lambda: None]):
         space.add_filter_noise(sample, scalar(gamma))
         return [x.detach() - c for x, c in zip(space._point, space._center, strict=True)]
 
@@ -354,7 +355,7 @@ def test_add_filter_noise_of_a_zero_filter_is_zero():
 def test_replica_has_its_own_scratch_memory():
     params = [nn.Parameter(x) for x in random_vectors(1)[0]]
     space = FusedSpace([params])
-    with torch.no_grad(), space.perturbed([lambda: None]):
+    with torch.no_grad(), perturbed(space, [lambda: None]):
         space.add_filter_noise(0, scalar(0.1))
         expected = point_of(space)
         space.reset_to_center()
@@ -476,7 +477,7 @@ def test_kernels_get_float32_whatever_the_defaults_of_torch(odd_defaults, monkey
         p.grad = torch.zeros_like(p)
         return number
 
-    with torch.no_grad(), space.perturbed([closure]):
+    with torch.no_grad(), perturbed(space, [closure]):
         for spread in (Spread(radius=number), Spread(std=number), Spread(std=number, max_norm=number)):
             space.add_noise(0, spread)
         space.add_filter_noise(0, number)

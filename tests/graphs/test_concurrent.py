@@ -174,7 +174,7 @@ def test_replicas_share_the_mean_of_gradients():
     with torch.no_grad():
         for replica, share, value in zip(replicas, (one, half), (1.0, 3.0), strict=True):
             gradient = [torch.full_like(p, value) for p in step.space.params]
-            replica.gradient_mean.add(gradient, share, torch.tensor(True), replica.center)
+            replica.gradient_mean.add(gradient, share, torch.tensor(True))
     assert all(replicas[0].gradient_mean.seen)
     assert all((mean == 2.0).all() for mean in replicas[-1].gradient_mean.tensors)
 

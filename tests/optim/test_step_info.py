@@ -70,7 +70,7 @@ def test_sampler_numbers():
 def test_info_before_the_first_step():
     optimizer = tiltsam.SAM(sgd(Problem().model.parameters()))
     assert not hasattr(optimizer, "info")
-    with pytest.raises(RuntimeError, match="no step"):
+    with pytest.raises(AttributeError, match="no step"):
         _ = optimizer.info
 
 

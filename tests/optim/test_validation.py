@@ -39,7 +39,7 @@ def test_bad_base_and_model():
         tiltsam.SAM(sgd(params), rho=Problem().model)
     with pytest.raises(TypeError, match=r"sampler .*HMC"):
         tiltsam.TSAM(sgd(params), sampler=tiltsam.samplers.HMC)
-    with pytest.raises(RuntimeError, match="no step"):
+    with pytest.raises(AttributeError, match="no step"):
         _ = tiltsam.SAM(sgd(params)).info
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from helpers.passes import perturbed
 from tiltsam.samplers import Center, Gaussian, Uniform
 from tiltsam.space.parameter_space import ParameterSpace
 from tiltsam.toys.chain_space import ChainSpace, sample_chains
@@ -28,7 +29,7 @@ def perturbation(sampler, radius):
         return loss
 
     start = theta.detach().clone()
-    with torch.no_grad(), space.perturbed([closure]):
+    with torch.no_grad(), perturbed(space, [closure]):
         draw = sampler.sample(space, 0, sampler.begin(space))
         epsilon = theta.detach() - start
     assert torch.equal(theta, start)

@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import nn
 from torch.autograd import backward as imported_backward
-from torch.autograd.graph import _engine_run_backward
 
 import tiltsam
 from helpers.cases import METHODS, Problem, quadratic_problem, sgd
-from tiltsam.space.evaluator import NeedsGraphError, forward_only
+from helpers.passes import perturbed
+from tiltsam.space.evaluator import forward_only, needs_graph
 
 every_method = pytest.mark.parametrize("method", METHODS, ids=repr)
 
@@ -149,7 +149,7 @@ def test_line_search_skips_backward_however_it_is_called(backward, returns_float
 
 
 def test_line_search_raises_errors_of_the_closure_at_once():
-    """Errors that mention gradients, too: only a failed differentiation is repeated."""
+    """Only a pass that needs a graph is repeated."""
     problem = Problem(nn.Linear(6, 3))
     optimizer = tiltsam.LineSearchSAM(sgd(problem.model.parameters()))
     calls = []
@@ -157,12 +157,43 @@ def test_line_search_raises_errors_of_the_closure_at_once():
     def closure():
         calls.append(1)
         if len(calls) == 2:
-            raise RuntimeError("element 0 of tensors does not require grad")
+            raise RuntimeError("of the closure")
         return problem.closure()
 
-    with pytest.raises(RuntimeError, match="element 0"):
+    with pytest.raises(RuntimeError, match="of the closure"):
         optimizer.step(closure)
     assert len(calls) == 2
+
+
+@pytest.mark.parametrize("use", [lambda h: h.retain_grad(), lambda h: h.register_hook(lambda g: None)])
+def test_line_search_of_a_model_that_uses_the_graph(use):
+    """Its forward passes alone are made with a graph, too."""
+    problem = Problem(nn.Linear(6, 3))
+    optimizer = tiltsam.LineSearchSAM(sgd(problem.model.parameters()))
+    problem.model.register_forward_hook(lambda module, inputs, output: use(output) and None)
+    optimizer.step(problem.closure)
+    assert optimizer.info.num_backwards == 2
+
+
+def test_closure_may_return_the_same_tensor_every_time():
+    problem = Problem(nn.Linear(6, 3))
+    total = torch.zeros(())
+
+    def closure():
+        total.zero_()
+        loss = problem.closure()
+        total.add_(loss.detach())
+        return total
+
+    steps = []
+    for one in (problem.closure, closure):
+        weights = [p.detach().clone() for p in problem.model.parameters()]
+        optimizer = tiltsam.LineSearchSAM(sgd(problem.model.parameters()), rho=0.5, num_points=4)
+        optimizer.step(one)
+        steps.append((optimizer.info.losses, optimizer.info.perturbation_norms))
+        for p, w in zip(problem.model.parameters(), weights, strict=True):
+            p.data.copy_(w)
+    torch.testing.assert_close(steps[0], steps[1])
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # interrupted generators
@@ -205,11 +236,10 @@ def test_interrupted_forward_pass_leaves_backward_on():
         problem.model.weight.grad = None
         problem.loss().backward()
         assert problem.model.weight.grad is not None, number
-        assert torch.autograd._engine_run_backward is _engine_run_backward, number
     assert number > 50
 
 
-def test_forward_only_builds_no_graph_and_skips_backward():
+def test_forward_only_skips_backward():
     w = nn.Parameter(torch.ones(3))
 
     def closure():
@@ -217,54 +247,26 @@ def test_forward_only_builds_no_graph_and_skips_backward():
         loss.backward()
         return loss
 
-    assert not forward_only(closure).requires_grad
-    assert w.grad is None
+    for graph in (True, False):
+        with torch.set_grad_enabled(graph):
+            assert forward_only(closure) == 3
+        assert w.grad is None
     closure()
     assert w.grad is not None
 
 
-def engine_is_replaced():
-    return torch.autograd._engine_run_backward is not _engine_run_backward
-
-
-def test_forward_only_restores_the_engine_of_autograd():
-    def fail():
-        assert engine_is_replaced()
-        raise ValueError("of the call")
+def test_forward_only_leaves_other_threads_alone():
+    w, v = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
 
     def call():
-        forward_only(lambda: None)
-        assert engine_is_replaced()
-        with pytest.raises(ValueError, match="of the call"):
-            forward_only(fail)
-        return engine_is_replaced()
-
-    assert forward_only(call)
-    assert not engine_is_replaced()
-    with pytest.raises(ValueError, match="of the call"):
-        forward_only(fail)
-    assert not engine_is_replaced()
-
-
-def test_forward_only_keeps_skipping_when_another_thread_ends_first():
-    w = nn.Parameter(torch.ones(3))
-    begun, release = threading.Event(), threading.Event()
-
-    def wait():
-        begun.set()
-        assert release.wait(60)
-
-    def call():
-        other = threading.Thread(target=forward_only, args=(wait,))
+        other = threading.Thread(target=lambda: v.square().sum().backward())
         other.start()
-        assert begun.wait(60)
-        release.set()
         other.join(60)
         w.square().sum().backward()
 
     forward_only(call)
     assert w.grad is None
-    assert not engine_is_replaced()
+    assert v.grad is not None
 
 
 def test_forward_only_needs_graph_to_differentiate():
@@ -276,19 +278,18 @@ def test_forward_only_needs_graph_to_differentiate():
         loss.backward()
         return loss
 
-    with pytest.raises(NeedsGraphError):
+    with torch.no_grad(), pytest.raises(RuntimeError) as raised:
         forward_only(closure)
-    assert forward_only(closure, graph=True) == 12.0
+    assert needs_graph(raised.value)
+    assert forward_only(closure) == 12.0
     assert w.grad is None
-    forward_only(closure, graph=True, skip_backward=False)
-    assert w.grad is not None
 
 
-def test_forward_only_raises_errors_of_autograd_if_there_is_a_graph():
+def test_other_errors_of_autograd_need_no_graph():
     w = nn.Parameter(torch.ones(3))
     with pytest.raises(RuntimeError) as raised:
-        forward_only(lambda: torch.autograd.grad(w.sum(), torch.ones(2, requires_grad=True)), graph=True)
-    assert not isinstance(raised.value, NeedsGraphError)
+        forward_only(lambda: torch.autograd.grad(w.sum(), torch.ones(2, requires_grad=True)))
+    assert not needs_graph(raised.value)
 
 
 @pytest.mark.parametrize("value", [None, "0.5", (torch.ones(()), 1)], ids=repr)
@@ -323,7 +324,7 @@ def test_closure_must_leave_a_gradient():
 def test_passes_are_counted():
     theta, closure = quadratic_problem()
     space = tiltsam.SAM(sgd([theta])).current_space()
-    with torch.no_grad(), space.perturbed([closure]):
+    with torch.no_grad(), perturbed(space, [closure]):
         space.evaluate(ascent=True)
         space.evaluate()
         space.forward()
@@ -339,7 +340,7 @@ def test_each_sample_uses_its_closure_and_ascents_use_theirs():
     def named(name):
         return lambda: calls.append(name) or closure()
 
-    with torch.no_grad(), space.perturbed([named(0), named(1)], named("ascent")):
+    with torch.no_grad(), perturbed(space, [named(0), named(1)], named("ascent")):
         for sample in (0, 1):
             space.begin_sample(sample)
             space.evaluate(ascent=True)

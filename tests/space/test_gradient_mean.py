@@ -19,7 +19,7 @@ def space_of(number=3, size=2):
 def add(space, values, share, valid=True):
     gradient = [None if v is None else torch.full((2,), v, dtype=torch.float64) for v in values]
     share = torch.tensor(share, dtype=torch.float64)
-    space.gradient_mean.add(gradient, share, torch.tensor(valid), space._point)
+    space.gradient_mean.add(gradient, share, torch.tensor(valid))
 
 
 def mean_of(space):
@@ -89,7 +89,7 @@ def test_first_gradient_is_copied():
     """PGN uses it again after it was added, even without weight."""
     space = space_of(1)
     gradient = [torch.full((2,), math.nan, dtype=torch.float64)]
-    space.gradient_mean.add(gradient, torch.zeros((), dtype=torch.float64), torch.tensor(False), space._point)
+    space.gradient_mean.add(gradient, torch.zeros((), dtype=torch.float64), torch.tensor(False))
     assert gradient[0].isnan().all()
     assert mean_of(space) == [0.0]
 

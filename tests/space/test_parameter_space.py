@@ -6,6 +6,7 @@ from torch import nn
 
 import tiltsam
 from helpers.cases import METHODS, Problem, assert_same, quadratic_problem, sgd
+from helpers.passes import perturbed
 from tiltsam.space.model_state import ModelState
 from tiltsam.space.parameter_space import ParameterSpace
 from tiltsam.space.protocol import EPS, Spread
@@ -281,7 +282,7 @@ class Perturbation:
 
 def test_perturbed_restores_weights_and_keeps_buffers():
     step = Perturbation()
-    with torch.no_grad(), step.space.perturbed([step.problem.closure]):
+    with torch.no_grad(), perturbed(step.space, [step.problem.closure]):
         step.perturb()
     step.assert_weights_restored(buffers=False)
     assert step.model.norm.num_batches_tracked == step.before["norm.num_batches_tracked"] + 1
@@ -295,7 +296,7 @@ def test_perturbed_restores_everything_on_error(error):
     step = Perturbation()
 
     def run():
-        with torch.no_grad(), step.space.perturbed([step.problem.closure]):
+        with torch.no_grad(), perturbed(step.space, [step.problem.closure]):
             step.perturb()
             raise error("planted")
 
@@ -316,7 +317,7 @@ def test_perturbed_restores_everything_if_the_closure_raises():
         return calls[-1]
 
     def run():
-        with torch.no_grad(), step.space.perturbed([closure]):
+        with torch.no_grad(), perturbed(step.space, [closure]):
             step.perturb()
             step.space.evaluate()
 
@@ -328,7 +329,7 @@ def test_perturbed_restores_everything_if_the_closure_raises():
 
 def test_assigned_gradients_survive_roll_back():
     step = Perturbation()
-    with torch.no_grad(), step.space.perturbed([step.problem.closure]):
+    with torch.no_grad(), perturbed(step.space, [step.problem.closure]):
         at = step.space.evaluate()
         step.space.gradient_mean.set(at.gradient)
     step.space.assign_gradients()
@@ -339,24 +340,24 @@ def test_assigned_gradients_survive_roll_back():
 
 
 @pytest.mark.parametrize("moves", [True, False])
-def test_point_outside_perturbed_raises(moves):
+def test_point_moves_only_during_passes(moves):
     step = Perturbation()
-    with pytest.raises(RuntimeError, match="perturbed"):
+    with pytest.raises(RuntimeError, match="begin_passes"):
         _ = step.space.point
-    with torch.no_grad(), step.space.perturbed([step.problem.closure], moves=moves):
+    with torch.no_grad(), perturbed(step.space, [step.problem.closure], moves=moves):
         if moves:
             assert any(x is step.model.first.weight for x in step.space.point)
         else:
-            with pytest.raises(RuntimeError, match="perturbed"):
+            with pytest.raises(RuntimeError, match="begin_passes"):
                 _ = step.space.point
-    with pytest.raises(RuntimeError, match="perturbed"):
+    with pytest.raises(RuntimeError, match="begin_passes"):
         step.space.add_noise(0, Spread(radius=torch.tensor(0.5, dtype=torch.float64)))
     step.assert_weights_restored(buffers=False)
 
 
 def test_closure_outside_perturbed_raises():
     step = Perturbation()
-    with torch.no_grad(), step.space.perturbed([step.problem.closure]):
+    with torch.no_grad(), perturbed(step.space, [step.problem.closure]):
         step.space.evaluate()
     with pytest.raises(RuntimeError, match="closure"):
         step.space.evaluate()
@@ -406,7 +407,7 @@ def test_ascend_adaptive_equals_its_formula(missing, finite):
     expected = [p.detach() + step for p, step in zip(params, steps, strict=True)]
     space = ParameterSpace([params])
     closure = closure_leaving(params, gradient, 1.0 if finite else torch.nan)
-    with torch.no_grad(), space.perturbed([closure]):
+    with torch.no_grad(), perturbed(space, [closure]):
         space.reset_to_center()
         at = space.evaluate(ascent=True)
         space.ascend_adaptive(at, *(torch.tensor(x, dtype=torch.float64) for x in (rho, eta)))
@@ -422,7 +423,7 @@ def test_ascend_adaptive_with_rho_by_group():
     length = torch.cat([(t * g).flatten() for t, g in zip(metric, gradient, strict=True)]).norm() + EPS
     expected = [p.detach() + r * t * t * g / length for p, r, t, g in zip(params, rho, metric, gradient, strict=True)]
     space = ParameterSpace([params[:1], params[1:]])
-    with torch.no_grad(), space.perturbed([closure_leaving(params, gradient)]):
+    with torch.no_grad(), perturbed(space, [closure_leaving(params, gradient)]):
         space.ascend_adaptive(space.evaluate(), rho, eta)
         torch.testing.assert_close([x.detach() for x in space.point], expected, rtol=0, atol=1e-12)
 
@@ -436,7 +437,7 @@ def test_add_filter_noise_equals_its_formula():
     for p in params:
         z = torch.empty_like(p).normal_(generator=generator)
         expected.append(p.detach() + 0.1 * filter_norm(p.detach()) * z)
-    with torch.no_grad(), space.perturbed([lambda: None]):
+    with torch.no_grad(), perturbed(space, [lambda: None]):
         space.add_filter_noise(2, torch.tensor(0.1, dtype=torch.float64))
         torch.testing.assert_close([x.detach() for x in space.point], expected, rtol=0, atol=1e-12)
 
@@ -456,7 +457,7 @@ def test_add_noise_equals_its_formula(spread):
     else:
         scale = min(0.2, spread.get("max_norm", torch.inf) / norm)
     expected = [p.detach() + scale * z for p, z in zip(params, noise, strict=True)]
-    with torch.no_grad(), space.perturbed([lambda: None]):
+    with torch.no_grad(), perturbed(space, [lambda: None]):
         space.add_noise(1, Spread(**{name: torch.tensor(x, dtype=torch.float64) for name, x in spread.items()}))
         torch.testing.assert_close([x.detach() for x in space.point], expected, rtol=0, atol=1e-12)
         torch.testing.assert_close(space.perturbation_norm(), scale * norm, rtol=0, atol=1e-12)

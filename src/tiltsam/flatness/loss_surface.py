@@ -29,7 +29,7 @@ from tiltsam.distributed import is_sharded
 from tiltsam.flatness.data import batch_size, to_device
 from tiltsam.flatness.numerics import finite_losses, weighted_mean, write_sum
 from tiltsam.flatness.randomness import RandomSources
-from tiltsam.space.evaluator import NeedsGraphError, forward_only
+from tiltsam.space.evaluator import needs_graph
 from tiltsam.space.model_state import restored_buffers, uninterrupted
 from tiltsam.space.validation import check_storage
 
@@ -131,7 +131,7 @@ class LossSurface:
             self.autocast = {kind: torch.get_autocast_dtype(kind) for kind in kinds if torch.is_autocast_enabled(kind)}
             for kind in self.autocast:
                 stack.enter_context(torch.autocast(kind, enabled=False))
-            stack.enter_context(self._random.restored())
+            stack.callback(self._random.restore, self._random.state())
             stack.enter_context(_eval_mode(self.model))
             stack.enter_context(_gradients_set_aside(self.model))
             stack.enter_context(restored_buffers(self.model))
@@ -224,9 +224,12 @@ class LossSurface:
         if self._needs_grad is None:
             state = self._random.state()
             try:
-                loss: Tensor = forward_only(lambda: self._evaluate(batch), skip_backward=False)
+                with torch.no_grad():
+                    loss = self._evaluate(batch)
                 self._needs_grad = False
-            except NeedsGraphError:  # loss_fn differentiates inside: a gradient penalty, forces
+            except RuntimeError as error:
+                if not needs_graph(error):
+                    raise
                 self._random.restore(state)
                 loss = self._evaluate(batch)
                 self._needs_grad = True

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from enum import IntEnum
 from typing import Any
 
@@ -72,15 +71,6 @@ class RandomSources:
         random.setstate(standard)
         if self._numpy is not None:
             self._numpy.random.set_state(numbers)
-
-    @contextmanager
-    def restored(self) -> Iterator[None]:
-        """Restore the state on exit."""
-        state = self.state()
-        try:
-            yield
-        finally:
-            self.restore(state)
 
 
 def _generators(source: object) -> Iterator[torch.Generator]:

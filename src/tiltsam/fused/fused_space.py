@@ -89,10 +89,6 @@ class FusedSpace(ParameterSpace):
         other._launcher = self._launcher.copy()
         return other
 
-    def accepts_memory(self) -> bool:
-        """See :class:`ParameterSpace`. The kernels need aligned memory."""
-        return super().accepts_memory() and all(p.data_ptr() % 16 == 0 for p in self.params)
-
     # ---------------------------------------------------------------- stages
 
     def _norm_if_finite(self, gradient: Gradient, loss: Tensor, after: Evaluation | None) -> tuple[Tensor, Tensor]:
@@ -166,7 +162,7 @@ class FusedSpace(ParameterSpace):
     def ascend_adaptive(self, at: Evaluation, rho: Tensor, eta: Tensor) -> None:
         """See :class:`Space`."""
         table = self._table_of(at.gradient)
-        if table is None or rho.dim() > 0 or not self._at_center:
+        if table is None or rho.dim() > 0 or self._perturbation_norm is not self.zero:
             super().ascend_adaptive(at, rho, eta)
             return
         norm, distance = self._launcher.numbers(2)
@@ -200,7 +196,7 @@ class FusedSpace(ParameterSpace):
         if single or table is None or not (first or mean.is_complete):
             super().add_to_mean(draw, share, single=single)
             return
-        memory = [m for m in mean.allocate(draw.gradient, self._like) if m is not None]
+        memory = [m for m in mean.allocate(draw.gradient) if m is not None]
         self._launcher.launch(
             kernels.mix,
             mean=self.tables.named("mean", memory),

@@ -111,7 +111,7 @@ class CapturedStep:
             if key not in self._graphs and warm_up.steps >= self._num_warm_up:
                 self._try_capture(key, batch, step, warm_up)
             if (graph := self._graphs.get(key)) is not None:
-                return self.optimizer.replay(step, partial(self._replay, graph, batch))
+                return self.optimizer.replay(partial(self._replay, graph, batch))
             return self._warm_up_step(key, step, warm_up)
 
     def _closures(self, batch: tuple[Any, ...]) -> tuple[list[Closure], Closure | None]:

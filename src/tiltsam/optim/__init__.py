@@ -7,7 +7,7 @@ from tiltsam.optim.step_info import StepInfo
 from tiltsam.optim.variants import GSAM, USAM, WSAM, FriendlySAM, LookSAM, MomentumSAM, norm_groups
 from tiltsam.schedules import Schedule
 from tiltsam.space.step_record import FixedWeights, Weighting
-from tiltsam.space.validation import check_count, check_fraction, check_nonnegative
+from tiltsam.space.validation import check_count, check_fraction, check_nonnegative, check_unit
 
 __all__ = [
     "ASAM",
@@ -33,5 +33,6 @@ __all__ = [
     "check_count",
     "check_fraction",
     "check_nonnegative",
+    "check_unit",
     "norm_groups",
 ]

@@ -71,7 +71,8 @@ class WeightAverage:
             raise ValueError(f"{type(model).__name__} has no parameters to average")
         # In half precision an average would stop moving: its steps become smaller than the spacing of the numbers.
         self._average = {
-            name: p.detach().clone().to(_at_least_float32(p.dtype)) for name, p in self._parameters.items()
+            name: p.detach().clone().to(torch.promote_types(p.dtype, torch.float32))
+            for name, p in self._parameters.items()
         }
 
     @torch.no_grad()
@@ -169,7 +170,3 @@ def _parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 def _write(places: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
     for name, place in places.items():
         place.detach().copy_(values[name].detach())  # an interrupted no_grad() would leave gradients disabled
-
-
-def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Literal, TypeAlias
+from typing import ClassVar, Literal, TypeAlias
 
 import torch
 from torch import nn
@@ -47,7 +47,7 @@ from tiltsam.schedules import Schedule
 from tiltsam.space.parameter_space import ParameterSpace
 from tiltsam.space.protocol import default_radius
 from tiltsam.space.step_record import FixedWeights, Weighting
-from tiltsam.space.validation import check_count, check_nonnegative
+from tiltsam.space.validation import check_count, check_nonnegative, check_unit
 from tiltsam.tilting import StreamingTilt
 
 __all__ = ["ASAM", "ERM", "METHODS", "PGN", "RSAM", "SAM", "TSAM", "LineSearchSAM"]
@@ -284,6 +284,8 @@ class ASAM(SharpnessAware):
         skip_nonfinite: Do not step the base if no sample is finite.
     """
 
+    checks: ClassVar = {"eta": check_nonnegative}
+
     def __init__(
         self,
         base: Optimizer,
@@ -308,11 +310,6 @@ class ASAM(SharpnessAware):
             parallel=parallel,
             skip_nonfinite=skip_nonfinite,
         )
-
-    def check_settings(self) -> None:
-        """See :class:`SharpnessAware`."""
-        super().check_settings()
-        check_nonnegative("eta", self.setting("eta"))
 
 
 class LineSearchSAM(SharpnessAware):
@@ -377,6 +374,8 @@ class PGN(SharpnessAware):
         skip_nonfinite: Do not step the base if no sample is finite.
     """
 
+    checks: ClassVar = {"alpha": check_unit}
+
     def __init__(
         self,
         base: Optimizer,
@@ -401,14 +400,6 @@ class PGN(SharpnessAware):
             parallel=parallel,
             skip_nonfinite=skip_nonfinite,
         )
-
-    def check_settings(self) -> None:
-        """See :class:`SharpnessAware`."""
-        super().check_settings()
-        alpha = self.setting("alpha")
-        check_nonnegative("alpha", alpha)
-        if alpha > 1:
-            raise ValueError(f"alpha must be <= 1, got {alpha}")
 
     @property
     def num_samples(self) -> int:
@@ -443,6 +434,8 @@ class RSAM(SharpnessAware):
         skip_nonfinite: Do not step the base if no sample is finite.
     """
 
+    checks: ClassVar = {"gamma": check_nonnegative, "lam": check_nonnegative}
+
     def __init__(
         self,
         base: Optimizer,
@@ -468,12 +461,6 @@ class RSAM(SharpnessAware):
             parallel=parallel,
             skip_nonfinite=skip_nonfinite,
         )
-
-    def check_settings(self) -> None:
-        """See :class:`SharpnessAware`."""
-        super().check_settings()
-        check_nonnegative("gamma", self.setting("gamma"))
-        check_nonnegative("lam", self.setting("lam"))
 
 
 METHODS: dict[str, Callable[..., SharpnessAware]] = {

@@ -19,7 +19,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn, Self
+from typing import Any, ClassVar, NamedTuple, NoReturn, Self
 
 import torch
 from torch import Tensor
@@ -50,13 +50,12 @@ from tiltsam.space.model_state import ModelState, uninterrupted
 from tiltsam.space.parameter_space import ParameterSpace
 from tiltsam.space.sampler_state import SamplerState
 from tiltsam.space.step_record import FixedWeights, StepRecord, Weighting
-from tiltsam.space.validation import check_nonnegative, warn, warn_low_precision
+from tiltsam.space.validation import check_count, check_nonnegative, warn, warn_low_precision
 
 __all__ = ["SharpnessAware", "Step", "StepInfo"]
 
 DETECTED = Parallel()  # the processes of DDP, FSDP2 or torch.distributed
 _MAX_PENDING = 256  # samples whose validity is kept before it is summed up
-_COMMIT_KEY = -1  # of a pre-hook of the base, see _step_base; torch's own keys count from 0
 
 
 class Step(NamedTuple):
@@ -101,6 +100,9 @@ class SharpnessAware(Optimizer):
             otherwise the base steps with a zero gradient.
     """
 
+    checks: ClassVar[Mapping[str, Callable[[str, Any], None]]] = {}
+    """For settings that must be bounded: called with name and value whenever settings have changed."""
+
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Reject ``SAM(params, SGD, lr=0.1)``, as other packages want it, before Python rejects ``lr``."""
         check_call(cls, SharpnessAware, args, kwargs)
@@ -138,8 +140,7 @@ class SharpnessAware(Optimizer):
         self._hyperparameters = Hyperparameters(base, type(self).__name__, initial)
         self._setting_names = [name for name in settings if name != "rho"]
         self._space: ParameterSpace | None = None
-        self._space_key: tuple[Any, ...] = ()
-        self._addresses: list[Any] = []  # of the parameters, to notice changes quickly
+        self._layout: list[Any] = []  # of the parameters that the space was built for
         self._written: tuple[Any, ...] = ()  # settings that were checked and written to the space
         self._info: StepInfo | None = None
         self._valid: list[Tensor] = []  # whether samples were finite, not counted yet
@@ -154,12 +155,15 @@ class SharpnessAware(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         # Leave out a scheduler's patch of step, hooks (as torch does), and what the next step builds again.
         state = {k: v for k, v in self.__dict__.items() if k != "step" and not k.startswith("_optimizer_")}
-        return {**state, "_space": None, "_addresses": [], "_written": (), "_info": None, "_stepping": False}
+        return {**state, "_space": None, "_written": (), "_info": None, "_stepping": False}
 
     # ---------------------------------------------------------------- what a method may override
 
     def check_settings(self) -> None:
         """Raise on a setting out of bounds. Called when settings have changed. Overrides call ``super()``."""
+        check_count("seed", self.setting("seed"), 0)
+        for name, check in self.checks.items():
+            check(name, self.setting(name))
         if "rho" in self._hyperparameters:
             for rho in self._hyperparameters.per_group_values("rho"):
                 check_nonnegative("rho", rho)
@@ -322,9 +326,10 @@ class SharpnessAware(Optimizer):
         """Run all passes of a step and restore the weights; the gradient is in ``step.space.gradient_mean``."""
         space = step.space
         moves = not isinstance(step.sampler, Center)
-        with space.perturbed(step.closures, step.ascent_closure, step.scaler, moves=moves):
-            record = self.average_samples(space, step.sampler, step.num_samples)
-            loss = record.loss()
+        space.begin_passes(step.closures, step.ascent_closure, step.scaler, moves=moves)
+        record = self.average_samples(space, step.sampler, step.num_samples)
+        loss = record.loss()
+        space.end_passes()
         passes = space.evaluator
         return StepInfo(
             loss,
@@ -360,16 +365,14 @@ class SharpnessAware(Optimizer):
         """Let the base descend the mean of the gradients."""
         space = step.space
         space.assign_gradients()
-        hooks = self.base._optimizer_step_pre_hooks
-        hooks.pop(_COMMIT_KEY, None)  # left by an interrupted step, it would not come last
-        hooks[_COMMIT_KEY] = space.commit  # runs in base.step(), after all its other pre-hooks
+        hook = self.base.register_step_pre_hook(space.commit)  # the last one: what others raise is undone
         try:
             if step.scaler is not None:
                 self._step_scaled(step.scaler, space, info)
             elif not self.skip_nonfinite or bool(info.weights.any().item()):
                 self.base.step()
         finally:
-            hooks.pop(_COMMIT_KEY, None)
+            hook.remove()
         space.commit()  # if the base was skipped
 
     def _step_scaled(self, scaler: torch.amp.GradScaler, space: ParameterSpace, info: StepInfo) -> None:
@@ -384,7 +387,7 @@ class SharpnessAware(Optimizer):
             found.add_((info.num_nonfinite > 0).to(found))  # scaler.update reads it
 
     @Optimizer.profile_hook_step
-    def replay(self, step: Step, run: Callable[[], StepInfo]) -> Tensor:
+    def replay(self, run: Callable[[], StepInfo]) -> Tensor:
         """Take a step whose passes and update are launched by ``run``, a captured graph. Step hooks run as usual.
 
         :meta private:
@@ -452,12 +455,9 @@ class SharpnessAware(Optimizer):
             tensor([4.])
         """
         self._opt_called = True  # otherwise a scheduler warns that it was stepped before the optimizer
-        first: list[Tensor] = []
         closures = check_closures(closure, ascent_closure, type(self).__name__)
-        remembering = [_remember_first(one, first) for one in closures]
-        ascent = _remember_first(ascent_closure, first) if ascent_closure is not None else None
-        self._run(remembering, ascent, scaler, self._leave_gradient)
-        return first[0].reshape(())
+        self._run(closures, ascent_closure, scaler, self._leave_gradient)
+        return self.current_space().evaluator.first_loss.reshape(())
 
     def _leave_gradient(self, step: Step, info: StepInfo) -> None:
         """Leave the mean of the gradients to a trainer that steps the base."""
@@ -477,7 +477,7 @@ class SharpnessAware(Optimizer):
 
         :meta private:
         """
-        return self._space is not None and self._space.is_unfinished
+        return self._space is not None and self._space.weights_saved
 
     def _check_parts(self, number: int, sampler: Sampler, num_samples: int, *, has_ascent_closure: bool) -> None:
         """Raise ValueError unless each sample can have its own closure."""
@@ -496,19 +496,16 @@ class SharpnessAware(Optimizer):
         :meta private:
         """
         space = self._space
-        addresses: list[Any] = []
-        if space is not None and space.sharding.mesh is None:
-            addresses = [[(id(p), p.requires_grad, p.data_ptr()) for p in g["params"]] for g in self.base.param_groups]
-            if addresses == self._addresses:
-                return space
-        key = tuple(
-            tuple((id(p), p.requires_grad, p.dtype, p.device, p.shape, p.stride()) for p in group["params"])
-            for group in self.param_groups
-        )
-        if space is not None and key == self._space_key and space.accepts_memory():
-            self._addresses = addresses
-            return space
+        layout = [  # what the space depends on; a DTensor has no address of its own
+            [
+                (id(p), p.requires_grad, p.dtype, p.stride(), None if hasattr(p, "device_mesh") else p.data_ptr())
+                for p in group["params"]
+            ]
+            for group in self.base.param_groups
+        ]
         if space is not None:
+            if layout == self._layout:
+                return space
             with torch.no_grad():
                 space.roll_back()  # if an earlier restore failed, its backup must not be lost
         space = parameter_space(
@@ -526,9 +523,9 @@ class SharpnessAware(Optimizer):
             raise ValueError(f"Parallel(ascent='local') would make each rank keep another {', '.join(names)}")
         self._sampler_state.allocate(space.params)
         # In this order: if any line above raises, or an interrupt arrives between these, the next step builds it again.
-        self._addresses, self._written = [], ()
+        self._written = ()
         self._space = space
-        self._space_key = key
+        self._layout = layout
         warn_low_precision(space.params)
         return space
 
@@ -554,7 +551,7 @@ class SharpnessAware(Optimizer):
     def info(self) -> StepInfo:
         """What the last step measured. Reading its tensors' values waits for the device; nothing else does."""
         if self._info is None:
-            raise NoStepError("no step was taken yet")
+            raise AttributeError("no step was taken yet")  # so that hasattr and inspect work
         return self._info
 
     def check_nonfinite(self) -> None:
@@ -667,10 +664,6 @@ class SharpnessAware(Optimizer):
         return f"{type(self).__name__}({self._hyperparameters},\n  base={base})"
 
 
-class NoStepError(RuntimeError, AttributeError):
-    """Raised by ``info`` before the first step; an AttributeError, so that ``hasattr`` and ``inspect`` work."""
-
-
 class _RefusesScalerStep:
     """Refuses ``GradScaler.step(optimizer)``, which cannot run the passes of a step."""
 
@@ -679,15 +672,3 @@ class _RefusesScalerStep:
 
     def __bool__(self) -> bool:
         raise RuntimeError(NEEDS_SCALER.format(name=self._name))
-
-
-def _remember_first(closure: Closure, losses: list[Tensor]) -> Closure:
-    """Return the closure, made to append the loss of the first pass of a step to ``losses``."""
-
-    def remembering() -> object:
-        loss = closure()
-        if not losses:
-            losses.append(torch.as_tensor(loss).detach())
-        return loss
-
-    return remembering

@@ -133,8 +133,6 @@ def add_hint(error: BaseException) -> None:
 
 def check_arguments(base: Optimizer, model: Any, seed: Any, parallel: Any) -> None:
     """Raise on common arguments of a wrong type; warn if ``model`` is not the one that ``base`` trains."""
-    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
-        raise ValueError(f"seed must be an integer >= 0, got {seed!r}")
     if parallel is not None and not isinstance(parallel, Parallel):
         raise TypeError(f"parallel must be a tiltsam.Parallel or None, got {type(parallel).__name__}")
     if model is None:

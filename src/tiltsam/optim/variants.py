@@ -21,7 +21,7 @@ layers only: wrap a base over the parameter groups of :func:`norm_groups`.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -70,6 +70,8 @@ class GSAM(SharpnessAware):
         The paper lets ρ follow the learning rate: pass a schedule.
     """
 
+    checks: ClassVar = {"alpha": check_nonnegative}
+
     def __init__(
         self,
         base: Optimizer,
@@ -95,11 +97,6 @@ class GSAM(SharpnessAware):
             skip_nonfinite=skip_nonfinite,
         )
 
-    def check_settings(self) -> None:
-        """See :class:`SharpnessAware`."""
-        super().check_settings()
-        check_nonnegative("alpha", self.setting("alpha"))
-
 
 class LookSAM(SharpnessAware):
     """SAM at every k-th step; the steps in between reuse its direction (Liu et al., CVPR 2022). 1 + 1/k passes.
@@ -119,6 +116,8 @@ class LookSAM(SharpnessAware):
         parallel: The processes that take each step together.
         skip_nonfinite: Do not step the base if no sample is finite.
     """
+
+    checks: ClassVar = {"alpha": check_nonnegative, "k": check_count}
 
     def __init__(
         self,
@@ -146,12 +145,6 @@ class LookSAM(SharpnessAware):
             skip_nonfinite=skip_nonfinite,
         )
 
-    def check_settings(self) -> None:
-        """See :class:`SharpnessAware`."""
-        super().check_settings()
-        check_nonnegative("alpha", self.setting("alpha"))
-        check_count("k", self.setting("k"))
-
     def plan(self) -> tuple[Sampler, int]:
         """See :class:`SharpnessAware`. Plain steps while ``rho`` is 0."""
         if not self.ascending:
@@ -176,6 +169,8 @@ class FriendlySAM(SharpnessAware):
         parallel: The processes that take each step together.
         skip_nonfinite: Do not step the base if no sample is finite.
     """
+
+    checks: ClassVar = {"sigma": check_nonnegative, "lam": check_fraction}
 
     def __init__(
         self,
@@ -203,12 +198,6 @@ class FriendlySAM(SharpnessAware):
             skip_nonfinite=skip_nonfinite,
         )
 
-    def check_settings(self) -> None:
-        """See :class:`SharpnessAware`."""
-        super().check_settings()
-        check_nonnegative("sigma", self.setting("sigma"))
-        check_fraction("lam", self.setting("lam"))
-
 
 class WSAM(SharpnessAware):
     """Weighted SAM (Yue et al., KDD 2023): sharpness as a regulariser of weight γ/(1−γ). Two passes.
@@ -230,6 +219,8 @@ class WSAM(SharpnessAware):
         The base receives the whole gradient. The paper's variant for adaptive bases, which applies the sharpness term
         outside of the base ("decoupled"), is not offered.
     """
+
+    checks: ClassVar = {"gamma": check_fraction}
 
     def __init__(
         self,
@@ -255,11 +246,6 @@ class WSAM(SharpnessAware):
             parallel=parallel,
             skip_nonfinite=skip_nonfinite,
         )
-
-    def check_settings(self) -> None:
-        """See :class:`SharpnessAware`."""
-        super().check_settings()
-        check_fraction("gamma", self.setting("gamma"))
 
     @property
     def num_samples(self) -> int:
@@ -294,6 +280,8 @@ class USAM(SharpnessAware):
         skip_nonfinite: Do not step the base if no sample is finite.
     """
 
+    checks: ClassVar = {"power": check_nonnegative}
+
     def __init__(
         self,
         base: Optimizer,
@@ -319,11 +307,6 @@ class USAM(SharpnessAware):
             skip_nonfinite=skip_nonfinite,
         )
 
-    def check_settings(self) -> None:
-        """See :class:`SharpnessAware`."""
-        super().check_settings()
-        check_nonnegative("power", self.setting("power"))
-
 
 class MomentumSAM(SharpnessAware):
     """Momentum-SAM (Becker et al. 2024): ``∇L(θ − ρ n(v))``, v the momentum of the gradients. One pass.
@@ -345,6 +328,8 @@ class MomentumSAM(SharpnessAware):
         Not m-SAM, which divides the batch. The momentum is kept here, so that any base can be used. With SGD of
         momentum β and no weight decay it is proportional to the base's.
     """
+
+    checks: ClassVar = {"beta": check_fraction}
 
     def __init__(
         self,
@@ -370,11 +355,6 @@ class MomentumSAM(SharpnessAware):
             parallel=parallel,
             skip_nonfinite=skip_nonfinite,
         )
-
-    def check_settings(self) -> None:
-        """See :class:`SharpnessAware`."""
-        super().check_settings()
-        check_fraction("beta", self.setting("beta"))
 
 
 def norm_groups(model: nn.Module) -> list[dict[str, Any]]:

@@ -169,6 +169,6 @@ class CenterThenAscent(Sampler):
     def sample(self, space: Space, index: int, common: Evaluation) -> Draw:
         """Return the gradient at θ, then evaluate at SAM's point."""
         if index == 0:
-            return draw_at(common)._replace(keep_gradient=True)
+            return draw_at(common)  # sample 1 reads the gradient again: the first one added to the mean stays
         space.ascend(common, space.rho)
         return draw_after_ascent(common, space.evaluate(after=common))

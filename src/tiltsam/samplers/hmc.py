@@ -99,7 +99,7 @@ class HMC(Sampler):
         space.scale_(momentum, torch.full_like(space.radius, self.sigma))
         there, work = self._integrate(space, here, position, momentum)
         inside = (space.norm(position) <= space.radius) | (self.boundary == "reflect")  # a reflected path never leaves
-        error = work - space.delta * (there.loss - here.loss)
+        error = work - space.setting("delta") * (there.loss - here.loss)
         accept = (space.uniform(index).log() < -error) & inside & there.finite  # NaN compares false: a rejection
         space.select_(position, old_position, ~accept)
         space.select_(there.gradient, old_gradient, ~accept)
@@ -144,7 +144,7 @@ class HMC(Sampler):
         """
         force = space.copy_to("force", at.gradient)
         space.zero_unless_(force, at.finite)
-        scale = space.delta * (fraction * self.step_size)
+        scale = space.setting("delta") * (fraction * self.step_size)
         work = scale * (space.dot(momentum, force) + scale * at.norm.square() / 2) / self.sigma**2
         space.add_scaled_(momentum, force, scale)
         return work

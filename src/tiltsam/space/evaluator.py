@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from types import FrameType
@@ -17,7 +16,7 @@ from tiltsam.distributed import Ranks, Sharding, local_gradient, reshard
 from tiltsam.space.model_state import ModelState
 from tiltsam.space.tensor_lists import as_real, dealias
 
-__all__ = ["Closure", "Evaluator", "NeedsGraphError", "check_closures", "forward_only", "scale_of"]
+__all__ = ["Closure", "Evaluator", "check_closures", "forward_only", "needs_graph", "scale_of"]
 
 Closure: TypeAlias = Callable[[], Any]
 """Torch's protocol: run forward and backward, return the loss."""
@@ -59,6 +58,9 @@ class Evaluator:
         device: Device of the loss.
     """
 
+    first_loss: Tensor
+    """What the closure returned in the first pass of the step, on this rank."""
+
     def __init__(
         self,
         params: Sequence[Tensor],
@@ -70,7 +72,7 @@ class Evaluator:
     ) -> None:
         self.params, self.model_state, self.ranks, self.sharding = params, model_state, ranks, sharding
         self._dtype, self._device = dtype, device
-        self._differentiates = False  # whether the closure takes derivatives before it calls backward()
+        self._needs_graph = False  # whether the closure fails in a forward pass without a graph
         self.end_step()
 
     def begin_step(
@@ -105,17 +107,22 @@ class Evaluator:
         if all(g is None for g in gradient):
             raise RuntimeError(
                 "the closure left no gradient on any trainable parameter: call loss.backward() in it and do not clear "
-                "gradients afterwards. If it does so, the optimizer holds other parameters than the model: create it "
-                "after fully_shard, or after any other change to the model"
+                "gradients afterwards. If it does, the optimizer was created over other parameters: create it after "
+                "fully_shard and after any other change to the model"
             )
-        return self._loss(value), gradient
+        loss = self._loss(value)
+        if self.num_forwards == 1:
+            self.first_loss = torch.as_tensor(value).detach()
+        return loss, gradient
 
     def loss(self) -> Tensor:
         """Run forward only. Backward passes of the closure are skipped; a graph is built only if the loss needs one."""
         try:
             value = self._forward()
-        except NeedsGraphError:
-            self._differentiates = True  # inside the loss: forces, or the norm of a gradient
+        except RuntimeError as error:
+            if self._needs_graph or not needs_graph(error):
+                raise
+            self._needs_graph = True
             value = self._forward()
         self.num_forwards += 1
         if self.sharding.mesh is not None:
@@ -126,7 +133,8 @@ class Evaluator:
 
     def _forward(self) -> Any:
         self.model_state.begin_pass()
-        value = forward_only(self._closure(), graph=self._differentiates)
+        with torch.set_grad_enabled(self._needs_graph):
+            value = forward_only(self._closure())
         self.model_state.end_pass()
         return value
 
@@ -146,7 +154,7 @@ class Evaluator:
             if loss.numel() != 1:
                 raise ValueError(f"the closure must return one loss, got a tensor of shape {tuple(loss.shape)}")
             loss = loss.reshape(())
-        loss = loss.to(self._device, self._dtype)
+        loss = loss.to(self._device, self._dtype, copy=True)  # the closure may write to its own again
         return loss if self.ranks.alone else self.ranks.average(loss)
 
     def _take_gradient(self) -> list[Tensor | None]:
@@ -183,70 +191,31 @@ def _no_closure() -> Tensor:
 
 # -------------------------------------------------------------------- forward passes without backward
 
-_threads: set[int] = set()  # those that run a forward-only pass
 
-
-class NeedsGraphError(RuntimeError):
-    """Raised when a loss is differentiated in a pass that builds no graph."""
-
-
-def forward_only(call: Callable[[], Any], *, graph: bool = False, skip_backward: bool = True) -> Any:
-    """Return ``call()`` without building a graph and without running backward passes.
+def forward_only(call: Callable[[], Any]) -> Any:
+    """Return ``call()`` without running the backward passes in it.
 
     A backward pass is skipped however it is written (``loss.backward()``, ``torch.autograd.backward(loss)``,
-    ``scaler.scale(loss).backward()``); ``torch.autograd.grad`` runs. While any thread is in here, torch.autograd calls
+    ``scaler.scale(loss).backward()``); ``torch.autograd.grad`` runs. From the first call on, torch.autograd calls
     :func:`_run_backward` instead of its engine.
-
-    Args:
-        call: Computes a loss.
-        graph: Build the graph, for a ``call`` that differentiates inside.
-        skip_backward: Skip backward passes.
-
-    Raises:
-        NeedsGraphError: If ``call`` fails to differentiate and ``graph`` is false: call again with ``graph=True``.
     """
-    nested = threading.get_ident() in _threads
-    try:
-        _replace_engine()
-        with torch.set_grad_enabled(graph):
-            return call()
-    finally:
-        if not nested:
-            _restore_engine()
-
-
-def _replace_engine() -> None:
-    """Route ``backward`` and ``grad`` of :mod:`torch.autograd` through :func:`_run_backward`."""
-    _threads.add(threading.get_ident())
     torch.autograd._engine_run_backward = _run_backward  # type: ignore[attr-defined, assignment]
+    return call()
 
 
-def _restore_engine() -> None:
-    """Give :mod:`torch.autograd` its engine back, unless another thread runs a forward-only pass."""
-    _threads.discard(threading.get_ident())
-    if not _threads:
-        torch.autograd._engine_run_backward = _engine_run_backward  # type: ignore[attr-defined]
-        if _threads:  # one began meanwhile; an interrupt could leave a lock held
-            torch.autograd._engine_run_backward = _run_backward  # type: ignore[attr-defined, assignment]
+def needs_graph(error: RuntimeError) -> bool:
+    """Return whether a pass without a graph failed because it differentiates (forces) or registers a hook."""
+    return any(text in str(error) for text in ("not require grad", "doesn't require grad", "requires_grad=False"))
 
 
 def _run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
     """Run torch's engine, unless a backward pass is requested inside :func:`forward_only`.
 
-    That is decided by the frames on the stack: no switch is left on if an interrupt prevents :func:`_restore_engine`.
+    The frames on the stack decide: other threads are not affected, and an interrupt leaves no switch on.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not forward_only.__code__:
         frame = frame.f_back
-    if frame is None:
-        _restore_engine()  # if an interrupt prevented it
-        return _engine_run_backward(outputs, *args, **kwargs)
-    options = frame.f_locals
-    if options["skip_backward"] and kwargs.get("accumulate_grad"):
+    if frame is not None and kwargs.get("accumulate_grad"):
         return ()
-    try:
-        return _engine_run_backward(outputs, *args, **kwargs)
-    except RuntimeError as error:
-        if options["graph"]:
-            raise
-        raise NeedsGraphError(str(error)) from error
+    return _engine_run_backward(outputs, *args, **kwargs)

@@ -22,13 +22,21 @@ class GradientMean:
 
     Args:
         params: The parameters that receive the mean as their gradient.
+        like: Tensors of the mean's shapes: what this process holds of the parameters, as real tensors.
         blocks: Tensors that one foreach call can take together.
         sharding: How the parameters are split over processes.
         ranks: The processes that take a step together.
     """
 
-    def __init__(self, params: Sequence[Tensor], blocks: Sequence[Block], sharding: Sharding, ranks: Ranks) -> None:
-        self._params, self._blocks, self._sharding, self._ranks = params, blocks, sharding, ranks
+    def __init__(
+        self,
+        params: Sequence[Tensor],
+        like: Sequence[Tensor],
+        blocks: Sequence[Block],
+        sharding: Sharding,
+        ranks: Ranks,
+    ) -> None:
+        self._params, self._like, self._blocks, self._sharding, self._ranks = params, like, blocks, sharding, ranks
         self._memory: Gradient = [None] * len(params)
         self._buffers: list[Tensor] = []  # flat buffers behind the memory
         self._single: Gradient | None = None  # the gradient of a step with one sample
@@ -52,7 +60,7 @@ class GradientMean:
         self._single = list(gradient)
         self._seen[:] = [g is not None for g in gradient]
 
-    def add(self, gradient: Gradient, share: Tensor, valid: Tensor, like: Sequence[Tensor]) -> None:
+    def add(self, gradient: Gradient, share: Tensor, valid: Tensor) -> None:
         """Add a gradient; it is overwritten.
 
         A gradient that is not valid counts as zero, and so does a first gradient without weight. A parameter without a
@@ -62,10 +70,9 @@ class GradientMean:
             gradient: The gradient.
             share: Its share of the total weight so far.
             valid: Whether it counts.
-            like: Tensors of the mean's shapes.
         """
         first = self.is_empty
-        memory = self.allocate(gradient, like)
+        memory = self.allocate(gradient)
         for block in self._blocks:
             part = share.to(block.device)
             here = [(m, g, i) for i in block.indices if (m := memory[i]) is not None and (g := gradient[i]) is not None]
@@ -101,12 +108,12 @@ class GradientMean:
         """Whether every parameter has had a gradient in this step."""
         return all(self._seen)
 
-    def allocate(self, gradient: Gradient, like: Sequence[Tensor]) -> Gradient:
+    def allocate(self, gradient: Gradient) -> Gradient:
         """Allocate memory for parameters that have a gradient for the first time; return the memory of all."""
         everywhere = self._ranks.splits_samples  # ranks need one layout, whichever parameters have a gradient on each
         missing = [i for i, g in enumerate(gradient) if (everywhere or g is not None) and self._memory[i] is None]
         if missing:
-            new, buffers = allocate([like[i] for i in missing])
+            new, buffers = allocate([self._like[i] for i in missing])
             self._buffers += buffers
             for i, mean in zip(missing, new, strict=True):
                 self._memory[i] = mean

@@ -74,7 +74,12 @@ class ModelState:
             self._set_random_state()
         if self.buffers_once and self.num_passes > 0:
             if self.num_passes == 1:  # not after the first pass: there may be no second
-                self._tracking = [m for m in self._modules() if isinstance(m, _BatchNorm) and _tracks_statistics(m)]
+                layers = [m for m in self._modules() if isinstance(m, _BatchNorm) and m.training]
+                self._tracking = [
+                    m
+                    for m in layers
+                    if m.track_running_stats and getattr(m.forward, "__func__", None) in _RESPECT_TRACKING
+                ]
                 self._keep_other_buffers()
             # Cheaper than restoring the statistics after each pass.
             self._paused = True
@@ -124,12 +129,6 @@ class ModelState:
                 self._module_list = list(self.model.modules())
                 self._child_ids = [id(child) for module in self._module_list for child in module._modules.values()]
         return self._module_list
-
-
-def _tracks_statistics(layer: _BatchNorm) -> bool:
-    """Return whether a layer updates its statistics in a forward pass and can be told not to."""
-    respects = getattr(layer.forward, "__func__", None) in _RESPECT_TRACKING
-    return layer.training and layer.track_running_stats and respects
 
 
 # -------------------------------------------------------------------- copies of buffers

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Self
 
 import torch
@@ -75,71 +75,65 @@ class ParameterSpace(TensorLists):
             self._indices_by_device.setdefault(x.device, []).append(i)
         self.generators = NoiseGenerators(list(self._indices_by_device))
         self.evaluator = Evaluator(self.params, self.model_state, self.ranks, sharding, dtype, self.device)
-        self.gradient_mean = GradientMean(self.params, self.blocks, sharding, self.ranks)
+        self.gradient_mean = GradientMean(self.params, here, self.blocks, sharding, self.ranks)
         self.sampler_state = sampler_state if sampler_state is not None else SamplerState()
         self._point = here
         self._center: list[Tensor] = []  # allocated by the first step that moves the point
-        self._saved = False  # whether _center holds θ
-        self._at_center = True  # whether the point is θ
+        self.weights_saved = False  # whether _center holds θ
         self._moved = False  # whether the point was handed out since θ was saved
-        self._perturbation_norm: Tensor | None = self.zero  # ‖point − θ‖, if known
+        self._perturbation_norm: Tensor | None = self.zero  # ‖point − θ‖, if known; this very tensor at θ
         self._gradient: list[Tensor | None] = []  # of the last evaluation
         self._gradients_before: list[Tensor | None] | None = None  # until the mean replaces them
-        self._unfinished = False  # whether buffers and sampler state are those of a step not taken yet
+        self.is_unfinished = False  # whether a step has begun and is neither taken nor undone
 
     # ---------------------------------------------------------------- a step: save, perturb, restore
 
-    @contextmanager
-    def perturbed(
+    def begin_passes(
         self,
         closures: Sequence[Closure],
         ascent_closure: Closure | None = None,
         scaler: torch.amp.GradScaler | None = None,
         *,
         moves: bool = True,
-    ) -> Iterator[None]:
-        """Save the weights, let the body move the point, and restore the weights bit for bit, whatever is raised.
+    ) -> None:
+        """Save the weights; from here on the point may move. If anything is raised, call :meth:`roll_back`.
 
         Args:
             closures: One closure for all samples, or one for each.
             ascent_closure: Used for gradients that only give the direction of an ascent.
             scaler: The GradScaler that the closures use.
-            moves: Whether the body moves the point at all.
+            moves: Whether the point will move at all.
         """
-        try:
-            if self.sharding.needs_views:
-                self._point = self._local_tensors()  # p.data may be another tensor than at the last step
-            self._at_center, self._perturbation_norm = True, self.zero
-            self.gradient_mean.begin_step()
-            self.evaluator.begin_step(closures, ascent_closure, scaler)
-            self.model_state.begin_step()
-            if self.sampler_state.names:
-                self.sampler_state.begin_step(self.params)
-            self._unfinished = True
-            self._gradients_before = [p.grad for p in self.params + self._empty]
-            if moves:
-                self.copy_(self.center, self._point)
-                self._saved = True
-            yield
-            self._gradient.clear()  # the mean has what is needed of it
-            self._restore()
-            self.model_state.end_step()
-        except BaseException:
-            self.roll_back()  # for callers other than SharpnessAware._run, which repeats it if it is interrupted
-            raise
-        finally:
-            self.evaluator.end_step()
+        if self.sharding.needs_views:
+            self._point = self._local_tensors()  # p.data may be another tensor than at the last step
+        self._perturbation_norm = self.zero
+        self.gradient_mean.begin_step()
+        self.evaluator.begin_step(closures, ascent_closure, scaler)
+        self.model_state.begin_step()
+        if self.sampler_state.names:
+            self.sampler_state.begin_step(self.params)
+        self.is_unfinished = True
+        self._gradients_before = [p.grad for p in self.params + self._empty]
+        if moves:
+            self.copy_(self.center, self._point)
+            self.weights_saved = True
+
+    def end_passes(self) -> None:
+        """Restore the weights bit for bit and release the closures."""
+        self._gradient.clear()  # the mean has what is needed of it
+        self._restore()
+        self.model_state.end_step()
+        self.evaluator.end_step()
 
     def _restore(self) -> None:
         """Copy θ back if the point has moved; safe to repeat."""
-        if self._saved and self._moved:
+        if self.weights_saved and self._moved:
             try:
                 self.copy_(self._point, self._center)
             except Exception:  # a foreach copy may need memory, and an interrupt may have left autograd on
                 for x, theta in zip(self._point, self._center, strict=True):
                     x.detach().copy_(theta)
-            self._at_center = True
-        self._saved = self._moved = False
+        self.weights_saved = self._moved = False
 
     def assign_gradients(self) -> None:
         """Assign the mean of the samples' gradients to ``.grad`` of the parameters."""
@@ -151,15 +145,10 @@ class ParameterSpace(TensorLists):
 
         Also used as a step hook of the base, whose arguments are ignored.
         """
-        if self._unfinished:
+        if self.is_unfinished:
             if not self.ranks.alone:
                 self.ranks.check_same_gradients(self.params)
-            self._unfinished = False
-
-    @property
-    def is_unfinished(self) -> bool:
-        """Whether an earlier step could not be undone: its backup must not be overwritten before :meth:`roll_back`."""
-        return self._saved or self._unfinished
+            self.is_unfinished = False
 
     def roll_back(self) -> None:
         """Undo a step that was not taken: weights, gradients, buffers and the sampler's vectors.
@@ -178,6 +167,7 @@ class ParameterSpace(TensorLists):
                 "optimizer.current_space().center; the next optimizer.step() restores them first"
             ) from error
         finally:
+            self.evaluator.end_step()
             if self._gradients_before is not None:
                 self.model_state.end_step()
                 for p, grad in zip(self.params + self._empty, self._gradients_before, strict=True):
@@ -186,22 +176,13 @@ class ParameterSpace(TensorLists):
                 if self.sharding.mesh is not None:
                     reshard(self.model_state.model)  # FSDP must not reuse copies gathered at the perturbed weights
                 self._gradients_before = None
-            if self._unfinished:
+            if self.is_unfinished:
                 self.model_state.roll_back()
                 self.sampler_state.roll_back(self.params)
-                self._unfinished = False
+                self.is_unfinished = self.weights_saved  # the weights could not be restored: the next step tries again
 
     def _local_tensors(self) -> list[Tensor]:
         return [as_real(local_part(p)) for p in self.params] if self.sharding.needs_views else list(self.params)
-
-    def accepts_memory(self) -> bool:
-        """Return whether the space can use the memory that the parameters have now, after ``p.data`` was replaced.
-
-        Raises:
-            ValueError: If two parameters share memory.
-        """
-        check_storage(self.params)
-        return True
 
     def on_device(self) -> AbstractContextManager[object]:
         """Make the parameters' GPU the current one: Triton launches there."""
@@ -217,7 +198,7 @@ class ParameterSpace(TensorLists):
         other.evaluator = copy.copy(self.evaluator)
         # Detached: the parameters themselves are made to use other memory.
         other._point, other._center = point, [x.detach() for x in self._local_tensors()]
-        other._saved, other._at_center, other._perturbation_norm = True, False, None
+        other.weights_saved, other._perturbation_norm = True, None
         other.release_vectors()
         return other
 
@@ -231,11 +212,6 @@ class ParameterSpace(TensorLists):
     def rho(self) -> Tensor:
         """See :class:`Space`."""
         return self.scalars.rho
-
-    @property
-    def delta(self) -> Tensor:
-        """See :class:`Space`."""
-        return self.setting("delta")
 
     @property
     def noisy(self) -> bool:
@@ -310,19 +286,16 @@ class ParameterSpace(TensorLists):
             self.zero_unless_(draw.gradient, draw.valid)
             self.gradient_mean.set(draw.gradient)
             return
-        gradient = draw.gradient
-        if draw.keep_gradient and not self.gradient_mean.is_empty:  # the first gradient is copied anyway
-            gradient = [None if g is None else g.clone() for g in gradient]
-        self.gradient_mean.add(gradient, share.to(self.dtype), draw.valid, self._point)
+        self.gradient_mean.add(draw.gradient, share.to(self.dtype), draw.valid)
 
     # ---------------------------------------------------------------- moving the point
 
     @property
     def point(self) -> list[Tensor]:
         """See :class:`Space`. Reading it marks the point as moved, since samplers write to it in place."""
-        if not self._saved:
-            raise RuntimeError("the point can be moved only inside perturbed(moves=True)")
-        self._at_center, self._perturbation_norm = False, None
+        if not self.weights_saved:
+            raise RuntimeError("the point can be moved only between begin_passes(moves=True) and end_passes()")
+        self._perturbation_norm = None
         self._moved = True
         return self._point
 
@@ -335,9 +308,9 @@ class ParameterSpace(TensorLists):
 
     def reset_to_center(self) -> None:
         """See :class:`Space`."""
-        if not self._at_center:
+        if self._perturbation_norm is not self.zero:
             self.copy_(self._point, self._center)
-            self._at_center, self._perturbation_norm = True, self.zero
+            self._perturbation_norm = self.zero
 
     def add_noise(self, sample: int, spread: Spread) -> None:
         """See :class:`Space`. The noise is drawn into the point itself: no other vector holds it."""
@@ -362,7 +335,7 @@ class ParameterSpace(TensorLists):
             self.zero_unperturbed_(at.gradient)
             norm = self.norm(at.gradient)
         scale = rho / (norm + EPS)
-        distance = scale * norm if self._at_center and rho.dim() == 0 else None
+        distance = scale * norm if self._perturbation_norm is self.zero and rho.dim() == 0 else None
         self.add_scaled_(self.point, at.gradient, scale)
         self._perturbation_norm = distance
 

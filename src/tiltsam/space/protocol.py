@@ -51,7 +51,7 @@ class Draw(NamedTuple):
     loss: Tensor
     """Loss at θ+ε_j, a scalar."""
     gradient: Vector
-    """Gradient at θ+ε_j. Adding it to the mean may overwrite it, unless ``keep_gradient`` is true."""
+    """Gradient at θ+ε_j. Adding it to the mean may overwrite it, except that of the first of several samples."""
     gradient_norm: Tensor
     """Norm of the gradient; 0 if it is not finite."""
     valid: Tensor
@@ -60,8 +60,6 @@ class Draw(NamedTuple):
     """The loss where the sample started: at θ for SAM, at θ+δ_j for TSAM; ``loss`` itself without an ascent."""
     info: Mapping[str, Tensor] = {}
     """Further numbers (HMC: acceptance, energy error, divergence), shown in ``StepInfo.sampler``."""
-    keep_gradient: bool = False
-    """Whether the sampler reads ``gradient`` again in a later sample."""
 
 
 def draw_at(evaluation: Evaluation) -> Draw:
@@ -129,11 +127,6 @@ class Space(Protocol):
     @property
     def radius(self) -> Tensor:
         """Radius R of the neighbourhood that noise is drawn from."""
-        ...
-
-    @property
-    def delta(self) -> Tensor:
-        """Tilt δ of a tilted sampler."""
         ...
 
     def setting(self, name: str) -> Tensor:

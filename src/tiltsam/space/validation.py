@@ -52,6 +52,12 @@ def check_fraction(name: str, value: Any) -> None:
         raise ValueError(f"{name} must be a number in [0, 1), got {value!r}")
 
 
+def check_unit(name: str, value: Any) -> None:
+    """Raise ValueError unless ``value`` is a number in [0, 1]."""
+    if not _is_finite(value) or not 0 <= value <= 1:
+        raise ValueError(f"{name} must be a number in [0, 1], got {value!r}")
+
+
 def _is_finite(value: Any) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
 

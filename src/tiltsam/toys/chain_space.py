@@ -66,11 +66,6 @@ class ChainSpace:
         """Radius of the neighbourhood, one entry per chain."""
         return self.setting("radius")
 
-    @property
-    def delta(self) -> Tensor:
-        """Tilt of the sampler, one entry per chain."""
-        return self.setting("delta")
-
     def setting(self, name: str) -> Tensor:
         """Return a setting by name, one entry per chain."""
         return self.center.new_full((len(self.center),), self._settings[name])

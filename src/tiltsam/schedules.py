@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from tiltsam.space.validation import check_count
+from tiltsam.space.validation import check_count, check_unit
 
 __all__ = ["Schedule", "late_phase", "linear_down", "linear_up"]
 
@@ -64,6 +64,5 @@ def late_phase(value: float, num_steps: int, fraction: float = 0.75) -> Schedule
         (0.0, 0.05)
     """
     check_count("num_steps", num_steps)
-    if not 0 <= fraction <= 1:
-        raise ValueError(f"fraction must be in [0, 1], got {fraction}")
+    check_unit("fraction", fraction)
     return _Late(value, round(fraction * num_steps))

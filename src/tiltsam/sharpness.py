@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -297,8 +298,8 @@ def rounding(
         >>> rounding(nn.Linear(2, 1), supervised(nn.functional.mse_loss), data).losses.shape
         torch.Size([2])
     """
-    widths = (bits,) if isinstance(bits, int) else tuple(bits)
-    if not widths or not all(isinstance(width, int) and 2 <= width <= 16 for width in widths):
+    widths = tuple(bits) if isinstance(bits, Sequence) else (bits,)
+    if not widths or not all(isinstance(width, Integral) and 2 <= width <= 16 for width in widths):
         raise ValueError(f"bits must be one or more integers from 2 to 16, got {bits}")
     losses, distances = [], []
     with LossSurface(model, loss_fn, batches, parameters=parameters, size_of=size_of) as surface:

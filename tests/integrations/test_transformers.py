@@ -100,12 +100,14 @@ def test_method_wraps_the_optimizer_of_the_trainer(tmp_path):
     assert_close(flat(t.model), flat(model))
 
 
+@pytest.mark.parametrize("wrap", [None, functools.partial(tiltsam.MomentumSAM, rho=0.3)], ids=["optimizers", "method"])
 @pytest.mark.parametrize("parts", [1, 2])
-def test_trainer_resumed_inside_an_epoch_is_bitwise_equal(parts, tmp_path):
+def test_trainer_resumed_inside_an_epoch_is_bitwise_equal(parts, wrap, tmp_path):
+    """Also with a method whose sampler keeps a vector between steps."""
     # Saved three batches into the second epoch.
-    whole = hf.trainer(tmp_path, parts=parts, save_strategy="steps", save_steps=8)
+    whole = hf.trainer(tmp_path, parts=parts, wrap=wrap, save_strategy="steps", save_steps=8)
     whole.train()
-    resumed = hf.trainer(tmp_path, parts=parts)
+    resumed = hf.trainer(tmp_path, parts=parts, wrap=wrap)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-8"))
     assert resumed.model.calls < whole.model.calls
     assert torch.equal(flat(resumed.model), flat(whole.model))

@@ -117,6 +117,29 @@ def test_missing_gradient_counts_as_zero_in_map():
     assert problem.model.unused.tolist() == [1.0] * 5
 
 
+def test_map_takes_one_scalar_per_group():
+    class SignAscent(samplers.Sampler):
+        def sample(self, space, index, common):
+            space.reset_to_center()
+            at = space.evaluate(ascent=True)
+            space.map_(space.point, lambda w, g, rho: w + rho * g.sign(), at.gradient, space.rho)
+            points.append([x.tolist() for x in space.point])
+            return samplers.draw_after_ascent(at, space.evaluate(after=at))
+
+    points = []
+    params = [nn.Parameter(torch.zeros(2)) for _ in range(2)]
+    base = torch.optim.SGD([{"params": params[:1], "rho": 0.25}, {"params": params[1:], "rho": 0.5}], lr=0.1)
+    optimizer = tiltsam.TSAM(base, sampler=SignAscent(), num_samples=1)
+
+    def closure():
+        loss = sum(p.sum() for p in params)
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    assert points == [[[0.25, 0.25], [0.5, 0.5]]]
+
+
 def test_gradient_of_the_first_sample_is_not_overwritten():
     """PGN and WSAM use it again in the second."""
     space = ParameterSpace([[nn.Parameter(torch.zeros(3))]])

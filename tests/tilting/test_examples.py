@@ -250,3 +250,11 @@ def test_no_finite_loss_gives_no_weight(groups):
     assert tilt.effective_sample_size == 0
     assert tilt.num_nonfinite == 3
     assert losses.grad.tolist() == [0.0, 0.0, 0.0]
+
+
+def test_tilt_can_be_changed_after_inference_mode():
+    tilt, losses = ExampleTilt(1.0), torch.tensor([0.0, 1.0])
+    with torch.inference_mode():
+        tilt(losses)
+    tilt.t = 0.0
+    assert tilt(losses) == 0.5

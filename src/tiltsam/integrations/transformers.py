@@ -7,7 +7,8 @@ of a step over the whole window, which leaves the aggregate in ``.grad``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -70,6 +71,23 @@ class SharpnessAwareTrainerMixin:
             self.sharpness_aware = self._method(base, model=self.model)
         optimizer: torch.optim.Optimizer = self.optimizer
         return optimizer
+
+    @contextmanager
+    def _holding_sharpness_aware(self) -> Iterator[None]:
+        """Let the Trainer save and load the method instead of its base: the sampler may keep vectors between steps."""
+        base, self.optimizer = self.optimizer, self.sharpness_aware
+        try:
+            yield
+        finally:
+            self.optimizer = base
+
+    def _save_optimizer_and_scheduler(self, *args: Any, **kwargs: Any) -> None:
+        with self._holding_sharpness_aware():
+            super()._save_optimizer_and_scheduler(*args, **kwargs)  # type: ignore[misc]
+
+    def _load_optimizer_and_scheduler(self, *args: Any, **kwargs: Any) -> None:
+        with self._holding_sharpness_aware():
+            super()._load_optimizer_and_scheduler(*args, **kwargs)  # type: ignore[misc]
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """Return the batches of one step."""

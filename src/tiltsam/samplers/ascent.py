@@ -168,7 +168,8 @@ class CenterThenAscent(Sampler):
 
     def sample(self, space: Space, index: int, common: Evaluation) -> Draw:
         """Return the gradient at θ, then evaluate at SAM's point."""
+        space.reset_to_center()
         if index == 0:
-            return draw_at(common)  # sample 1 reads the gradient again: the first one added to the mean stays
+            return draw_at(common)  # sample 1 reads the gradient again: adding the first to the mean leaves it as it is
         space.ascend(common, space.rho)
         return draw_after_ascent(common, space.evaluate(after=common))

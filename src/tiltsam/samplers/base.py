@@ -36,7 +36,10 @@ class Sampler(ABC):
 
     @abstractmethod
     def sample(self, space: Space, index: int, common: Any) -> Draw:
-        """Draw sample number ``index``."""
+        """Draw sample number ``index``.
+
+        The point is undefined at first: call ``reset_to_center``, ``add_noise`` or ``add_filter_noise``.
+        """
 
 
 class Start(Sampler):

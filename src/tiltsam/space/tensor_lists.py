@@ -177,7 +177,7 @@ class TensorLists:
         self.true, self.false = (torch.full((), value, device=self.device) for value in (True, False))
         self.blocks = _partition(like, [0] * len(like))
         self._like = list(like)
-        self._num_dims = num_dims
+        self._groups, self._num_dims = groups, num_dims
         self._group_blocks = _partition(like, groups)
         self._scratch: dict[str, list[Tensor]] = {}
 
@@ -281,7 +281,8 @@ class TensorLists:
         """See :class:`Space`. Tensors missing in ``x`` are skipped; those missing in ``others`` count as zero."""
         for i, a in enumerate(x):
             if a is not None:
-                rest = (y.to(a.device) if isinstance(y, Tensor) else y[i] for y in others)
+                g = self._groups[i]
+                rest = ((y[g] if y.dim() else y).to(a.device) if isinstance(y, Tensor) else y[i] for y in others)
                 a.copy_(function(a, *(torch.zeros_like(a) if b is None else b for b in rest)))
 
     def _pairs(

@@ -95,7 +95,7 @@ class ExampleTilt:
                 raise ValueError(f"min_ess must be 0 with num_groups, got {min_ess}")
         self.min_ess, self.num_groups = min_ess, num_groups
         self.process_group, self.sync = process_group, sync
-        self._group_tilt = None if group_tilt is None else check_tilt(group_tilt, "group_tilt")
+        self.group_tilt = None if group_tilt is None else check_tilt(group_tilt, "group_tilt")
         self._device_t: Tensor | None = None
         self.t = t
         self.weights: Tensor | None = None
@@ -115,7 +115,7 @@ class ExampleTilt:
             self._device_t.fill_(self._t)
 
     def __repr__(self) -> str:
-        groups = "" if self.num_groups is None else f", group_tilt={self._group_tilt}, num_groups={self.num_groups}"
+        groups = "" if self.num_groups is None else f", group_tilt={self.group_tilt}, num_groups={self.num_groups}"
         return f"ExampleTilt(t={self.t}, min_ess={self.min_ess}{groups})"
 
     def __call__(self, losses: Tensor, groups: Tensor | None = None) -> Tensor:
@@ -159,7 +159,7 @@ class ExampleTilt:
         else:
             members = finite & (groups == torch.arange(self.num_groups or 1, device=x.device)[:, None])
             inside, risks, sizes, squares_inside = self._tilt_rows(x.expand(members.shape), members, t)
-            group_tilt = t if self._group_tilt is None else torch.full_like(t, self._group_tilt)
+            group_tilt = t if self.group_tilt is None else torch.full_like(t, self.group_tilt)
             value, shares = _tilt_groups(risks, sizes, group_tilt)
             weights, squares = shares @ inside, (shares.square() * squares_inside).sum()
         self.t_used, self.num_nonfinite = t, finite.numel() - finite.sum()
@@ -213,7 +213,8 @@ class ExampleTilt:
     def _t_on(self, device: torch.device, dtype: torch.dtype) -> Tensor:
         """Return a copy of ``t``, read from memory that stays the same, so that a captured step sees later values."""
         if self._device_t is None or self._device_t.device != device or self._device_t.dtype != dtype:
-            self._device_t = torch.full((), self._t, dtype=dtype, device=device)
+            with torch.inference_mode(False):  # otherwise it could not be written to afterwards
+                self._device_t = torch.full((), self._t, dtype=dtype, device=device)
         return self._device_t.clone()
 
     def _world_size(self) -> int:

@@ -187,6 +187,7 @@ def sample_chains(sampler: Sampler, space: ChainSpace, num_samples: int = 1) -> 
         common = sampler.begin(space)
         draws, points = [], []
         for j in range(num_samples):
+            space.point.fill_(torch.nan)  # a sampler must not rely on where the one before it ended
             draw = sampler.sample(space, j, common)
             draws.append(draw._replace(gradient=draw.gradient.clone()))
             points.append(space.point - space.center)

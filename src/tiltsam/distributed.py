@@ -74,7 +74,7 @@ class Ranks:
     """
 
     alone: bool = True
-    """Whether nothing is ever exchanged."""
+    """Whether this process takes its steps without communication."""
     splits_samples: bool = False
     """Whether the samples of a step are divided among ranks."""
     local_ascent: bool = False

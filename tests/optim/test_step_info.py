@@ -88,5 +88,5 @@ def test_nonfinite_samples_are_counted_without_keeping_them_all():
         optimizer.check_nonfinite()
     optimizer.check_nonfinite()  # nothing new: a warning would be an error
     optimizer.step(diverging)
-    with pytest.warns(RuntimeWarning, match=r"^1 sample had .*301"):
+    with pytest.warns(RuntimeWarning, match=r"^1 sample had"):
         optimizer.check_nonfinite()

@@ -98,6 +98,8 @@ def test_unperturbed_groups_do_not_count_in_the_norm(method):
         length = optimizer.info.perturbation_norms[-1].item()
         if method.name not in ("asam", "usam", "esam2", "looksam", "momentumsam"):
             assert length == pytest.approx(0.05)
+        if method.name == "esam2":  # ρ k/K
+            assert length * 4 / 0.05 == pytest.approx(round(length * 4 / 0.05))
     assert length > 0 or method.name == "looksam"
 
 

@@ -199,7 +199,7 @@ class ERM(SharpnessAware):
     Args:
         base: The optimizer that does the update, an instance.
         model: See :class:`SharpnessAware`, like all following arguments.
-        seed: Not used: there is no noise.
+        seed: Unused; this method draws no noise.
         buffers_once: Whether buffers keep the values of the first pass.
         same_dropout: Whether all passes use the same dropout masks.
         parallel: The processes that take each step together.
@@ -237,11 +237,23 @@ class SAM(SharpnessAware):
         base: The optimizer that does the update, an instance.
         rho: Length of the ascent, >= 0. A number or a callable of the step; a group's own ``rho`` wins.
         model: See :class:`SharpnessAware`, like all following arguments.
-        seed: Not used: there is no noise.
+        seed: Unused; this method draws no noise.
         buffers_once: Whether buffers keep the values of the first pass.
         same_dropout: Whether all passes use the same dropout masks.
         parallel: The processes that take each step together.
         skip_nonfinite: Do not step the base if no sample is finite.
+
+    Example:
+        >>> w = torch.nn.Parameter(torch.tensor([3.0]))
+        >>> sam = SAM(torch.optim.SGD([w], lr=0.1), rho=1.0)
+        >>> def closure():
+        ...     loss = (w**2 / 2).sum()
+        ...     loss.backward()
+        ...     return loss
+        >>> sam.step(closure)  # the loss at 3 + 1
+        tensor(8.)
+        >>> w.data  # 3 - 0.1 times the gradient there, 4
+        tensor([2.6000])
     """
 
     def __init__(
@@ -277,7 +289,7 @@ class ASAM(SharpnessAware):
         rho: Length in the adaptive metric, about ten times SAM's.
         eta: η >= 0 in T = |w| + η; it keeps small weights movable.
         model: See :class:`SharpnessAware`, like all following arguments.
-        seed: Not used: there is no noise.
+        seed: Unused; this method draws no noise.
         buffers_once: Whether buffers keep the values of the first pass.
         same_dropout: Whether all passes use the same dropout masks.
         parallel: The processes that take each step together.
@@ -321,7 +333,7 @@ class LineSearchSAM(SharpnessAware):
         num_points: Number of points tried, K >= 1, at a forward pass each. Ten cost about as much as two more samples
             of TSAM.
         model: See :class:`SharpnessAware`, like all following arguments.
-        seed: Not used: there is no noise.
+        seed: Unused; this method draws no noise.
         buffers_once: Whether buffers keep the values of the first pass.
         same_dropout: Whether all passes use the same dropout masks.
         parallel: The processes that take each step together.
@@ -367,7 +379,7 @@ class PGN(SharpnessAware):
         rho: Length of the ascent (r in its paper), >= 0.
         alpha: Weight of the perturbed gradient in [0, 1]: 0 is plain training, 1 is SAM.
         model: See :class:`SharpnessAware`, like all following arguments.
-        seed: Not used: there is no noise.
+        seed: Unused; this method draws no noise.
         buffers_once: Whether buffers keep the values of the first pass.
         same_dropout: Whether all passes use the same dropout masks.
         parallel: The processes that take each step together.

@@ -75,10 +75,10 @@ class SharpnessAware(Optimizer):
     It shares ``param_groups`` and ``state`` with ``base``: schedulers, hooks, ``add_param_group`` and checkpoints work
     on either. The settings of a method are entries of the parameter groups, under the names of the constructor's
     arguments; if the base already uses a name (Adadelta's ``rho``, RMSprop's ``alpha``) ours is ``tilt_<name>``.
-    ``rho`` may differ between groups. A schedule skips groups that set their own ``rho``. With a base that has its own
-    ``rho`` (Adadelta) rename the entry to ``tilt_rho``. All other settings have one value for the whole step.
+    ``rho`` may differ between groups. A schedule skips groups that set their own ``rho``. If the base has a
+    ``rho`` of its own (Adadelta), write ``tilt_rho`` there. All other settings have one value for the whole step.
 
-    A step of the wrapper contains a step of the base: torch's global step hooks run for both.
+    Each step also steps the base, so torch's global step hooks run twice.
 
     A step that raises is undone: whatever the closure or a hook before the base's update raises, including a Ctrl-C,
     weights, buffers and the step count are those from before the step, bit for bit (``.grad`` may be empty). An error
@@ -145,7 +145,6 @@ class SharpnessAware(Optimizer):
         self._info: StepInfo | None = None
         self._valid: list[Tensor] = []  # whether samples were finite, not counted yet
         self._num_nonfinite: Tensor | int = 0
-        self._num_reported = 0
         self._stepping = False  # whether a step is in progress
         self._has_stepped = False
         self.check_settings()
@@ -557,14 +556,12 @@ class SharpnessAware(Optimizer):
     def check_nonfinite(self) -> None:
         """Warn about samples that were not finite since the last call. Waits for the device."""
         self._count_nonfinite()
-        total = int(self._num_nonfinite)
-        if total > self._num_reported:
-            new = total - self._num_reported
+        number, self._num_nonfinite = int(self._num_nonfinite), 0
+        if number:
             warn(
-                f"{new} sample{'s' if new > 1 else ''} had a loss or gradient that is not finite and got weight zero "
-                f"({total} since the start): lower rho, radius or the learning rate if this continues"
+                f"{number} sample{'s' if number > 1 else ''} had a loss or gradient that is not finite and got weight "
+                "zero: lower rho, radius or the learning rate if this continues"
             )
-            self._num_reported = total
 
     def _count_nonfinite(self) -> None:
         """Count samples that were not finite, without waiting for the device."""

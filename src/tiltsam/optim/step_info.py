@@ -35,7 +35,7 @@ class StepInfo:
     num_backwards: int
     """Backward passes of the step: its cost in gradient evaluations."""
     num_ascents: int = 0
-    """Those whose gradient only gave the direction of an ascent."""
+    """Backward passes that only gave the direction of an ascent."""
     num_parts: int = 1
     """Number of closures: each pass sees 1/num_parts of the mini-batch."""
 

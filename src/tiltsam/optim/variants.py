@@ -60,7 +60,7 @@ class GSAM(SharpnessAware):
         rho: Length of the ascent, >= 0. A number or a callable of the step; a group's own ``rho`` wins.
         alpha: α >= 0, weight of the surrogate gap: 0 is SAM.
         model: See :class:`SharpnessAware`, like all following arguments.
-        seed: Not used: there is no noise.
+        seed: Unused; this method draws no noise.
         buffers_once: Whether buffers keep the values of the first pass.
         same_dropout: Whether all passes use the same dropout masks.
         parallel: The processes that take each step together.
@@ -110,7 +110,7 @@ class LookSAM(SharpnessAware):
         alpha: α >= 0, weight of the kept part: 0 takes plain steps in between.
         k: Number of steps from one ascent to the next, >= 1: 1 is SAM.
         model: See :class:`SharpnessAware`, like all following arguments.
-        seed: Not used: there is no noise.
+        seed: Unused; this method draws no noise.
         buffers_once: Whether buffers keep the values of the first pass.
         same_dropout: Whether all passes use the same dropout masks.
         parallel: The processes that take each step together.
@@ -163,7 +163,7 @@ class FriendlySAM(SharpnessAware):
         sigma: σ >= 0, how much of the mean is subtracted: 0 is SAM.
         lam: λ in [0, 1), decay of the running mean.
         model: See :class:`SharpnessAware`, like all following arguments.
-        seed: Not used: there is no noise.
+        seed: Unused; this method draws no noise.
         buffers_once: Whether buffers keep the values of the first pass.
         same_dropout: Whether all passes use the same dropout masks.
         parallel: The processes that take each step together.
@@ -209,7 +209,7 @@ class WSAM(SharpnessAware):
         rho: Length of the ascent, >= 0. A number or a callable of the step; a group's own ``rho`` wins.
         gamma: γ in [0, 1): 0 is plain training, 1/2 is SAM.
         model: See :class:`SharpnessAware`, like all following arguments.
-        seed: Not used: there is no noise.
+        seed: Unused; this method draws no noise.
         buffers_once: Whether buffers keep the values of the first pass.
         same_dropout: Whether all passes use the same dropout masks.
         parallel: The processes that take each step together.
@@ -273,7 +273,7 @@ class USAM(SharpnessAware):
             ``rho`` wins.
         power: p >= 0: 1 is unnormalised, 0 is SAM.
         model: See :class:`SharpnessAware`, like all following arguments.
-        seed: Not used: there is no noise.
+        seed: Unused; this method draws no noise.
         buffers_once: Whether buffers keep the values of the first pass.
         same_dropout: Whether all passes use the same dropout masks.
         parallel: The processes that take each step together.
@@ -318,7 +318,7 @@ class MomentumSAM(SharpnessAware):
         rho: Length of the perturbation, >= 0. A number or a callable of the step; a group's own ``rho`` wins.
         beta: β in [0, 1), decay of the momentum; usually that of the base.
         model: See :class:`SharpnessAware`, like all following arguments.
-        seed: Not used: there is no noise.
+        seed: Unused; this method draws no noise.
         buffers_once: Whether buffers keep the values of the first pass.
         same_dropout: Whether all passes use the same dropout masks.
         parallel: The processes that take each step together.

@@ -20,7 +20,7 @@ which is the first formula again if both are equal.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -176,15 +176,17 @@ class ExampleTilt:
         top, masses, sums = _sum_rows(x, members, t)
         shift = top
         if self._world_size() > 1:
-            tops, *parts = self._gather(torch.cat([top[None], sums])).unbind(1)
+            tops, *gathered = self._gather(torch.stack([top, *sums])).unbind(1)
+            each = _Sums(*gathered)
             shift = tops.amax(0)
             fade = t.abs() * (tops - shift)  # from each rank's shift to the common one
             faded = fade.exp()
-            excess = parts[2] * faded + parts[3] * fade.expm1()
-            sums = torch.stack([parts[0] * faded, parts[1] * faded.square(), excess, *parts[3:]]).sum(1)
+            excess = each.excess * faded + each.number * fade.expm1()
+            shifted = [each.mass * faded, each.squares * faded.square(), excess, each.number, each.total]
+            sums = _Sums(*torch.stack(shifted).sum(1))
             masses = masses * (t.abs() * (top - shift)).exp()[:, None]
-        mass, squares, count = sums[0].clamp_min(_TINY), sums[1], sums[3]
-        return masses / mass[:, None], _tilted_value(t, shift, sums), count, squares / mass.square()
+        mass = sums.mass.clamp_min(_TINY)
+        return masses / mass[:, None], _tilted_value(t, shift, sums), sums.number, sums.squares / mass.square()
 
     def _largest_tilt(self, x: Tensor, finite: Tensor, t: Tensor) -> Tensor:
         """Return ``t``, or the largest tilt of its sign whose effective sample size is at least ``min_ess``.
@@ -234,14 +236,28 @@ class ExampleTilt:
 def _tilt_groups(risks: Tensor, sizes: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
     """Return the tilted mean risk of groups, and dF/dR_g; empty groups do not count."""
     top, masses, sums = _sum_rows(torch.where(sizes > 0, risks, 0.0)[None], sizes[None], t)
-    return _tilted_value(t, top, sums)[0], masses[0] / sums[0].clamp_min(_TINY)
+    return _tilted_value(t, top, sums)[0], masses[0] / sums.mass.clamp_min(_TINY)
 
 
-def _sum_rows(x: Tensor, counts: Tensor, t: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what the log-sum-exp of each row needs: its shift, ``counts * exp(t x)`` relative to it, and sums.
+class _Sums(NamedTuple):
+    """Sums over the elements of each row, which have a count (0 if they are no members) and a value x."""
 
-    A negative tilt of x is a positive one of -x. The sums, (5, rows), are those of the masses, of their squares, of
-    masses - counts, of the counts and of ``counts * x``.
+    mass: Tensor
+    """Of the masses ``counts * exp(t x)``, relative to the row's shift."""
+    squares: Tensor
+    """Of the squared masses."""
+    excess: Tensor
+    """Of masses - counts, accurate for a small t."""
+    number: Tensor
+    """Of the counts."""
+    total: Tensor
+    """Of ``counts * x``."""
+
+
+def _sum_rows(x: Tensor, counts: Tensor, t: Tensor) -> tuple[Tensor, Tensor, _Sums]:
+    """Return what the log-sum-exp of each row needs: its shift, the masses relative to it, and sums.
+
+    A negative tilt of x is a positive one of -x.
     """
     y = t.sign() * x
     top = _top(y, counts > 0)
@@ -249,15 +265,14 @@ def _sum_rows(x: Tensor, counts: Tensor, t: Tensor) -> tuple[Tensor, Tensor, Ten
     masses = arg.exp() * counts
     # One sum over all rows instead of five: kernels this small cost what launching them costs.
     columns = torch.stack([masses, masses.square(), arg.expm1() * counts, counts.to(x.dtype).expand_as(x), x * counts])
-    return top, masses, columns.sum(-1)
+    return top, masses, _Sums(*columns.sum(-1))
 
 
-def _tilted_value(t: Tensor, shift: Tensor, sums: Tensor) -> Tensor:
+def _tilted_value(t: Tensor, shift: Tensor, sums: _Sums) -> Tensor:
     """Return the tilted loss of each row from the sums of :func:`_sum_rows`."""
-    mass, _, excess, count, total = sums
-    ratio = excess / count  # as in StreamingTilt.loss
-    log_mean = torch.where(ratio > -0.5, ratio.clamp_min(-0.5).log1p(), (mass / count).log())
-    return torch.where(t == 0, total / count, t.sign() * shift + log_mean / t)
+    ratio = sums.excess / sums.number  # as in StreamingTilt.loss
+    log_mean = torch.where(ratio > -0.5, ratio.clamp_min(-0.5).log1p(), (sums.mass / sums.number).log())
+    return torch.where(t == 0, sums.total / sums.number, t.sign() * shift + log_mean / t)
 
 
 def _top(y: Tensor, members: Tensor) -> Tensor:

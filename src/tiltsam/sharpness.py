@@ -341,7 +341,6 @@ def _add_noise(surface: LossSurface, std: float, seed: int, sample: int) -> None
 def _leave_one_out(losses: Tensor, t: float) -> tuple[Tensor, Tensor]:
     """Return the t-weighted mean and variance of all losses but the i-th, for every i; NaN variances for two losses."""
     num = len(losses)
-
     means, variances = [], []
     draws = torch.arange(num, device=losses.device)
     for rows in torch.split(draws, max(1, _LEAVE_ONE_OUT_CELLS // num)):

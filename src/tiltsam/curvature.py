@@ -379,7 +379,7 @@ def spectral_density(
 
 
 def by_layer(measure: Callable[..., T], model: nn.Module, *args: Any, **kwargs: Any) -> dict[str, T]:
-    """Run a measurement that takes ``parameters`` on each layer: return ``{layer: result}``.
+    """Measure each layer on its own; return ``{layer: result}``.
 
     ``by_layer(f, model, ...)`` calls ``f(model, ..., parameters=names)`` with the trainable parameters of each layer.
     The functions of this module, :func:`~tiltsam.sharpness.neighborhood` and :func:`~tiltsam.sharpness.m_sharpness`

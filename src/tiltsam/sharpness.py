@@ -219,7 +219,7 @@ def t_sharper(a: Neighborhood, b: Neighborhood, t: float = 1.0) -> SharpnessComp
 
     Args:
         a: The neighbourhood of a model, from :func:`neighborhood`.
-        b: That of another, with the same ``std`` and number of draws.
+        b: The neighbourhood of the other model, with the same ``std`` and number of draws.
         t: The tilt; replaces those of the neighbourhoods.
 
     Raises:
@@ -254,7 +254,7 @@ class Rounding:
         bits: The numbers of bits.
         center: The loss at the weights themselves.
         losses: The loss at the rounded weights, one entry per number of bits; float64 on the host.
-        distances: The length of the change of the weights, likewise.
+        distances: Norm of the change of the weights, one entry per number of bits; float64 on the host.
     """
 
     bits: tuple[int, ...]

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
@@ -124,10 +124,7 @@ class Density:
 
     def smooth(self, grid: Tensor, width: float) -> tuple[Tensor, Tensor]:
         """Return the density on another grid with another width, and its standard error; costs no product."""
-        bumps = torch.exp(-0.5 * ((grid - self.nodes[..., None]) / width).square()) / (width * math.sqrt(2 * math.pi))
-        curves = (self.weights[..., None] * bumps).sum(1)
-        error = curves.std(0) / len(curves) ** 0.5 if len(curves) > 1 else torch.full_like(grid, math.nan)
-        return curves.mean(0), error
+        return _smooth(self.nodes, self.weights, grid, width)
 
     def moment(self, power: int) -> Estimate:
         """Return the mean of ``eigenvalue ** power``: trace / d for 1, squared Frobenius norm / d for 2."""
@@ -377,14 +374,12 @@ def spectral_density(
     spread = width or ((high - low) / 100 if high - low > 100 * hessian.eps * size else size / 100) or 0.01
     # Five standard deviations beyond the ends: less than 1e-6 is cut off.
     grid = torch.linspace(low - 5 * spread, high + 5 * spread, num_points, dtype=torch.float64, device="cpu")
-    empty = torch.empty_like(grid)
-    raw = Density(grid, empty, empty, nodes, weights, spread, tuple(hessian.substitutes))
-    values, error = raw.smooth(grid, spread)
-    return replace(raw, values=values, error=error)
+    values, error = _smooth(nodes, weights, grid, spread)
+    return Density(grid, values, error, nodes, weights, spread, tuple(hessian.substitutes))
 
 
 def by_layer(measure: Callable[..., T], model: nn.Module, *args: Any, **kwargs: Any) -> dict[str, T]:
-    """Run a measurement that takes ``parameters`` on each layer: return ``{layer: result}``.
+    """Measure each layer on its own; return ``{layer: result}``.
 
     ``by_layer(f, model, ...)`` calls ``f(model, ..., parameters=names)`` with the trainable parameters of each layer.
     The functions of this module, :func:`~tiltsam.sharpness.neighborhood` and :func:`~tiltsam.sharpness.m_sharpness`
@@ -413,6 +408,14 @@ def _by_layer(names: Iterable[str]) -> dict[str, list[str]]:
 
 def _shapes(surface: LossSurface) -> list[tuple[str, torch.Size]]:
     return [(name, p.shape) for name, p in zip(surface.names, surface.params, strict=True)]
+
+
+def _smooth(nodes: Tensor, weights: Tensor, grid: Tensor, width: float) -> tuple[Tensor, Tensor]:
+    """Return the mean over probes of the nodes smoothed by a Gaussian, and its standard error; NaN for one probe."""
+    bumps = torch.exp(-0.5 * ((grid - nodes[..., None]) / width).square()) / (width * math.sqrt(2 * math.pi))
+    curves = (weights[..., None] * bumps).sum(1)
+    error = curves.std(0) / len(curves) ** 0.5 if len(curves) > 1 else torch.full_like(grid, math.nan)
+    return curves.mean(0), error
 
 
 def _project_out(v: Tensor, known: Tensor) -> Tensor:

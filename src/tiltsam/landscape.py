@@ -39,7 +39,7 @@ class Slice1D:
     positions: Tensor
     losses: Tensor = field(repr=False)
     label: str = ""
-    """Name of the direction or directions, for plots."""
+    """Name of the direction, for plots."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Slice2D:
     y: Tensor
     losses: Tensor = field(repr=False)
     label: str = ""
-    """Name of the direction or directions, for plots."""
+    """Name of the two directions, for plots."""
 
 
 def random_direction(
@@ -159,8 +159,22 @@ def slice_2d(
 ) -> Slice2D:
     """Return the loss at ``theta + a * direction_x + b * direction_y`` on a square grid.
 
-    Cost: ``num_points ** 2`` forward passes over the data; memory: one copy of the weights. The arguments are those of
-    :func:`slice_1d`. The directions are not orthogonalised; random ones in many dimensions nearly are.
+    Cost: ``num_points ** 2`` forward passes over the data; memory: one copy of the weights. The directions are not
+    orthogonalised; random ones in many dimensions nearly are.
+
+    Args:
+        model: The model at ``theta``. Measured in eval mode and restored.
+        loss_fn: ``loss_fn(model, batch)``, the mean loss of a batch.
+        batches: The data set, see :mod:`tiltsam.flatness.loss_surface`.
+        direction_x: The direction of ``a``.
+        direction_y: The direction of ``b``.
+        span_x: The first and the last ``a``.
+        span_y: The first and the last ``b``.
+        num_points: Evenly spaced points along each direction.
+        label: Label for a figure.
+        seed: Seed of the global generators, set before each iteration over the data.
+        size_of: Weight of a batch; its number of examples by default.
+        progress: Called as ``progress(done, num_points ** 2)``.
 
     Raises:
         ValueError: If the data is empty, a loss is not finite, or a direction does not fit the model.
@@ -197,8 +211,8 @@ def between(
         model: The model to load the weights into; restored. It may be one of the two ends.
         loss_fn: ``loss_fn(model, batch)``, the mean loss of a batch.
         batches: The data set, see :mod:`tiltsam.flatness.loss_surface`.
-        start: A model or its state dict.
-        end: Another.
+        start: The solution at position 0, a model or its state dict.
+        end: The solution at position 1.
         span: The first and the last position; may extend beyond 0 and 1.
         num_points: Evenly spaced points.
         label: Label for a figure.

@@ -219,7 +219,7 @@ def t_sharper(a: Neighborhood, b: Neighborhood, t: float = 1.0) -> SharpnessComp
 
     Args:
         a: The neighbourhood of a model, from :func:`neighborhood`.
-        b: That of another, with the same ``std`` and number of draws.
+        b: The neighbourhood of the other model, with the same ``std`` and number of draws.
         t: The tilt; replaces those of the neighbourhoods.
 
     Raises:
@@ -254,7 +254,7 @@ class Rounding:
         bits: The numbers of bits.
         center: The loss at the weights themselves.
         losses: The loss at the rounded weights, one entry per number of bits; float64 on the host.
-        distances: The length of the change of the weights, likewise.
+        distances: Norm of the change of the weights, one entry per number of bits; float64 on the host.
     """
 
     bits: tuple[int, ...]
@@ -341,7 +341,6 @@ def _add_noise(surface: LossSurface, std: float, seed: int, sample: int) -> None
 def _leave_one_out(losses: Tensor, t: float) -> tuple[Tensor, Tensor]:
     """Return the t-weighted mean and variance of all losses but the i-th, for every i; NaN variances for two losses."""
     num = len(losses)
-
     means, variances = [], []
     draws = torch.arange(num, device=losses.device)
     for rows in torch.split(draws, max(1, _LEAVE_ONE_OUT_CELLS // num)):

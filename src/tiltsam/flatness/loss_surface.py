@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -30,7 +31,7 @@ from tiltsam.flatness.data import batch_size, to_device
 from tiltsam.flatness.numerics import finite_losses, weighted_mean, write_sum
 from tiltsam.flatness.randomness import RandomSources
 from tiltsam.space.evaluator import needs_graph
-from tiltsam.space.model_state import restored_buffers, uninterrupted
+from tiltsam.space.model_state import BufferSnapshot, uninterrupted
 from tiltsam.space.validation import check_storage
 
 __all__ = ["Batches", "LossFn", "LossSurface", "ProgressCallback", "supervised", "trainable"]
@@ -122,24 +123,12 @@ class LossSurface:
 
     def __enter__(self) -> LossSurface:
         self._grad_enabled = torch.is_grad_enabled()
-        with ExitStack() as stack:
-            # The caller may be inside no_grad or inference_mode.
-            stack.enter_context(torch.inference_mode(False))
-            stack.enter_context(torch.enable_grad())
-            stack.callback(torch.clear_autocast_cache)
-            kinds = filter(torch.amp.is_autocast_available, {"cpu", self.device.type})
-            self.autocast = {kind: torch.get_autocast_dtype(kind) for kind in kinds if torch.is_autocast_enabled(kind)}
-            for kind in self.autocast:
-                stack.enter_context(torch.autocast(kind, enabled=False))
-            stack.callback(self._random.restore, self._random.state())
-            stack.enter_context(_eval_mode(self.model))
-            stack.enter_context(_gradients_set_aside(self.model))
-            stack.enter_context(restored_buffers(self.model))
-            stack.callback(uninterrupted, self._restore_and_forget)
-            if any(getattr(module, "max_norm", None) is not None for module in self.model.modules()):
-                self.save_all()  # an embedding with max_norm rescales its rows in place in every forward pass
-            self._stack = stack.pop_all()
-        return self
+        try:
+            self._prepare()
+            return self
+        except BaseException:
+            self.__exit__()
+            raise
 
     def __exit__(self, *_: object) -> None:
         try:
@@ -151,6 +140,33 @@ class LossSurface:
                 self._stack.close()
                 torch.set_grad_enabled(self._grad_enabled)
             raise
+
+    def _prepare(self) -> None:
+        """Set modes, gradients and contexts for measuring; the stack holds what restores each before it changes."""
+        stack = self._stack
+        # The caller may be inside no_grad or inference_mode.
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        stack.callback(torch.clear_autocast_cache)
+        kinds = filter(torch.amp.is_autocast_available, {"cpu", self.device.type})
+        self.autocast = {kind: torch.get_autocast_dtype(kind) for kind in kinds if torch.is_autocast_enabled(kind)}
+        for kind in self.autocast:
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        # Callbacks, not generators: an interrupt abandons a generator, whose end then runs at any later time.
+        stack.callback(self._random.restore, self._random.state())
+        modes = [(module, module.training) for module in self.model.modules()]
+        stack.callback(uninterrupted, partial(_restore_modes, modes))
+        self.model.eval()
+        grads = [(param, param.grad) for param in self.model.parameters()]
+        stack.callback(uninterrupted, partial(_restore_gradients, grads))
+        for param, _ in grads:
+            param.grad = None  # loss_fn may call backward
+        buffers = BufferSnapshot()
+        buffers.save(self.model.modules())
+        stack.callback(uninterrupted, buffers.restore)
+        stack.callback(uninterrupted, self._restore_and_forget)
+        if any(getattr(module, "max_norm", None) is not None for module in self.model.modules()):
+            self.save_all()  # an embedding with max_norm rescales its rows in place in every forward pass
 
     @property
     def origin(self) -> list[Tensor]:
@@ -329,31 +345,18 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     return found
 
 
-@contextmanager
-def _eval_mode(model: nn.Module) -> Iterator[None]:
-    """Put the model in eval mode and restore the mode of each module on exit."""
-    modes = [(module, module.training) for module in model.modules()]
+def _restore_modes(modes: list[tuple[nn.Module, bool]]) -> None:
+    """Return each module to its mode."""
     try:
-        model.eval()
-        yield
+        for module, mode in modes:  # outer modules first
+            if module.training != mode:
+                module.train(mode)  # may do more than set the flag: some adapters merge their weights in eval mode
     finally:
-        try:
-            for module, mode in modes:  # outer modules first
-                if module.training != mode:
-                    module.train(mode)  # may do more than set the flag: some adapters merge their weights in eval mode
-        finally:
-            for module, mode in modes:
-                module.training = mode
+        for module, mode in modes:
+            module.training = mode
 
 
-@contextmanager
-def _gradients_set_aside(model: nn.Module) -> Iterator[None]:
-    """Set every ``.grad`` to None, for a loss that calls backward, and restore it on exit."""
-    grads = [(param, param.grad) for param in model.parameters()]
-    try:
-        for param, _ in grads:
-            param.grad = None
-        yield
-    finally:
-        for param, grad in grads:
-            param.grad = grad
+def _restore_gradients(grads: list[tuple[nn.Parameter, Tensor | None]]) -> None:
+    """Return each parameter to its gradient."""
+    for param, grad in grads:
+        param.grad = grad

@@ -71,8 +71,8 @@ class TsamLoss:
     With ``rho=0`` it is the plain Monte-Carlo estimate of the tilted loss over the ball, biased low by order
     ``1/num_samples``; with ``rho > 0`` the samples are shifted uphill.
 
-    The defaults are not those of :class:`tiltsam.TSAM`. To match ``optimizer.info.loss`` but for the draws, pass t − δ
-    (t/2 by default) and the method's ``rho``, ``radius`` and ``num_samples``.
+    To match ``optimizer.info.loss`` of a :class:`tiltsam.TSAM` but for the draws, pass its t − δ as ``t``, and its
+    ``rho``, ``radius`` and ``num_samples``. The defaults match its defaults.
 
     Args:
         t: The tilt.
@@ -82,10 +82,10 @@ class TsamLoss:
         num_samples: Samples per batch.
     """
 
-    t: float = 5.0
-    rho: float = 0.05
+    t: float = 10.0
+    rho: float = 0.1
     radius: float | None = None
-    num_samples: int = 5
+    num_samples: int = 3
 
     def __post_init__(self) -> None:
         check_nonnegative("t", self.t)

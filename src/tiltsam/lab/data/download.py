@@ -184,10 +184,10 @@ def extract(archive: Path, folder: Path, progress: LoadingCallback | None = None
         if progress is not None:
             progress(f"unpacking {archive.name}", 0, None)
         try:
-            if archive.suffix == ".zip":  # for which there are no filters
-                shutil.unpack_archive(archive, staging)
-            else:
+            if archive.suffix != ".zip" and hasattr(tarfile, "data_filter"):  # Python 3.11.3 and older have no filters
                 shutil.unpack_archive(archive, staging, filter="data")
+            else:
+                shutil.unpack_archive(archive, staging)
         except _DAMAGED as error:
             if isinstance(error, OSError) and error.errno is not None:
                 raise

@@ -563,7 +563,7 @@ def test_locked_run_is_refused(tmp_path, capsys):
         (["train", "digits", "--lr", "inf"], "lr must be finite, got inf"),
         (["train", "digits", "--weight-decay", "-1"], "weight_decay must be in [0, inf), got -1.0"),
         (["train", "digits", "--momentum", "-1"], "momentum must be in [0, inf), got -1.0"),
-        (["compare", "digits", "--methods", "erm", "pgn", "--alpha", "2"], "alpha must be <= 1, got 2.0"),
+        (["compare", "digits", "--methods", "erm", "pgn", "--alpha", "2"], "alpha must be a number in [0, 1], got 2.0"),
         (["train", "digits", "--rho", "-1"], "rho must be a finite number >= 0, got -1.0"),
         (["train", "digits", "--validation", "1.5"], "validation must be in [0, 1), got 1.5"),
         (["train", "digits", "--device", "gpu"], "unknown device 'gpu'"),

@@ -197,7 +197,12 @@ def test_methods_table_shows_defaults_and_selection(tmp_path):
     assert settings[:3] == ["–", "rho=0.1", "rho=0.2"]
     assert settings[3] == "t=10 rho=0.1 radius=0.003√d num_samples=3 delta=5"
     selection = [cell.text for cell in column(table, "selection")]
-    assert selection == ["not tuned", "1 of 2 settings on validation", "best of 2 settings on validation", "not tuned"]
+    assert selection == [
+        "not tuned",
+        "not the best of 2 settings on validation",
+        "best of 2 settings on validation",
+        "not tuned",
+    ]
 
 
 def test_methods_table_tells_entries_apart(tmp_path):

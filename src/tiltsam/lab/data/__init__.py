@@ -126,7 +126,7 @@ def data_loader(
 ) -> Callable[[TrainConfig], Data]:
     """Return a :func:`load` that caches the last data set, because decoding images is slow.
 
-    One is enough: runs are ordered by seed, and the seed decides about the validation split and the label noise.
+    One is enough: runs are ordered by seed, and the seed determines the validation split and the label noise.
     """
 
     @lru_cache(1)
@@ -137,12 +137,10 @@ def data_loader(
 
 
 def data_key(config: TrainConfig) -> TrainConfig:
-    """Return the part of a config that decides about its data: it is equal for configs with the same data."""
+    """Return the part of a config that determines its data: it is equal for configs with the same data."""
     names = ("task", "seed", "noise", "validation", "max_length", "image_size")
-    has_tokenizer = config.model in pretrained.PACKAGED or config.model.startswith("hf:")
-    return TrainConfig(
-        model=config.model if has_tokenizer else "auto", **{name: getattr(config, name) for name in names}
-    )
+    needs_model = config.task.startswith(("glue/", "text:")) or config.model.startswith("hf:")  # for its tokenizer
+    return TrainConfig(model=config.model if needs_model else "auto", **{name: getattr(config, name) for name in names})
 
 
 def data_root(root: Path | None = None) -> Path:

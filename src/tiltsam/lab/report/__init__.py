@@ -82,8 +82,8 @@ def write_report(
         folders: Folders of runs, or folders that contain some.
         out: Folder to write to; created if necessary.
         figures: Whether to write figure files. The page draws its own plots.
-        compare_settings: Whether the first sentence compares all settings, because they are what was to be compared.
-            By default it compares the best setting of each method on validation.
+        compare_settings: Whether the first sentence compares all settings. By default it does if they are the entries
+            of comparisons and sweeps; else it compares the best setting of each method on validation.
         trials: Whether to include the trials of sweeps. By default only the runs that tested their choices are, unless
             a folder contains no other runs.
 
@@ -92,7 +92,7 @@ def write_report(
     """
     runs, problems, notes = read_runs(folders, trials=trials)
     tasks = summarize(runs, problems, notes)
-    sections = [_section(task, compare_settings=compare_settings) for task in tasks]
+    sections = [_section(task, compare_settings=compare_settings or task.typed) for task in tasks]
     overview = overview_table(tasks) if len(tasks) > 1 else None
     other_problems = [problem for problem in problems if not problem.task]
     no_figures = ""

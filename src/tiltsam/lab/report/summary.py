@@ -108,6 +108,8 @@ class TaskSummary:
     problems: list[RunProblem]
     notes: list[str]
     """What sweeps of these runs noted, such as choices at the edge of their grid."""
+    typed: bool = False
+    """Whether all settings are entries of comparisons and sweeps, which were given to be compared."""
 
     @property
     def runs(self) -> list[RunRecord]:
@@ -178,7 +180,7 @@ class TaskSummary:
             return "not tuned"
         if not self.has_validation(setting):
             return f"not tuned: 1 of {tried} settings, no validation score"
-        return f"{'best' if setting in self.chosen else '1'} of {tried} settings on validation"
+        return f"{'best' if setting in self.chosen else 'not the best'} of {tried} settings on validation"
 
     def has_validation(self, setting: SettingSummary) -> bool:
         """Return whether the setting has a final validation score."""
@@ -258,7 +260,7 @@ def _summarize_task(name: str, runs: list[RunRecord], problems: list[RunProblem]
         *_other_metrics(name, metric, runs),
         *_other_data(name, runs),
     ]
-    return TaskSummary(name, metric or "score", settings, shared, problems, list(notes))
+    return TaskSummary(name, metric or "score", settings, shared, problems, list(notes), typed)
 
 
 def _ordered_groups(runs: Iterable[RunRecord]) -> list[list[RunRecord]]:

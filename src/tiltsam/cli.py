@@ -484,7 +484,8 @@ def _sharpness(args: argparse.Namespace) -> None:
         print_table(f"{task}: flatness, {MEANS}", printed_cells(table))
     if not tables:
         raise UserError("none of the runs can be measured")
-    print(f"{FLATTER}\n{report.message()}")
+    print(f"{FLATTER}\nThe loss is that of the measured examples, without a tilt. The page defines the other columns.")
+    print(report.message())
 
 
 def _add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

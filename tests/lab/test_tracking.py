@@ -68,6 +68,8 @@ def test_run_finished_without_tracker_is_completed(tmp_path):
     train(CONFIG, record)
     train(CONFIG, record, log="tensorboard")
     check(record)
+    files = list((tmp_path / "tensorboard").glob("events.*"))  # which TensorBoard reads in the order of their names
+    assert len({path.name.split(".")[3] for path in files}) == len(files) == 2
 
 
 @needs_tensorboard

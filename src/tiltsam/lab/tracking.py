@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 import json
 import math
+import time
 import uuid
 from typing import Any, Literal, Self, TypeAlias
 
@@ -84,7 +85,11 @@ class EventFiles(Tracker):
     def write(self, metrics: dict[str, float], steps: int) -> None:
         """Write the metrics of an epoch; the first ones invalidate what earlier processes wrote."""
         if self._writer is None:
-            self._writer = self._module.SummaryWriter(str(self._record.folder / "tensorboard"), purge_step=1)
+            folder = self._steps.parent
+            # TensorBoard orders files by name, which begins with the second they were made in: make no two in one.
+            made = [int(path.name.split(".")[3]) for path in folder.glob("events.out.tfevents.*")]
+            time.sleep(max(0.0, max(made, default=0) + 1 - time.time()))
+            self._writer = self._module.SummaryWriter(str(folder), purge_step=1)
         for tag, value in metrics.items():
             self._writer.add_scalar(tag, value, steps)
         self._writer.flush()

@@ -35,7 +35,6 @@ __all__ = [
     "finite_json",
     "load_checkpoint",
     "load_tensors",
-    "parse_json",
     "save_checkpoint",
     "save_tensors",
     "seconds_between_checkpoints",
@@ -43,8 +42,6 @@ __all__ = [
 ]
 
 KEPT_CHECKPOINTS = 2
-
-parse_json = json.loads
 
 
 @contextmanager

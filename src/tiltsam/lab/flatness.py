@@ -34,7 +34,7 @@ from tiltsam.lab.devices import resolve_device, torch_settings
 from tiltsam.lab.display import QUIET, Display
 from tiltsam.lab.errors import ConfigError, RecordError
 from tiltsam.lab.evaluate import task_loss
-from tiltsam.lab.files import drafted, file_digest, finite_json, parse_json
+from tiltsam.lab.files import drafted, file_digest, finite_json
 from tiltsam.lab.models import load_model
 from tiltsam.lab.records import Record
 from tiltsam.lab.report.runs import RunRecord, find_run_folders, typed_entries
@@ -401,7 +401,7 @@ def save_flatness(record: Record, flat: Flatness, about: dict[str, Any]) -> Path
 def is_measured(record: Record, about: dict[str, Any]) -> bool:
     """Return whether the ``flatness.json`` of a run has the measurements that ``about`` describes."""
     try:
-        content = parse_json((record.folder / "flatness.json").read_text())
+        content = json.loads((record.folder / "flatness.json").read_text())
     except (OSError, ValueError):
         return False  # missing or damaged: measured again
     return isinstance(content, dict) and content.get("about") == about

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tiltsam.lab.errors import RecordError
-from tiltsam.lab.files import parse_json, write_json
+from tiltsam.lab.files import write_json
 from tiltsam.lab.records import check_result, is_number, read_metrics
 
 __all__ = [
@@ -166,7 +166,7 @@ def _sweep_notes(sweeps: Sequence[Path]) -> dict[str, list[str]]:
     """Return the notes of sweeps by task, each once."""
     notes: dict[str, list[str]] = {}
     for sweep in sweeps:
-        content = parse_json((sweep / "sweep.json").read_text())
+        content = json.loads((sweep / "sweep.json").read_text())
         found = content.get("notes")
         texts = [note for note in found if isinstance(note, str)] if isinstance(found, list) else []
         of_task = notes.setdefault(str(content.get("task", "?")), [])
@@ -207,7 +207,7 @@ def _read_optional(path: Path, problems: list[RunProblem]) -> dict[str, Any] | N
 def _read_object(path: Path, problems: list[RunProblem]) -> dict[str, Any] | None:
     """Return a JSON object, or None and append a problem."""
     try:
-        content = parse_json(path.read_bytes())
+        content = json.loads(path.read_bytes())
     except OSError as error:
         problems.append(RunProblem(str(path), f"cannot be read ({error.strerror})"))
     except ValueError as error:  # not JSON or not UTF-8
@@ -343,7 +343,7 @@ def sweeps_of(runs: Iterable[Path]) -> list[Path]:
 def _trial_runs(sweep: Path) -> set[Path]:
     """Return the folders of the trials of a sweep, one per seed; none if it does not list them."""
     try:
-        content = parse_json((sweep / "sweep.json").read_bytes())
+        content = json.loads((sweep / "sweep.json").read_bytes())
         trials = [trial for method in content["methods"].values() for trial in method["trials"]]
         first = [_out(sweep) / trial["run"] for trial in trials]
         return {run.with_name(f"seed-{seed}") for run in first for seed in range(content["trial_seeds"])}
@@ -405,7 +405,7 @@ def tested_runs(folder: Path) -> dict[Path, SweepTestRun]:
     """
     path = folder / "sweep.json"
     try:
-        methods = parse_json(path.read_text())["methods"].items()
+        methods = json.loads(path.read_text())["methods"].items()
         tests = [(name, run) for name, method in methods for run in method["test"]["runs"]]
         return {_out(folder) / run["run"]: SweepTestRun(name, run["seed"], run["state"]) for name, run in tests}
     except (ValueError, KeyError, TypeError, AttributeError):

@@ -730,6 +730,12 @@ def _add_sweep(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         parser.add_argument(
             f"--final-{name}", type=float, metavar="FLOAT", help=f"{name} of the tests, instead of the trials' budget"
         )
+    parser.add_argument(
+        "--final-validation",
+        type=float,
+        metavar="FLOAT",
+        help="fraction held out in the tests; 0 trains each choice on all training examples",
+    )
     parser.add_argument("--workers", type=int, default=1, metavar="INT", help="processes on this machine (default: 1)")
     parser.add_argument(
         "--storage",
@@ -776,6 +782,7 @@ def _sweep(args: argparse.Namespace) -> None:
             final_epochs=args.final_epochs,
             final_passes=args.final_passes,
             final_seconds=args.final_seconds,
+            final_validation=args.final_validation,
             settings=settings,
             storage=args.storage,
             workers=args.workers,

@@ -139,6 +139,7 @@ MISTAKES = [
     (["--grid", "lr=0.1", "--heartbeat", "0"], "got 0"),
     (["--grid", "lr=0.1", "--validation", "0"], "got 0"),
     (["--grid", "lr=0.1", "--final-epochs", "0"], "got 0"),
+    (["--grid", "lr=0.1", "--final-validation", "1.5"], "got 1.5"),
     (["--grid", "epochs=1,2"], "epochs must be the same"),
     (["--grid", "tsam:passes=10,20"], "passes must be the same"),
     (["--grid", "seconds=1.0..2.0", "--sampler", "random", "--trials", "3"], "seconds must be the same"),
@@ -337,6 +338,15 @@ def test_final_budget_replaces_that_of_the_trials(tmp_path, fake):
     assert (row.config.epochs, row.config.passes) == (5, None)
     (row,) = sweep(base, ["erm"], RATES, tmp_path, seeds=1, final_passes=20).entries
     assert (row.config.epochs, row.config.passes) == (math.inf, 20)
+
+
+def test_final_validation_of_0_trains_the_choice_on_all_examples(tmp_path):
+    result = sweep(replace(SMALL, epochs=2.0), ["erm"], RATES, tmp_path, seeds=1, final_validation=0.0)
+    assert result.entries[0].config.validation == 0
+    erm = json.loads(result.path.read_text())["methods"]["erm"]
+    runs = [tmp_path / run["run"] / "result.json" for run in (erm["test"]["runs"][0], erm["trials"][0])]
+    tested, trial = (json.loads(path.read_text())["steps"] for path in runs)
+    assert tested > trial
 
 
 @pytest.mark.parametrize(("seconds", "workers", "noted"), [(5.0, 2, True), (5.0, 1, False), (None, 2, False)])
@@ -668,7 +678,6 @@ def test_damaged_toml_file_is_one_line(text, tmp_path, capsys):
 def test_shipped_studies_give_entries_equal_trials(path):
     args = _parse(["sweep", str(path)])
     base, settings = split_settings(args)
-    base = replace(base, epochs=math.inf, device="cpu")
     grid = parse_grid(args.grid, args.methods)
     entries, notes = make_entries(base, args.methods, grid, args.trials, args.trial_sampler, settings)
     assert len({entry.trials for entry in entries}) == 1

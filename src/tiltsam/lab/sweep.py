@@ -63,7 +63,7 @@ class SweepPlan:
     trial_seeds: int
     seeds: int
     final: dict[str, float | None]
-    """The budget of the tests, if it is not that of the trials."""
+    """Settings of the tests that replace those of the trials: the budget, the validation split."""
     out: Path
     storage: str
     root: Path | None
@@ -545,6 +545,7 @@ def sweep(
     final_epochs: float | None = None,
     final_passes: float | None = None,
     final_seconds: float | None = None,
+    final_validation: float | None = None,
     settings: Mapping[str, Any] | None = None,
     storage: str | None = None,
     workers: int = 1,
@@ -579,6 +580,7 @@ def sweep(
         final_epochs: Epochs of the tests. A final budget replaces that of the trials.
         final_passes: Passes of the tests.
         final_seconds: Seconds of the tests.
+        final_validation: Fraction held out in the tests; 0 trains each choice on all training examples.
         settings: Settings of all methods that have them, as in ``{"rho": 0.2}``; entries and grids take precedence.
         storage: URL of the database; by default ``sqlite:///OUT/sweeps.db``.
         workers: Processes to start; 1 works in this one.
@@ -619,6 +621,8 @@ def sweep(
     devices = base.device.split(",")
     entries, notes = make_entries(replace(base, device=devices[0], seed=0), methods, grid, trials, sampler, settings)
     final = _final_budget(final_epochs, final_passes, final_seconds, entries)
+    if final_validation is not None:
+        final["validation"] = replace(base, validation=final_validation).validation  # checked
     plan = SweepPlan(
         entries=tuple(entries),
         sampler=sampler,

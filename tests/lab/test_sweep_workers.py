@@ -185,8 +185,9 @@ def test_killed_worker_of_a_command_is_reported(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_ctrl_c_stops_workers_and_the_command_resumes(tmp_path, capsys):
+    """The trials are long enough for the first not to end before the second starts."""
     arguments = ["sweep", "digits", "--methods", "erm", "--grid", "lr=0.02,0.05", "--batch-size", "256"]
-    arguments += ["--seeds", "0", "--epochs", "40", "--out", str(tmp_path)]
+    arguments += ["--seeds", "0", "--epochs", "200", "--out", str(tmp_path)]
     process = start_command([*arguments, "--workers", "2"], tmp_path / "errors")
     wait_for(lambda: len(files_named("metrics.jsonl", tmp_path)) == 2)
     os.kill(process.pid, signal.SIGINT)

@@ -8,7 +8,7 @@ from torch import nn
 
 import tiltsam
 from helpers import reference
-from helpers.cases import METHODS, Problem, sgd
+from helpers.cases import METHODS, Problem, assert_same, sgd
 
 
 def test_ascent_closure_on_part_of_the_batch():
@@ -121,3 +121,21 @@ def test_closure_per_sample_is_used_for_all_passes_of_the_sample(method):
     number = optimizer.num_samples
     optimizer.step([lambda j=j: calls.append(j) or problem.closure() for j in range(number)])
     assert calls == [j for j in range(number) for _ in range(method.forwards // number)]
+
+
+@pytest.mark.filterwarnings("ignore:Profiler")
+@pytest.mark.parametrize("make", [tiltsam.SAM, tiltsam.TSAM, tiltsam.LookSAM], ids=lambda make: make.__name__)
+def test_compiled_train_step_equals_the_eager_one(make):
+    torch._dynamo.reset()
+    eager, compiled = Problem(), Problem()
+
+    def trainer(problem):
+        optimizer = make(sgd(problem.model.parameters()), rho=0.5, model=problem.model)
+        return lambda: optimizer.step(problem.closure)
+
+    steps = trainer(eager), torch.compile(trainer(compiled), backend="eager")
+    for seed in range(3):
+        for step in steps:
+            torch.manual_seed(seed)
+            step()
+    assert_same(eager.weights(), compiled.weights())

@@ -148,3 +148,15 @@ def test_compute_gradient_needs_a_closure():
     optimizer = BY_NAME["sam"](sgd(Problem().model.parameters()))
     with pytest.raises(TypeError, match="closure"):
         optimizer.compute_gradient(None)
+
+
+@pytest.mark.parametrize("returned", [torch.Tensor.detach, torch.Tensor.item], ids=["tensor", "number"])
+def test_loss_is_on_the_device_of_the_model(returned):
+    problem = Problem()
+    optimizer = BY_NAME["sam"](sgd(problem.model.parameters()), model=problem.model)
+    torch.set_default_device("meta")
+    try:
+        loss = optimizer.compute_gradient(lambda: returned(problem.closure()))
+    finally:
+        torch.set_default_device(None)
+    assert loss.device.type == "cpu"

@@ -307,3 +307,38 @@ def test_settings_given_by_position_are_refused():
         tiltsam.SAM(base, nn.Linear(2, 1))
     with pytest.raises(TypeError, match=r"by name, as in TSAM\(base, t=t\)$"):
         tiltsam.TSAM(base, lambda step: 20.0)
+
+
+class MaxNorm(nn.Linear):
+    """Constrains its weights in every forward pass."""
+
+    in_place = True
+
+    def forward(self, x):
+        limited = torch.renorm(self.weight.detach(), 2, 0, 0.5)
+        if self.in_place:
+            self.weight.detach().copy_(limited)
+        else:
+            self.weight.data = limited
+        return super().forward(x)
+
+
+class MaxNormOfNewMemory(MaxNorm):
+    in_place = False
+
+
+@pytest.mark.parametrize("layer", [MaxNorm, MaxNormOfNewMemory])
+def test_constraint_in_forward_warns_once(layer):
+    """The passes of a step end with restoring the weights, which undoes the constraint."""
+    problem = Problem(layer(6, 3))
+    optimizer = tiltsam.SAM(sgd(problem.model.parameters()))
+    with pytest.warns(RuntimeWarning, match="register_step_post_hook") as found:
+        optimizer.step(problem.closure)
+    assert found[0].filename == __file__
+    optimizer.step(problem.closure)  # a second warning would be an error
+
+
+def test_constraint_in_forward_persists_without_perturbation():
+    problem = Problem(MaxNorm(6, 3))
+    tiltsam.ERM(sgd(problem.model.parameters(), lr=0.0)).step(problem.closure)
+    assert problem.model.weight.norm(dim=1).max() <= 0.5 + 1e-6

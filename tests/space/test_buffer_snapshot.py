@@ -59,6 +59,23 @@ def test_snapshot_after_buffers_have_other_shapes():
     assert model.floats.tolist() == [1.0] * 5
 
 
+def test_snapshot_restores_the_shapes_of_resized_buffers():
+    """The observers of quantization-aware training resize their buffers in their first pass."""
+    model, snapshot = Buffers(), BufferSnapshot()
+    snapshot.save(model.modules())
+    model.floats.resize_(5).fill_(7)
+    model.empty.resize_(2).fill_(7)
+    for _ in range(2):
+        snapshot.restore()
+        assert model.floats.tolist() == [0.0, 1.0, 2.0]
+        assert model.empty.shape == (0,)
+    model.floats.resize_(5).fill_(7)
+    snapshot.save(model.modules())
+    model.floats.zero_()
+    snapshot.restore()
+    assert model.floats.tolist() == [7.0] * 5
+
+
 @pytest.mark.parametrize(
     ("change", "differs"),
     [

@@ -258,3 +258,24 @@ def test_tilt_can_be_changed_after_inference_mode():
         tilt(losses)
     tilt.t = 0.0
     assert tilt(losses) == 0.5
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_groups_are_weighted_in_float32_under_autocast(dtype):
+    losses, groups = torch.rand(64), torch.randint(10, (64,))
+    tilt = ExampleTilt(0.5, group_tilt=2.0, num_groups=10)
+    tilt(losses, groups)
+    expected = tilt.weights
+    with torch.autocast("cpu", dtype):
+        loss = tilt(losses, groups)
+    assert loss.dtype == tilt.weights.dtype == torch.float32
+    assert torch.equal(tilt.weights, expected)
+
+
+@pytest.mark.parametrize("t", [1e6, -1e6, 1e12, -1e12])
+def test_min_ess_is_reached_with_any_large_tilt(t):
+    torch.manual_seed(0)
+    losses = torch.randn(64, dtype=torch.float64).exp()
+    tilt = ExampleTilt(t, min_ess=0.3)
+    tilt(losses)
+    assert 0.3 <= tilt.effective_sample_size / 64 < 0.3001

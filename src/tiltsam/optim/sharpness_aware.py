@@ -40,6 +40,7 @@ from tiltsam.optim.validation import (
     check_not_lightning,
     check_sampler,
     is_state_initialization,
+    warn_changed_weights,
     warn_missing_model,
     warn_missing_scaler,
     warn_split_samples_without_model,
@@ -244,6 +245,7 @@ class SharpnessAware(Optimizer):
                 check_not_lightning(one, name)
         return self._run(closures, ascent_closure, scaler, self._step_base).loss
 
+    @torch._disable_dynamo  # type: ignore[attr-defined]  # in a compiled train step, SAM would be traced without its ascent
     def _run(
         self,
         closures: Sequence[Closure],
@@ -407,6 +409,8 @@ class SharpnessAware(Optimizer):
             warn_missing_model(step.space.params)
         if self.model is None and step.space.ranks.splits_samples:
             warn_split_samples_without_model()
+        if step.space.evaluator.changes_weights and not isinstance(step.sampler, Center):
+            warn_changed_weights(type(self).__name__)
         if step.scaler is None:
             warn_missing_scaler(info.loss, info.gradient_norms)
 

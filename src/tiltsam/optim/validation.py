@@ -221,6 +221,14 @@ def warn_split_samples_without_model() -> None:
     )
 
 
+def warn_changed_weights(name: str) -> None:
+    """Warn that the closure changes weights, as ``nn.Embedding(max_norm=...)`` does in its forward pass."""
+    warn(
+        f"the closure changes weights (max_norm, or a constraint in forward), which {name} restores after its passes: "
+        "apply the constraint after each step, with optimizer.register_step_post_hook"
+    )
+
+
 def warn_missing_scaler(loss: Tensor, gradient_norms: Tensor) -> None:
     """Warn if the loss or a gradient is large and a GradScaler is in use. Waits for the device.
 

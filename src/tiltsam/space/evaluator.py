@@ -61,6 +61,9 @@ class Evaluator:
     first_loss: Tensor
     """What the closure returned in the first pass of the step, on this rank."""
 
+    changes_weights: bool | None
+    """Whether the closure writes to the parameters: None before the first pass, False if they are sharded."""
+
     def __init__(
         self,
         params: Sequence[Tensor],
@@ -72,6 +75,7 @@ class Evaluator:
     ) -> None:
         self.params, self.model_state, self.ranks, self.sharding = params, model_state, ranks, sharding
         self._dtype, self._device = dtype, device
+        self.changes_weights = None if sharding.mesh is None else False
         self._needs_graph = False  # whether the closure fails in a forward pass without a graph
         self.end_step()
 
@@ -96,7 +100,10 @@ class Evaluator:
             p.grad = None  # autograd then hands over its own buffer instead of adding to ours
         self.model_state.begin_pass()
         with self.ranks.no_sync() if ascent and self.ranks.local_ascent else nullcontext(), torch.enable_grad():
+            before = self._versions() if self.changes_weights is None else []
             value = self._closure(ascent=ascent)()
+            if before:
+                self.changes_weights = before != self._versions()
         self.model_state.end_pass()
         if self.scaler is not None and self.scaler.is_enabled() and self.scaler._scale is None:  # set by scale()
             raise RuntimeError("with scaler= the closure must call scaler.scale(loss).backward()")
@@ -112,7 +119,7 @@ class Evaluator:
             )
         loss = self._loss(value)
         if self.num_forwards == 1:
-            self.first_loss = torch.as_tensor(value).detach()
+            self.first_loss = value.detach() if isinstance(value, Tensor) else torch.tensor(value, device=self._device)
         return loss, gradient
 
     def loss(self) -> Tensor:
@@ -137,6 +144,10 @@ class Evaluator:
             value = forward_only(self._closure())
         self.model_state.end_pass()
         return value
+
+    def _versions(self) -> list[tuple[int, int]]:
+        """Return what changes if a parameter is written to, or gets other memory."""
+        return [(p._version, p.data_ptr()) for p in self.params]
 
     def _closure(self, *, ascent: bool = False) -> Closure:
         if ascent and self.ascent_closure is not None:

@@ -139,32 +139,36 @@ class BufferSnapshot:
 
     BatchNorm's kernels do not raise a tensor's version counter, so a changed buffer cannot be recognised: all are
     copied, except those that cannot be written to. A module may also have assigned another tensor to the buffer's name
-    (``self.mean = 0.9 * self.mean + …``); restoring assigns the old tensor again.
+    (``self.mean = 0.9 * self.mean + …``); restoring assigns the old tensor again. A buffer that was resized, as the
+    observers of quantization-aware training do, gets its old shape back.
     """
 
     def __init__(self) -> None:
         self._entries: list[tuple[nn.Module, str, Tensor | None]] = []
-        self._identity: list[tuple[int, str, int]] = []
+        self._identity: list[tuple[int, str, int, torch.Size]] = []
         self._tensors: list[list[Tensor]] = []  # those that can be written, by device and dtype
         self._values: list[list[Tensor]] = []
 
     def save(self, modules: Iterable[nn.Module]) -> None:
         """Copy the buffers of these modules, not of their children. Memory is reused if they are the same again."""
         entries = [(module, name, b) for module in modules for name, b in module._buffers.items()]
-        if [(id(m), n, id(b)) for m, n, b in entries] == self._identity:
+        identity = [(id(m), n, id(b), torch.Size() if b is None else b.shape) for m, n, b in entries]
+        if identity == self._identity:
             for values, tensors in zip(self._values, self._tensors, strict=True):
                 torch._foreach_copy_(values, tensors)
             return
         self._entries = entries
-        self._identity = [(id(m), n, id(b)) for m, n, b in entries]
+        self._identity = identity
         self._tensors = _by_device_and_dtype(b for _, _, b in entries)
         self._values = [[b.clone() for b in part] for part in self._tensors]
 
     def restore(self) -> None:
         """Write all buffers back; safe to repeat."""
-        for module, name, b in self._entries:
+        for (module, name, b), (*_, shape) in zip(self._entries, self._identity, strict=True):
             if name not in module._buffers or module._buffers[name] is not b:  # a ScriptModule's buffers have no get
                 module._buffers[name] = b
+            if b is not None and b.shape != shape:
+                b.resize_(shape)
         for tensors, values in zip(self._tensors, self._values, strict=True):
             torch._foreach_copy_(tensors, values)
 

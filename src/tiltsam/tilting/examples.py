@@ -20,6 +20,7 @@ which is the first formula again if both are equal.
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +32,8 @@ from tiltsam.tilting.streaming import check_tilt
 
 __all__ = ["ExampleTilt"]
 
-_CANDIDATES, _ROUNDS = 128, 3  # the search for t resolves t / 127^3
+_CANDIDATES, _ROUNDS = 128, 3  # the search for the tilt: the first round finds its size, the others divide that by 127²
+_SMALLEST = 1e-18  # the first candidate, as a fraction of t
 _TINY = 1e-15  # keeps 0/0 away where no loss is finite; its square is a float32, too
 
 
@@ -161,7 +163,8 @@ class ExampleTilt:
             inside, risks, sizes, squares_inside = self._tilt_rows(x.expand(members.shape), members, t)
             group_tilt = t if self.group_tilt is None else torch.full_like(t, self.group_tilt)
             value, shares = _tilt_groups(risks, sizes, group_tilt)
-            weights, squares = shares @ inside, (shares.square() * squares_inside).sum()
+            weights = (shares[:, None] * inside).sum(0)  # a product of matrices would be rounded by autocast
+            squares = (shares.square() * squares_inside).sum()
         self.t_used, self.num_nonfinite = t, finite.numel() - finite.sum()
         self.effective_sample_size = (squares > 0) / squares.clamp_min(_TINY)
         return weights, value
@@ -198,8 +201,9 @@ class ExampleTilt:
         gap = (y - top).clamp_max(0)
         low, high = torch.zeros_like(t), t.abs()
         smallest = self.min_ess * self._gather(finite.sum().to(x.dtype)).sum()
-        steps = torch.linspace(0, 1, _CANDIDATES, dtype=x.dtype, device=x.device)
-        for _ in range(_ROUNDS):
+        linear = torch.linspace(0, 1, _CANDIDATES, dtype=x.dtype, device=x.device)
+        geometric = torch.logspace(math.log10(_SMALLEST), 0, _CANDIDATES, dtype=x.dtype, device=x.device)
+        for steps in (geometric, *[linear] * (_ROUNDS - 1)):
             tilts = torch.lerp(low, high, steps)
             masses = (tilts[:, None] * gap).exp() * finite
             mass, squares = masses.sum(1), masses.square().sum(1)

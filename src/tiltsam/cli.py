@@ -832,8 +832,8 @@ def _add_methods(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def _methods(args: argparse.Namespace) -> None:
     width = max(len(name) for name in tiltsam.METHODS)
     for name, method in tiltsam.METHODS.items():
-        first = (inspect.getdoc(getattr(method, "func", method)) or "").splitlines()[0].replace("``", "")
-        print(f"{name:{width}}  {first}")
+        first, *_ = (inspect.getdoc(getattr(method, "func", method)) or "").split("\n")
+        print(f"{name:{width}}  {first.replace('``', '')}".rstrip())
 
 
 @contextmanager

@@ -198,6 +198,18 @@ def test_compare_takes_a_users_method(tmp_path, monkeypatch, capsys):
     errors = capsys.readouterr().err
     assert "vasso has no eta; its options: rho, rate" in errors
     assert "unknown method 'stranger': one of erm, sam, " in errors
+    for name in ("vasso", "slow"):  # as outside the script that adds them
+        monkeypatch.delitem(tiltsam.METHODS, name)
+    assert not main(["sharpness", "runs/digits", "--examples", "50", "--samples", "2", "--no-figures"])
+    printed = capsys.readouterr().out
+    assert "skipped" not in printed
+    assert "vasso:rho=0.5,rate=0.6" in printed
+
+
+def test_methods_without_docstring_are_listed(monkeypatch, capsys):
+    monkeypatch.setitem(tiltsam.METHODS, "bare", lambda base, **options: tiltsam.SAM(base, **options))
+    assert main(["methods"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "bare"
 
 
 def test_compare_report_names_entries_as_typed(tmp_path):

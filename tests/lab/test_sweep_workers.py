@@ -25,7 +25,7 @@ from tiltsam.lab import processes
 from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.errors import UserError
 from tiltsam.lab.records import Record
-from tiltsam.lab.studies import SharedStudy, open_storage, sqlite_url
+from tiltsam.lab.studies import SeededSampler, SharedStudy, open_storage, sqlite_url
 from tiltsam.lab.sweep import sweep
 from tiltsam.lab.train import train
 
@@ -266,6 +266,53 @@ def test_trial_that_died_before_its_first_heartbeat_is_retried(study):
     assert study.startable() == 1
     study.run_one(lambda trial: 1.0)
     assert study.ended()
+
+
+class InterruptedSampler(optuna.samplers.RandomSampler):
+    """Interrupts the process once, between the creation of a trial and its start."""
+
+    interrupts = 1
+
+    def before_trial(self, study, trial):
+        if self.interrupts:
+            self.interrupts -= 1
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_trial_interrupted_before_it_starts_is_queued(tmp_path):
+    with open_storage(sqlite_url(tmp_path)) as database:
+        study = SharedStudy(database, "a", 1, InterruptedSampler(seed=0))
+        with pytest.raises(KeyboardInterrupt):
+            study.run_one(lambda trial: 0.0)
+        assert [t.state.name for t in study.study.trials] == ["FAIL", "WAITING"]
+        study.run_one(lambda trial: 0.0)
+        assert study.ended()
+
+
+@pytest.mark.parametrize("interrupted", ["before", "after"])
+def test_interrupted_study_samples_the_same_points(interrupted, tmp_path):
+    """Before or after a trial has its parameters, and twice."""
+
+    def points(name, number_of_interrupts):
+        left = [KeyboardInterrupt] * number_of_interrupts
+        sampler = SeededSampler(lambda seed: optuna.samplers.RandomSampler(seed=seed))
+        study = SharedStudy(database, name, 4, sampler)
+
+        def run(trial):
+            if left and trial.number > 0 and interrupted == "before":
+                raise left.pop()
+            value = trial.suggest_float("lr", 1e-3, 1e-1, log=True)
+            if left and trial.number > 0:
+                raise left.pop()
+            return value
+
+        while not study.ended():
+            with suppress(KeyboardInterrupt):
+                study.run_one(run)
+        return sorted(trial.params["lr"] for trial in study.trials())
+
+    with open_storage(sqlite_url(tmp_path)) as database:
+        assert points("interrupted", 2) == points("whole", 0)
 
 
 def test_lost_database_is_one_line(tmp_path):

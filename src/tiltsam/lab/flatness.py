@@ -208,13 +208,15 @@ def find_runs(
     entries = typed_entries(found)
     for folder in found.runs:
         try:
-            config = Record(folder).config()
+            record = Record(folder)
+            record.data_config()
+            settings = record.settings()
         except _RUN_ERRORS as error:
             if not skip_errors:
                 raise
             display.print(_skipped(folder, error))
         else:
-            runs.append(RunRecord(folder, config.to_json(), entry=entries.get(folder.resolve(), "")))
+            runs.append(RunRecord(folder, settings, entry=entries.get(folder.resolve(), "")))
     named = []
     for task in summarize(runs):
         for setting in task.settings:
@@ -318,7 +320,7 @@ def _by_data(
     """Yield each data set, the names of the runs that use it, and the device."""
     if not runs:
         return
-    configs = {name: record.config() for name, record in runs.items()}
+    configs = {name: record.data_config() for name, record in runs.items()}
     tasks = {config.task for config in configs.values()} if task is None else {task}
     if len(tasks) > 1:
         raise ConfigError(f"the runs are of several tasks ({', '.join(sorted(tasks))}): pass the folders of one task")

@@ -275,7 +275,7 @@ def load_model(record: Record, data: Data) -> nn.Module:
     Raises:
         RecordError: If the run's data are the user's own, and have changed.
     """
-    config = record.config()
+    config = record.data_config()
     if config.task == data.name:
         record.check_data(data.fingerprint)
     model = build(config.model, data)

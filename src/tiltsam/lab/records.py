@@ -249,14 +249,34 @@ class Record:
         Raises:
             RecordError: If there is no config, or it is damaged.
         """
+        return self._make_config(self.settings())
+
+    def settings(self) -> dict[str, Any]:
+        """Return the settings in ``config.json``, unchecked.
+
+        Raises:
+            RecordError: If there is no config, or it is damaged.
+        """
         path = self.folder / "config.json"
         if not path.exists():
             raise RecordError(f"{self.folder} is not a run: config.json is missing")
-        fields = _read_json(path)
+        return _read_json(path)
+
+    def data_config(self) -> TrainConfig:
+        """Return the settings of data and model alone: reading them needs no method of the user's.
+
+        Raises:
+            RecordError: If there is no config, or it is damaged.
+        """
+        names = ("task", "model", "seed", "noise", "validation", "max_length", "image_size")
+        settings = self.settings()
+        return self._make_config({name: settings[name] for name in names if name in settings})
+
+    def _make_config(self, settings: dict[str, Any]) -> TrainConfig:
         try:
-            return TrainConfig(**fields)
+            return TrainConfig(**settings)
         except (ConfigError, TypeError) as error:
-            raise RecordError(f"{path} is damaged: {error}") from None
+            raise RecordError(f"{self.folder / 'config.json'} is damaged: {error}") from None
 
     def model(self) -> dict[str, Tensor]:
         """Return the trained model, or that of the newest checkpoint if training has not finished."""

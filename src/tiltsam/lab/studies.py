@@ -15,7 +15,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -230,24 +230,27 @@ class SharedStudy:
     def run_one(self, objective: Callable[[Trial], float]) -> None:
         """Run a queued or new trial. Unless it ends with a result or is pruned, it is queued again."""
         begun: list[int] = []
+        deferred = ExitStack()
 
         def run(trial: Trial) -> float:
             begun.append(trial.number)
-            trial.set_user_attr("worker", f"{platform.node()}:{os.getpid()}")
-            # Processes that start trials at the same time may exceed the number; the trials numbered last are surplus.
-            earlier = [t for t in self.study.get_trials(deepcopy=False) if t.number < trial.number and _is_first(t)]
-            if "retry_of" not in trial.user_attrs and len(earlier) >= self.num_trials:
-                raise _Surplus
             try:
+                deferred.close()
+                trial.set_user_attr("worker", f"{platform.node()}:{os.getpid()}")
+                # Processes that start trials at the same time may exceed the number; those numbered last are surplus.
+                if _is_first(trial) and _index(self.study, trial.number) >= self.num_trials:
+                    raise _Surplus
                 return objective(trial)
-            except optuna.TrialPruned:
+            except (optuna.TrialPruned, _Surplus):
                 raise
             except BaseException:
                 self._requeue(trial.number)
                 raise
 
         try:
-            self.study.optimize(run, n_trials=1, catch=(_Surplus,))
+            with deferred:
+                deferred.enter_context(defer_interrupt())  # until run(): a trial that Optuna has created must be queued
+                self.study.optimize(run, n_trials=1, catch=(_Surplus,))
         except ValueError:  # from Optuna, if another process has failed the trial because heartbeats were missing
             if not begun or self.study.trials[begun[0]].state is not TrialState.FAIL:
                 raise
@@ -274,14 +277,23 @@ class SharedStudy:
                 retry(study, trial)
 
 
-def _is_first(trial: FrozenTrial) -> bool:
+def _is_first(trial: FrozenTrial | Trial) -> bool:
     return "retry_of" not in trial.user_attrs
 
 
-class SeededSampler(BaseSampler):
-    """Samples with a seed derived from the trial's number.
+def _index(study: optuna.Study, number: int) -> int:
+    """Return the place of a trial, or of the one that it repeats, among those that repeat none."""
+    trials = study.get_trials(deepcopy=False)
+    while (repeated := trials[number].user_attrs.get("retry_of")) is not None:
+        number = repeated
+    return sum(_is_first(trial) for trial in trials[:number])
 
-    Parallel processes draw different points, and the same sweep draws the same points whatever their number.
+
+class SeededSampler(BaseSampler):
+    """Samples with a seed derived from the trial's place in the study.
+
+    Parallel processes draw different points, and the same sweep draws the same points, whatever the number of processes
+    and of interruptions.
 
     Args:
         make: Returns the sampler for a seed.
@@ -292,17 +304,17 @@ class SeededSampler(BaseSampler):
 
     def infer_relative_search_space(self, study: optuna.Study, trial: FrozenTrial) -> Any:
         """Return the parameters that are sampled together."""
-        return self._sampler(trial).infer_relative_search_space(study, trial)
+        return self._sampler(study, trial).infer_relative_search_space(study, trial)
 
     def sample_relative(self, study: optuna.Study, trial: FrozenTrial, search_space: Any) -> dict[str, Any]:
         """Sample parameters together."""
-        return self._sampler(trial).sample_relative(study, trial, search_space)
+        return self._sampler(study, trial).sample_relative(study, trial, search_space)
 
     def sample_independent(
         self, study: optuna.Study, trial: FrozenTrial, param_name: str, param_distribution: Any
     ) -> Any:
         """Sample one parameter."""
-        return self._sampler(trial, param_name).sample_independent(study, trial, param_name, param_distribution)
+        return self._sampler(study, trial, param_name).sample_independent(study, trial, param_name, param_distribution)
 
-    def _sampler(self, trial: FrozenTrial, name: str = "") -> BaseSampler:
-        return self._make(random.Random(f"{trial.number} {name}").getrandbits(32))
+    def _sampler(self, study: optuna.Study, trial: FrozenTrial, name: str = "") -> BaseSampler:
+        return self._make(random.Random(f"{_index(study, trial.number)} {name}").getrandbits(32))

@@ -128,7 +128,8 @@ def test_text_class_order(tmp_path, model, train, test, targets):
 
 def test_text_score_is_a_regression(tmp_path, model):
     write_tables(tmp_path / "both", "text\tscore\n" + "a\t1.5\nb\t2\n" * 5, "text\tscore\na\t-1\n")
-    data = load(f"text:{tmp_path / 'both'}", model=model)
+    with pytest.warns(UserWarning, match="single value: its correlation"):
+        data = load(f"text:{tmp_path / 'both'}", model=model)
     check(data)
     assert (data.num_classes, data.metrics, data.test.targets.tolist()) == (1, ("pearson", "spearman"), [-1.0])
 
@@ -159,6 +160,7 @@ def test_text_warns_of_an_ignored_validation_table(tmp_path, model):
         ("a.csv", "words,label\na,b\n", "column text, got words, label"),
         ("a.csv", "text,class\na,b\n", "column label, got text, class"),
         ("a.csv", "text,label\na,b\nc\n", "row 3 "),
+        ("a.csv", "text,label\na,b\n\nc,d\n", "row 3 is empty"),
         ("a.csv", "text,label\na,b\nc,b\n", "only 'b'"),
         ("a.csv", 'text,label\na,"b\n', "damaged"),
         ("a.csv", "text,score\na,1\nb,high\n", "line 3: .*'high'"),
@@ -218,6 +220,39 @@ def test_npz_shapes(tmp_path, shape, dtype, wanted):
         assert rows(data) == sizes
         assert next(iter(data.train.inputs.values())).shape[1:] == wanted
         assert data.num_classes == 3
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["split off", "own test set"])
+def test_npz_features_are_standardised(tmp_path, split):
+    x, y = RNG.normal(size=(60, 5)), np.arange(60) % 3
+
+    def features(x):
+        arrays = (
+            {"x_train": x[:50], "y_train": y[:50], "x_test": x[50:], "y_test": y[50:]} if split else {"x": x, "y": y}
+        )
+        np.savez(tmp_path / "a.npz", **arrays)
+        data = load(f"npz:{tmp_path / 'a.npz'}")
+        return [part.inputs["x"] for part in (data.train, data.validation, data.test)]
+
+    parts = features(x)
+    train = parts[0].double()
+    torch.testing.assert_close(train.mean(0), torch.zeros(5).double(), rtol=0, atol=1e-6)
+    torch.testing.assert_close(train.std(0, correction=0), torch.ones(5).double(), rtol=0, atol=1e-6)
+    for part, other in zip(parts, features(x * [1e-27, 1e30, 1, 1, 1] + [0, 0, 1e6, -1e6, 0]), strict=True):
+        torch.testing.assert_close(other, part, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.int64])
+def test_npz_constant_features_become_zero(tmp_path, dtype):
+    x = RNG.normal(scale=100, size=(60, 2)).astype(dtype)
+    x[:, 0] = 123456.7
+    train, test = x[:50], x[50:].copy()
+    test[0, 0] = 0
+    np.savez(tmp_path / "a.npz", x_train=train, y_train=np.arange(50) % 2, x_test=test, y_test=np.arange(10) % 2)
+    data = load(f"npz:{tmp_path / 'a.npz'}")
+    for part in (data.train, data.validation, data.test):
+        assert not part.inputs["x"][:, 0].any()
+        assert part.inputs["x"][:, 1].abs().max() > 0.1
 
 
 def test_npz_float_targets_are_a_regression(tmp_path):

@@ -256,11 +256,17 @@ def test_headline_reports_methods_that_were_better_earlier(tmp_path):
     advice = "Train for less, lower lr, or tune."
     peaks = [0.1, 0.101]
     text = headline_of("all", erm=peaks, sam=[0.2, 0.201])
-    reached = "sam reached 82.72% at its best validation epoch, 20.05 more than at the end."
-    assert text.endswith(f"All methods were better earlier: {reached} {advice}")
+    sentence = "methods were better at the best validation epoch than at the end: sam 82.72% (20.05 more), erm 72.72% "
+    assert text.endswith(f"All {sentence}(10.05 more). {advice}")
     some = headline_of("some", erm=peaks, sam=[0.2, 0.201], asam=[0.0, 0.0])
-    assert f"Some methods were better earlier: {reached}" in some
-    assert "erm was better earlier: it reached" in headline_of("one", erm=peaks, sam=[0.0, 0.0])
+    assert f"Some {sentence}" in some
+    four = headline_of(
+        "four", **{name: [k / 10, k / 10 + 1e-3] for k, name in enumerate(["erm", "sam", "asam", "pgn"], 2)}
+    )
+    assert "pgn" in four
+    assert "and 1 other." in four
+    one = headline_of("one", erm=peaks, sam=[0.0, 0.0])
+    assert "erm was better at the best validation epoch than at the end: erm 72.72%" in one
     assert advice not in headline_of("less", erm=[0.009, 0.0091], sam=[0.0, 0.0])  # less than a point
     assert advice not in headline_of("insignificant", erm=[0.0, 0.1], sam=[0.0, 0.0])
     assert advice not in headline_of("single", erm=[0.1], sam=[0.0])

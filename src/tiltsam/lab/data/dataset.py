@@ -35,7 +35,8 @@ class Split:
 
     inputs: dict[str, Tensor]
     """Inputs by name, in the order in which the model takes them: ``image`` (n, channels, height, width) uint8;
-    ``x`` (n, features) float32; ``input_ids``, ``attention_mask`` and ``token_type_ids`` (n, length) int64."""
+    ``x`` (n, features) float32, standardised; ``input_ids``, ``attention_mask`` and ``token_type_ids`` (n, length)
+    int64."""
     targets: Tensor
     """Classes (n,) int64, or values (n,) float32 for a regression."""
 
@@ -193,7 +194,7 @@ def assemble(
     sources: Sequence[str] = (),
     class_names: Sequence[str] = (),
 ) -> Data:
-    """Apply the imbalance, add label noise, split the examples and compute the statistics of images.
+    """Apply the imbalance, add label noise, split the examples, standardise features, compute statistics of images.
 
     Args:
         request: Seed, imbalance, noise and validation fraction. An imbalance needs ``num_validation=None``.
@@ -230,12 +231,14 @@ def assemble(
         first, second = torch.arange(len(pool)).split([len(pool) - num_validation, num_validation])
     else:
         first, second = split_at_random(len(pool), request.validation, _generator(request.seed, 0))
-    train = pool[first]
+    train, validation = pool[first], pool[second]
+    if "x" in train.inputs:
+        train, validation, test = _standardised((train, validation, test))
     mean, std = _channel_statistics(train.inputs["image"]) if "image" in train.inputs else ((), ())
     return Data(
         request.name,
         train,
-        pool[second],
+        validation,
         test,
         num_classes,
         tuple(metrics),
@@ -252,6 +255,26 @@ def assemble(
 def _generator(seed: int, purpose: int) -> torch.Generator:
     """Return a generator for a purpose: 0 the validation split, 1 label noise, 2 the test split, 3 the long tail."""
     return torch.Generator().manual_seed((seed * 4 + purpose) % 2**63)
+
+
+def _standardised(splits: Sequence[Split]) -> list[Split]:
+    """Return the splits with features of mean 0 and deviation 1 on the first; its constant features become 0."""
+    train = splits[0].inputs["x"]
+    low, high = train.amin(0).double(), train.amax(0).double()
+    span = torch.where(high > low, high - low, torch.inf)
+
+    def scaled(rows: Tensor) -> Tensor:  # to [0, 1] on the training examples: no square overflows, or becomes 0
+        return (rows.double() - low) / span
+
+    mean = sum((scaled(rows).sum(0) for rows in train.split(4096)), torch.zeros_like(low)) / len(train)
+    squares = ((scaled(rows) - mean).square().sum(0) for rows in train.split(4096))
+    deviation = (sum(squares, torch.zeros_like(low)) / len(train)).sqrt()
+    deviation = torch.where(deviation > 0, deviation, 1.0)
+    parts = [
+        torch.cat([((scaled(rows) - mean) / deviation).float() for rows in split.inputs["x"].split(4096)])
+        for split in splits
+    ]
+    return [Split({"x": x}, split.targets) for x, split in zip(parts, splits, strict=True)]
 
 
 def _channel_statistics(images: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:

@@ -105,6 +105,8 @@ def _assemble(
         )
     if num_classes > 1:
         _warn_of_untrained_classes(data)
+    elif len(data.test.targets.unique()) < 2:
+        warnings.warn(f"the test set of {request.name} has a single value: its correlation counts as 0", stacklevel=2)
     return replace(data, fingerprint=digest, test_split_off=0.0 if test else TEST_FRACTION)
 
 
@@ -211,6 +213,8 @@ def read_table(path: Path) -> tuple[TextTable, bool]:
     names = ["text", *(["text2"] if "text2" in header else []), "score" if is_regression else "label"]
     columns = [column_index(path, header, [name]) for name in names]
     for number, row in enumerate(rows[1:], 2):
+        if not any(row):
+            raise DataError(f"{path}: row {number} is empty: remove it")
         if len(row) <= max(columns):
             raise DataError(f"{path} is damaged: row {number} has fewer than {1 + max(columns)} columns")
         if any(row[len(header) :]):  # it is not clear which cell is the label
@@ -344,8 +348,8 @@ def _array_split(path: Path, arrays: Mapping[str, np.ndarray], x_name: str, y_na
                     f"{path}: classes in {y_name} must be numbered from 0 without large gaps, got {label}: {NUMBERED}"
                 )
     targets = torch.from_numpy(y.astype(np.float32 if y.dtype.kind == "f" else np.int64))
-    if x.ndim == 2:
-        return Split({"x": torch.from_numpy(x.astype(np.float32))}, targets)
+    if x.ndim == 2:  # float64 until it is standardised: in float32 a column may differ only by rounding
+        return Split({"x": torch.from_numpy(x.astype(np.float32 if x.dtype == np.float32 else np.float64))}, targets)
     if x.dtype != np.uint8 or x.ndim > 4:
         hint = ': save (255 * x).astype("uint8") of values in [0, 1]' if x.dtype.kind == "f" else ""
         raise DataError(f"{path}: {x_name} must be {INPUTS}, got {x.dtype} of shape {x.shape}{hint}")

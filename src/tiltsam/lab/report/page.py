@@ -46,6 +46,7 @@ HOW_TO_READ = (
     "Curves are means over seeds with a band of one standard error, and thinner where a seed is missing. Click a name "
     "to hide or show its curve. To read values, point at a curve, tap it, or use the arrow keys on a plot."
 )
+MAX_EARLY = 3  # methods named that were better earlier
 LONG_WORD = 24  # characters; longer words, such as paths, may break anywhere
 
 
@@ -271,15 +272,17 @@ def _better_earlier(task: TaskSummary, compared: Sequence[SettingSummary]) -> st
         best = setting.finals("score_at_best_validation", 100)
         loss = paired_difference(best, setting.finals("score", 100))
         if loss.value > 1 and is_significant(loss):
-            early.append((mean_of(list(best.values())).value, loss.value, setting.full_name))
+            early.append((loss.value, mean_of(list(best.values())).value, setting.full_name))
     if not early:
         return ""
-    score, loss_since, name = max(early)
+    early.sort(reverse=True)
     many = "All" if len(early) == len(compared) else "Some"
-    who = f"{name} was" if len(early) == 1 else f"{many} methods were"
-    reached = f"{'it' if len(early) == 1 else name} reached {score:.2f}{'%' if task.unit == '%' else ''}"
+    who = f"{early[0][2]} was" if len(early) == 1 else f"{many} methods were"
+    unit = "%" if task.unit == "%" else ""
+    reached = [f"{name} {score:.2f}{unit} ({lost:.2f} more)" for lost, score, name in early[:MAX_EARLY]]
+    more = f" and {count_of(len(early) - MAX_EARLY, 'other')}" if len(early) > MAX_EARLY else ""
     return (
-        f" {who} better earlier: {reached} at its best validation epoch, {loss_since:.2f} more than at the end. "
+        f" {who} better at the best validation epoch than at the end: {', '.join(reached)}{more}. "
         "Train for less, lower lr, or tune."
     )
 

@@ -125,7 +125,7 @@ def _read_arguments(path: Path, parser: argparse.ArgumentParser) -> list[str]:
     """Return the arguments in a TOML file: ``task``, and flags of the parser without their dashes.
 
     Raises:
-        UserError: If the file cannot be read.
+        UserError: If the file cannot be read, or has a table in a table.
     """
     try:
         content = tomllib.loads(path.read_text())
@@ -149,6 +149,9 @@ def _read_arguments(path: Path, parser: argparse.ArgumentParser) -> list[str]:
         elif value is True:
             arguments.append(flag)
         elif isinstance(value, dict):  # [grid]
+            if inner := [(k, n) for k, v in value.items() if isinstance(v, dict) for n in v]:
+                key, setting = inner[0]
+                raise UserError(f'{path}: write "{key}:{setting}" in [{name}] instead of a table [{name}.{key}]')
             rows = {k: v if isinstance(v, list) else [v] for k, v in value.items()}
             arguments += [flag, *(f"{k}={','.join(map(text, v))}" for k, v in rows.items())]
         elif isinstance(value, list):

@@ -661,7 +661,7 @@ def test_only_the_task_can_be_a_toml_file(tmp_path, fake, capsys):
         main(["sweep", "digits", str(out), "--grid", "lr=0.1"])
 
 
-@pytest.mark.parametrize("text", ["lr = [", "methods = ['sam']", None])
+@pytest.mark.parametrize("text", ["lr = [", "methods = ['sam']", "task = 'digits'\n[grid.erm]\nlr = [0.1]", None])
 def test_damaged_toml_file_is_one_line(text, tmp_path, capsys):
     path = tmp_path / "study.toml"
     if text is not None:

@@ -136,6 +136,7 @@ def test_negative_tilt_has_a_floor_and_a_warmup_by_default():
     ("settings", "message"),
     [
         ({"loss": "gce", "label_smoothing": 0.1}, "label_smoothing must be 0 with loss gce, got 0.1"),
+        ({"optimizer": "adamw", "momentum": 0.5}, "momentum needs optimizer sgd, got adamw"),
         ({"gce_q": 0.5}, "gce_q needs loss gce, got cross-entropy"),
         ({"loss": "gce", "gce_q": 0.0}, r"gce_q must be in \(0, 1\], got 0"),
         ({"loss": "gce", "gce_q": 1.5}, r"gce_q must be in \(0, 1\], got 1.5"),

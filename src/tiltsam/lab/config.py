@@ -190,6 +190,8 @@ class TrainConfig:
         for name, high in {**bounds, "momentum": math.inf, "weight_decay": math.inf}.items():
             if (value := getattr(self, name)) is not None and not 0 <= value < high:
                 raise ConfigError(f"{name} must be in [0, {high}), got {value}")
+        if self.optimizer != "sgd" and self.momentum != DEFAULTS["momentum"]:
+            raise ConfigError(f"momentum needs optimizer sgd, got {self.optimizer}")
         if math.isinf(self.lr):
             raise ConfigError(f"lr must be finite, got {self.lr}")
         if math.isinf(min(limit for limit in (self.epochs, self.passes, self.seconds) if limit is not None)):

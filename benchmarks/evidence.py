@@ -1,6 +1,6 @@
 """Print the tables and intervals of docs/evidence.md and draw its figures, from the runs in records/.
 
-    python benchmarks/evidence.py                           # the two tables, and the differences of each figure
+    python benchmarks/evidence.py                           # the tables, and the differences of each figure
     python benchmarks/evidence.py --figures docs/figures    # draws evidence_*.png, too
 
 Runs are selected as by ``differences.py``. Scores (times 100) and test losses are those at the end of training.
@@ -24,6 +24,7 @@ RECORDS = Path(__file__).parent / "records"
 NOISY, COSINE, MINILM = "2026-11-15_noisy", "2026-11-17_noisy_cosine", "2026-11-15_minilm"
 BELOW, CNN, DIGITS = "2026-11-16_digits_below", "2026-11-16_digits_cnn", "2026-11-15_digits"
 SPLIT, TILTS, TILTS_CIFAR = "2026-11-15_digits_split", "2026-11-17_two_tilts", "2026-11-18_two_tilts_cifar"
+TILTS_MINILM = "2026-11-18_two_tilts_minilm"
 START, BASELINES = "2026-11-18_digits_start", "2026-11-18_digits_baselines"
 PROTOCOL, SAMPLING = "2026-11-18_protocol", "2026-11-18_digits_sampling"
 TILTS_DIGITS = "2026-11-18_two_tilts_digits"
@@ -46,6 +47,10 @@ class Runs(NamedTuple):
         """Return a metric at the end of training, by seed."""
         key, factor, _ = METRICS[metric]
         return {seed: factor * result[key] for seed, result in self.results().items()}
+
+
+Comparison: TypeAlias = tuple[str, Runs, Runs]
+"""What is compared, the runs, the runs to subtract."""
 
 
 @cache
@@ -92,6 +97,16 @@ def minilm(folder: str) -> Runs:
     return Runs(f"{folder.partition('/')[2].partition('-')[0]} folder={folder}", (MINILM,))
 
 
+def minilm_noisy(folder: str) -> Runs:
+    """Return the runs of a folder of the record of MiniLM with noisy labels."""
+    return minilm(folder)._replace(records=(TILTS_MINILM,))
+
+
+def tilted(folder: str) -> Runs:
+    """Return the runs of a folder of the record of tilts on CIFAR-100."""
+    return Runs(f"{folder.partition('/')[2].partition('-')[0]} folder={folder}", (TILTS_CIFAR,))
+
+
 # Noisy CIFAR-100: what the trials chose (tables.md of the record), with three seeds or more.
 ERM = Runs("erm lr=0.1 average=false epochs=118.0")
 SAM = Runs("sam folder=cifar100-noisy/sam-73af265261")
@@ -110,8 +125,11 @@ SAM_FIVE = Runs(SAM.query, (NOISY, TILTS_CIFAR))
 ERM_AVERAGED_FIVE = Runs("erm folder=cifar100-noisy/erm-edf8d6d57b", (NOISY, TILTS_CIFAR))
 SAM_TILTED = Runs("sam example_tilt=-0.5", (TILTS_CIFAR,))
 ERM_TILTED = Runs("erm task=cifar100-noisy noise=null example_tilt=-0.4 example_tilt_warmup=0.0", (TILTS, TILTS_CIFAR))
-ERM_TILTED_WARM = Runs("erm folder=cifar100-noisy/erm-96887bb22c", (TILTS_CIFAR,))
-ERM_TILTED_HALF = Runs("erm folder=cifar100-noisy/erm-15150149f7", (TILTS_CIFAR,))
+ERM_TILTED_WARM = tilted("cifar100-noisy/erm-96887bb22c")
+ERM_TILTED_HALF = tilted("cifar100-noisy/erm-15150149f7")
+ERM_AVERAGED_40 = tilted("cifar100-noisy/erm-4f7b95b101")
+SST2_ERM, SST2_SAM = minilm_noisy("glue-sst2/erm-898cdbd27a"), minilm_noisy("glue-sst2/sam-3f504d93e0")
+QNLI_ERM, QNLI_SAM = minilm_noisy("glue-qnli/erm-980a03931a"), minilm_noisy("glue-qnli/sam-410ad81cd2")
 
 # Method, settings, epochs, runs; in the order of the page.
 MAIN = [
@@ -129,10 +147,30 @@ MAIN = [
     ("TSAM, s=1, averaged", "lr 0.1, ρ 0.2, R 10", "58.8", TSAM_AVERAGED),
     ("SAM, τ = −0.5", "lr 0.03, ρ 0.2", "58.15", SAM_TILTED),
     ("ERM, averaged, τ = −0.4", "lr 0.1", "116.3", ERM_TILTED),
+    ("ERM, averaged, τ = −0.2, warm-up", "lr 0.1", "116.3", ERM_TILTED_HALF),
 ]
 
-# Figure, heading, rows: what is compared, the runs, the runs to subtract.
-Comparison: TypeAlias = tuple[str, Runs, Runs]
+# Tilts, and GCE instead of one, with seed 0 only: what is compared, the runs, the same without a tilt.
+SINGLE: list[Comparison] = [
+    ("20% noisy, ERM, τ = −0.4", tilted("cifar100-noisy/erm-0c9f4fbac2"), ERM),
+    ("20% noisy, TSAM (s=1), τ = −0.5, no warm-up", tilted("cifar100-noisy/tsam-869406ffb1"), TSAM1),
+    ("20% noisy, ERM, cosine, τ = −0.4", tilted("cifar100-noisy/erm-8f72bcafcf"), ERM_COSINE),
+    ("20% noisy, SAM, cosine, τ = −0.4", tilted("cifar100-noisy/sam-e2fc670efc"), SAM_COSINE),
+    ("20% noisy, averaged SAM, τ = −0.4", tilted("cifar100-noisy/sam-fa691d77b3"), SAM_AVERAGED),
+    ("20% noisy, averaged TSAM (s=1), τ = −0.4", tilted("cifar100-noisy/tsam-39b9ee817a"), TSAM_AVERAGED),
+    (
+        "20% noisy, averaged ERM, ESS 0.8, no warm-up",
+        Runs("erm folder=cifar100-noisy/erm-4dfb399168", (TILTS,)),
+        ERM_AVERAGED,
+    ),
+    ("20% noisy, averaged ERM, GCE, q = 0.7", tilted("cifar100-noisy/erm-3cc5cda3d4"), ERM_AVERAGED),
+    ("20% noisy, averaged ERM, GCE, q = 0.4", tilted("cifar100-noisy/erm-c77f0c1421"), ERM_AVERAGED),
+    ("20% noisy, averaged ERM, GCE, q = 0.2", tilted("cifar100-noisy/erm-8c7f872ede"), ERM_AVERAGED),
+    ("40% noisy, averaged ERM, τ = −0.2", tilted("cifar100-noisy/erm-a5b8c8a565"), ERM_AVERAGED_40),
+    ("40% noisy, averaged ERM, ESS 0.6", tilted("cifar100-noisy/erm-36716b35a5"), ERM_AVERAGED_40),
+]
+
+# Figure, heading, rows.
 DIFFERENCES: dict[str, dict[str, list[Comparison]]] = {
     "ascent": {
         "SAM − ERM, noisy labels": [
@@ -158,6 +196,8 @@ DIFFERENCES: dict[str, dict[str, list[Comparison]]] = {
                 Runs("sam lr=0.03 rho=0.8 average=true", (CNN,)),
                 Runs("erm lr=0.001 average=true", (CNN,)),
             ),
+            ("MiniLM, SST-2", SST2_SAM, SST2_ERM),
+            ("MiniLM, QNLI", QNLI_SAM, QNLI_ERM),
         ],
         "SAM − ERM, clean labels": [
             ("digits_baselines", baseline("sam", 0.0, lr=0.1, rho=0.2), baseline("erm", 0.0, lr=0.003)),
@@ -342,12 +382,16 @@ DIFFERENCES: dict[str, dict[str, list[Comparison]]] = {
                 baseline("sam", 0.2, "cosine", -1.0, lr=0.1, rho=0.4),
                 baseline("sam", 0.2, "cosine", lr=0.03, rho=0.6),
             ),
+            ("MiniLM, SST-2, ERM, τ = −0.5", minilm_noisy("glue-sst2/erm-4a90012af5"), SST2_ERM),
+            ("MiniLM, SST-2, SAM, τ = −0.5", minilm_noisy("glue-sst2/sam-5a0c5b8671"), SST2_SAM),
+            ("MiniLM, QNLI, ERM, τ = −0.5", minilm_noisy("glue-qnli/erm-29aa3c2798"), QNLI_ERM),
+            ("MiniLM, QNLI, SAM, τ = −0.5", minilm_noisy("glue-qnli/sam-7a25abf16c"), QNLI_SAM),
         ],
         "40% noisy labels": [
             (
                 "CIFAR-100, averaged ERM, τ = −0.4",
-                Runs("erm folder=cifar100-noisy/erm-073dfe6670", (TILTS_CIFAR,)),
-                Runs("erm folder=cifar100-noisy/erm-4f7b95b101", (TILTS_CIFAR,)),
+                tilted("cifar100-noisy/erm-073dfe6670"),
+                ERM_AVERAGED_40,
             ),
             (
                 "two_tilts, ERM, τ = −1",
@@ -365,13 +409,13 @@ DIFFERENCES: dict[str, dict[str, list[Comparison]]] = {
         "clean labels": [
             (
                 "CIFAR-100, averaged ERM, τ = −0.4",
-                Runs("erm folder=cifar100/erm-65304bb378", (TILTS_CIFAR,)),
-                Runs("erm folder=cifar100/erm-5947c6cdd7", (TILTS_CIFAR,)),
+                tilted("cifar100/erm-65304bb378"),
+                tilted("cifar100/erm-5947c6cdd7"),
             ),
             (
                 "CIFAR-100, averaged ERM, τ = −0.2",
-                Runs("erm folder=cifar100/erm-935e07eba6", (TILTS_CIFAR,)),
-                Runs("erm folder=cifar100/erm-5947c6cdd7", (TILTS_CIFAR,)),
+                tilted("cifar100/erm-935e07eba6"),
+                tilted("cifar100/erm-5947c6cdd7"),
             ),
             (
                 "two_tilts, ERM, τ = −1",
@@ -466,6 +510,17 @@ def main_table() -> list[str]:
         cells += [f"{mean.value:.{METRICS[metric][2]}f}" for metric, mean in means.items()]
         cells.append("" if runs is SAM else format_difference("accuracy", runs, SAM_FIVE))
         lines.append(format_row(cells))
+    return lines
+
+
+def single_table() -> list[str]:
+    """Return accuracy and test loss of the runs with one seed, and without a tilt."""
+    heading = ["seed 0", "without", "with", "difference", "test loss without", "with"]
+    lines = [format_row(heading), "|---" * len(heading) + "|"]
+    for label, with_tilt, without in SINGLE:
+        after, before = ([runs.values(metric)[0] for metric in METRICS] for runs in (with_tilt, without))
+        cells = [label, f"{before[0]:.2f}", f"{after[0]:.2f}", f"{after[0] - before[0]:+.2f}".replace("-", "−")]
+        lines.append(format_row([*cells, f"{before[1]:.3f}", f"{after[1]:.3f}"]))
     return lines
 
 
@@ -606,6 +661,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             (draw_start if name == "start" else draw)(groups, args.figures / f"evidence_{name}.png")
     if args.figures is not None:
         draw_flatness(args.figures / "evidence_flatness.png")
+    print("", *single_table(), sep="\n")
     print(
         "\nsilenced examples: % of the mislabelled that are silenced, % of the silenced that are mislabelled, by seed"
     )

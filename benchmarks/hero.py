@@ -19,20 +19,14 @@ from record import read_runs
 from tiltsam.lab.stats import mean_of
 
 HERE = Path(__file__).parent
-RECORDS = ("2026-11-15_noisy", "2026-11-17_two_tilts", "2026-11-18_two_tilts_cifar")
+RECORDS = ("2026-11-15_noisy", "2026-11-18_two_tilts_cifar")
 LINES = (  # label, runs, color, style, y of the label
     ("plain SGD (ERM)", "erm folder=cifar100-noisy/erm-fa595bb385", "#8a8f98", "-", 56.5),
     ("SAM", "sam folder=cifar100-noisy/sam-73af265261", "#3b6fb6", "-", 62.2),
     ("TSAM, one sample", "tsam folder=cifar100-noisy/tsam-505f0fdf7a", "#1f9e89", "-", 64.0),
     ("SAM, tilt τ = −0.5", "sam folder=cifar100-noisy/sam-780a376491", "#3b6fb6", "--", 67.0),
     ("SGD, averaged", "erm folder=cifar100-noisy/erm-edf8d6d57b", "#d9822b", "-", 69.0),
-    (
-        "SGD, averaged, tilt τ = −0.4",
-        "erm example_tilt=-0.4 example_tilt_warmup=0.0 task=cifar100-noisy noise=null",
-        "#b3262e",
-        "-",
-        70.9,
-    ),
+    ("SGD, averaged, tilt τ = −0.2", "erm folder=cifar100-noisy/erm-15150149f7", "#b3262e", "-", 70.9),
 )
 
 

@@ -86,6 +86,11 @@ def test_evidence_page_has_the_tables_and_intervals_of_the_records(capsys):
     assert [interval for interval in intervals if interval not in tables + printed] == []
 
 
+def test_example_tilt_page_has_the_single_runs_of_the_records():
+    page = (RECORDS.parents[1] / "docs" / "example-tilt.md").read_text()
+    assert "\n".join(evidence.single_table()) in page
+
+
 @pytest.mark.parametrize("record", sorted(path.name for path in RECORDS.iterdir()))
 def test_records_are_listed_and_short(record):
     assert len((RECORDS / record / "README.md").read_text().splitlines()) <= 40

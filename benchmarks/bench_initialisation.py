@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.data import load
-from tiltsam.lab.data.loader import Batches
+from tiltsam.lab.data.loader import TrainingBatches
 from tiltsam.lab.models import resnet18
 
 LENGTHS = (0.05, 0.1, 0.2, 0.4)
@@ -48,7 +48,7 @@ def main() -> None:
     parser.add_argument("--data-root", type=Path, help="folder of the data sets (default: $TILTSAM_DATA, or data)")
     args = parser.parse_args()
     data = load(TrainConfig(task="cifar100-noisy"), args.data_root)
-    images, targets = next(Batches(data, 128).epoch(0, 0))
+    images, targets = next(TrainingBatches(data, 128).epoch(0, 0))
     for name in ("PyTorch's default", "He's"):
         torch.manual_seed(0)
         model = resnet18()

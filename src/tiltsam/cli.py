@@ -578,15 +578,14 @@ def _reproduce(args: argparse.Namespace) -> None:
     from tiltsam.lab.report import write_report
     from tiltsam.lab.two_tilts import NAME, SEEDS, STUDIES, restrict_methods
 
-    if args.name:
-        first, names = args.name.partition("/")[0], (*RECIPES, NAME)
-        if first not in names:
-            close = difflib.get_close_matches(first, names, 1)
-            hint = f"did you mean {close[0]}? " if close else ""
-            raise UserError(f"unknown name {args.name!r}: {hint}names are {', '.join(names)}, or NAME/PART")
-        if first == NAME:
-            _two_tilts(args)
-            return
+    first, names = (args.name or "").partition("/")[0], (*RECIPES, NAME)
+    if first == NAME:
+        _two_tilts(args)
+        return
+    if args.name and first not in names:
+        close = difflib.get_close_matches(first, names, 1)
+        hint = f"did you mean {close[0]}? " if close else ""
+        raise UserError(f"unknown name {args.name!r}: {hint}names are {', '.join(names)}, or NAME/PART")
     if args.name:
         recipes = [find_recipe(args.name).select(methods=args.methods)]
     elif args.list:
@@ -667,7 +666,7 @@ def _two_tilts(args: argparse.Namespace) -> None:
 def _add_sweep(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     from tiltsam.lab.config import COMPARED
     from tiltsam.lab.flags import add_arguments
-    from tiltsam.lab.grids import ChoiceName, PrunerName, SamplerName
+    from tiltsam.lab.grids import ChoiceName, PrunerName, TrialSamplerName
 
     parser = commands.add_parser(
         "sweep",
@@ -703,7 +702,7 @@ def _add_sweep(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--sampler",
         dest="trial_sampler",  # "sampler" is a setting of TSAM
-        choices=get_args(SamplerName),
+        choices=get_args(TrialSamplerName),
         default="grid",
         help="how trials are chosen (default: grid); TSAM's own sampler is set as in tsam:sampler=hmc",
     )

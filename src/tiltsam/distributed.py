@@ -3,8 +3,8 @@
 Three things must agree on all ranks, or their weights drift apart:
 
 - **losses** are averaged over the ranks that see different batches *before* weights are computed from them;
-- **noise** derives from (seed, step, sample) alone, so every rank draws the same, and of a sharded tensor its part of
-  what one process would draw;
+- **noise** derives from (seed, step, sample) alone, so every rank draws the same; of a sharded tensor each rank keeps
+  its part of what one process would draw;
 - **norms** of sharded vectors are those of the whole.
 
 Sample-parallel ranks see the *same* batch and divide the s samples of a step among them, so that s ranks take a step of
@@ -39,8 +39,8 @@ class Parallel:
     """The processes that take a step together.
 
     By default they are detected: the group of a DDP module, the mesh of sharded parameters, or else all processes of
-    ``torch.distributed``, as ranks that see different batches. Pass ``parallel=None`` to an optimizer whose process
-    trains on its own although there are others.
+    ``torch.distributed``, as ranks that see different batches. Pass ``parallel=None`` if this process
+    trains independently of the others.
 
     Args:
         data: Ranks that see different batches and average their gradients; ``None`` means detected.
@@ -65,10 +65,10 @@ class Parallel:
 
 
 class Ranks:
-    """Communication between the processes of a step; none for a process alone.
+    """Communication between the processes of a step; does nothing in a single process.
 
     Args:
-        parallel: What the user passed; ``None`` for a process alone.
+        parallel: What the user passed; ``None`` for a single process.
         model: The user's model, if given.
         sharding: How the parameters are split.
     """
@@ -87,7 +87,7 @@ class Ranks:
         self._gradients_checked = sharding.mesh is not None  # FSDP averages gradients itself, and ranks hold parts
         if parallel is None or not (dist.is_available() and dist.is_initialized()):
             if sharding.groups:
-                raise ValueError("sharded parameters cannot be stepped by one process alone: leave parallel out")
+                raise ValueError("parallel must not be None with sharded parameters: omit it")
             return
         self._ddp = find_ddp(model)
         self._samples = _unless_single(parallel.samples)
@@ -252,7 +252,7 @@ class Sharding:
             if is_sharded(p) and _sharded_dims(p) not in ([], self._dims):
                 raise ValueError("parameters sharded over different dimensions of their mesh are not supported")
 
-    def split(self, i: int) -> bool:
+    def is_split(self, i: int) -> bool:
         """Return whether parameter ``i`` is held in parts."""
         return self._specs[i] is not None and bool(_sharded_dims(self._specs[i]))
 
@@ -277,7 +277,7 @@ class Sharding:
     def normal_(self, i: int, x: Tensor, generator: torch.Generator) -> None:
         """Fill the local part of parameter ``i`` with its part of the noise that one process would draw."""
         spec = self._specs[i]
-        if spec is None or not self.split(i):
+        if spec is None or not self.is_split(i):
             x.normal_(generator=generator)
             return
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -289,7 +289,7 @@ class Sharding:
     def rows_are_whole(self, i: int) -> bool:
         """Return whether each slice of parameter ``i`` along its first dimension lies on one rank."""
         spec = self._specs[i]
-        return not self.split(i) or (spec.dim() > 1 and all(p.dim == 0 for p in spec.placements if p.is_shard()))
+        return not self.is_split(i) or (spec.dim() > 1 and all(p.dim == 0 for p in spec.placements if p.is_shard()))
 
 
 def find_ddp(model: torch.nn.Module | None) -> DistributedDataParallel | None:

@@ -219,13 +219,38 @@ def sharded(rank, method, base, steps, options):
     return flat(model)
 
 
+class ByIndex(tiltsam.TSAM):
+    """TSAM whose sample j has the weight j + 1, by a weighting of its own."""
+
+    def weighting(self, space):
+        return IndexWeights(range(self.num_samples))
+
+
+class IndexWeights:
+    def __init__(self, samples):
+        self.weights = [j + 1.0 for j in samples]
+        self.losses = []
+
+    def add(self, loss, valid):
+        self.losses.append(loss)
+        number = len(self.losses)
+        return torch.full_like(loss, self.weights[number - 1] / sum(self.weights[:number]))
+
+    def loss(self):
+        return sum(w * x for w, x in zip(self.weights, self.losses, strict=True)) / sum(self.weights)
+
+    def subset(self, samples):
+        return IndexWeights(samples)
+
+
 def split_samples(rank, method, steps, options):
     """Train with the samples divided among ranks: the same batch and dropout masks on every rank."""
     torch.manual_seed(1)
     model = Net().double()
     torch.manual_seed(2)
     parallel = tiltsam.Parallel(samples=dist.group.WORLD)
-    optimizer = BY_NAME[method](sgd(model.parameters()), model=model, parallel=parallel, **options)
+    make = method if callable(method) else BY_NAME[method]
+    optimizer = make(sgd(model.parameters()), model=model, parallel=parallel, **options)
     train(model, optimizer, range(steps))
     info = optimizer.info
     return model.state_dict(), {"losses": info.losses, "weights": info.weights, "size": info.effective_sample_size}
@@ -235,7 +260,8 @@ def unsplit_samples(method, steps, options):
     torch.manual_seed(1)
     model = Net().double()
     torch.manual_seed(2)
-    optimizer = BY_NAME[method](sgd(model.parameters()), model=model, **options)
+    make = method if callable(method) else BY_NAME[method]
+    optimizer = make(sgd(model.parameters()), model=model, **options)
     train(model, optimizer, range(steps))
     info = optimizer.info
     return model.state_dict(), {"losses": info.losses, "weights": info.weights, "size": info.effective_sample_size}

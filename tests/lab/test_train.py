@@ -23,7 +23,7 @@ from tiltsam.cli import main
 from tiltsam.lab import train as training
 from tiltsam.lab.config import TrainConfig, method_options
 from tiltsam.lab.data import load
-from tiltsam.lab.data.loader import Batches
+from tiltsam.lab.data.loader import TrainingBatches
 from tiltsam.lab.errors import ConfigError, Interrupted, RecordError, TrainError
 from tiltsam.lab.flags import field_docs
 from tiltsam.lab.models import load_model
@@ -225,6 +225,19 @@ def test_interrupt_in_the_last_step_keeps_the_result(tmp_path):
     with pytest.raises(Interrupted, match="after training finished"):
         train(config, Record(tmp_path), display=Told(report=press))
     assert Record(tmp_path).result() is not None
+
+
+@pytest.mark.usefixtures("default_signals")
+def test_interrupt_before_a_pause_reports_the_checkpoint(tmp_path):
+    config = small(method="erm", epochs=2)
+
+    def press(config, progress):
+        if progress.epoch == 1:
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(Interrupted, match="is saved up to step") as caught:
+        train(config, Record(tmp_path), display=Told(report=press), until=0.5)
+    assert "finished" not in str(caught.value)
 
 
 @pytest.mark.usefixtures("default_signals")
@@ -716,7 +729,7 @@ def test_load_model_restores_the_weights(tmp_path):
     config = small(method="sam", epochs=8)
     result = train(config, record)
     data = load(config)
-    outputs = load_model(record, data).eval()(*Batches(data, 64).inputs(data.test))
+    outputs = load_model(record, data).eval()(*TrainingBatches(data, 64).inputs(data.test))
     accuracy = (outputs.argmax(1) == data.test.targets).float().mean().item()
     assert accuracy == pytest.approx(result["score"], abs=1e-6)
 

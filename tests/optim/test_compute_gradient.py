@@ -1,11 +1,14 @@
 """compute_gradient: the passes of a step, for trainers that step the base themselves."""
 
+from dataclasses import dataclass
 from functools import partial
 
 import pytest
 import torch
 
+import tiltsam
 from helpers.cases import METHODS, Problem, assert_same, backward, sgd
+from tiltsam import samplers
 
 BY_NAME = {method.name: method for method in METHODS}
 
@@ -25,6 +28,37 @@ def test_compute_gradient_and_base_step_equal_step(method):
         assert torch.equal(first, losses[0])
     assert_same(halves.weights(), whole.weights())
     assert a.state_dict()["param_groups"] == b.state_dict()["param_groups"]
+
+
+def test_compute_gradient_returns_the_first_loss_of_a_closure_that_writes_to_its_own():
+    weight, own = torch.nn.Parameter(torch.tensor([3.0])), torch.zeros(())
+
+    def closure():
+        loss = (weight**2 / 2).sum()
+        loss.backward()
+        return own.copy_(loss.detach())
+
+    sam = tiltsam.SAM(torch.optim.SGD([weight], lr=0.1), rho=1.0)
+    assert sam.compute_gradient(closure).item() == 4.5
+
+
+@dataclass(frozen=True)
+class ForwardFirst(samplers.Sampler):
+    """Evaluates the loss at θ, then the gradient."""
+
+    def sample(self, space, index, common):
+        space.reset_to_center()
+        space.forward()
+        return samplers.draw_at(space.evaluate())
+
+
+def test_compute_gradient_with_a_forward_pass_first():
+    problem = Problem()
+    optimizer = tiltsam.SharpnessAware(sgd(problem.model.parameters()), ForwardFirst(), {}, model=problem.model)
+    torch.manual_seed(0)
+    first = optimizer.compute_gradient(problem.closure)
+    torch.testing.assert_close(first, optimizer.info.losses[0].to(first.dtype))
+    assert optimizer.info.num_forwards == 2
 
 
 @pytest.mark.parametrize("name", ["sam", "pgn", "rsam", "tsam-hmc"])

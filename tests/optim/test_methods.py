@@ -67,7 +67,7 @@ def test_tsam_defaults():
     assert optimizer.sampler == samplers.Ascent()
     optimizer.step(lambda: backward(model(torch.ones(2, 6)).square().mean()))
     scalars, dim = optimizer.current_space().scalars, sum(p.numel() for p in model.parameters())
-    assert scalars.tensors["tilt"] == scalars.tensors["delta"] == 10.0
+    assert scalars.tensors["sample_weight_tilt"] == scalars.tensors["delta"] == 10.0
     assert scalars.tensors["radius"].item() == pytest.approx(0.003 * dim**0.5)
 
 

@@ -34,6 +34,19 @@ def test_split_samples_of_every_method(ranks, method):
         torch.testing.assert_close(weights, expected, **CLOSE)
 
 
+@pytest.mark.parametrize("num_samples", [2, 4])
+def test_split_samples_with_own_weighting(ranks, num_samples):
+    options = {"t": 0.0, "num_samples": num_samples}
+    found = ranks(jobs.split_samples, jobs.ByIndex, 3, options)
+    expected, numbers = jobs.unsplit_samples(jobs.ByIndex, 3, options)
+    assert numbers["weights"].tolist() == pytest.approx(
+        [(j + 1) / sum(range(num_samples + 1)) for j in range(num_samples)]
+    )
+    for weights, info in found:
+        torch.testing.assert_close(weights, expected, **CLOSE)
+        torch.testing.assert_close(info, numbers, rtol=0, atol=1e-9)
+
+
 def test_split_samples_with_gradients_of_different_parameters(ranks):
     found = ranks(jobs.experts_by_rank, 4)
     assert all(torch.equal(found[0][0], weights) for weights, _ in found)

@@ -30,6 +30,28 @@ def assert_original(model, tensors):
     assert model.absent is None
 
 
+def test_copy_that_raises_leaves_the_earlier_snapshot(monkeypatch):
+    model, snapshot = Buffers(), BufferSnapshot()
+    tensors = dict(model._buffers)
+    snapshot.save(model.modules())
+    model.register_buffer("another", torch.ones(2))
+
+    def clone(self):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "clone", clone)
+        with pytest.raises(KeyboardInterrupt):
+            snapshot.save(model.modules())
+    model.change()
+    snapshot.restore()
+    assert_original(model, tensors)
+    snapshot.save(model.modules())
+    model.another += 1
+    snapshot.restore()
+    assert model.another.tolist() == [1.0, 1.0]
+
+
 def test_snapshot_restores_values_and_tensors():
     model, snapshot = Buffers(), BufferSnapshot()
     tensors = dict(model._buffers)

@@ -171,6 +171,10 @@ class LossSurface:
     @property
     def origin(self) -> list[Tensor]:
         """Copies of the parameters on entry, made on first use; restored on exit."""
+        return self._save()
+
+    def _save(self) -> list[Tensor]:
+        """Copy the parameters, unless that was done, and return the copies."""
         if self._origin is None:
             self._origin = [p.detach().clone() for p in self.params]
             self._saved += zip(self.params, self._origin, strict=True)
@@ -178,7 +182,7 @@ class LossSurface:
 
     def save_all(self) -> None:
         """Save every parameter of the model, the frozen ones too, before they are written directly."""
-        _ = self.origin
+        self._save()
         saved = {id(param) for param, _ in self._saved}
         self._saved += [(p, p.detach().clone()) for p in self.model.parameters() if id(p) not in saved]
 
@@ -198,7 +202,7 @@ class LossSurface:
 
     def move_by(self, offsets: Iterable[Tensor]) -> None:
         """Add ``offsets`` to the parameters as they are now."""
-        _ = self.origin  # saved first
+        self._save()
         write_sum(self.params, self.params, offsets)
 
     def iterate(self) -> Iterator[tuple[Any, float]]:
@@ -346,7 +350,7 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _restore_modes(modes: list[tuple[nn.Module, bool]]) -> None:
-    """Return each module to its mode."""
+    """Restore the training mode of each module."""
     try:
         for module, mode in modes:  # outer modules first
             if module.training != mode:
@@ -357,6 +361,6 @@ def _restore_modes(modes: list[tuple[nn.Module, bool]]) -> None:
 
 
 def _restore_gradients(grads: list[tuple[nn.Parameter, Tensor | None]]) -> None:
-    """Return each parameter to its gradient."""
+    """Restore the gradient of each parameter."""
     for param, grad in grads:
         param.grad = grad

@@ -64,7 +64,7 @@ class RandomSources:
         return [g.get_state() for g in self._generators], random.getstate(), numbers
 
     def restore(self, state: tuple[Any, ...]) -> None:
-        """Return all of them to a state."""
+        """Restore the states that :meth:`state` returned."""
         own, standard, numbers = state
         for source, saved in zip(self._generators, own, strict=True):
             source.set_state(saved)

@@ -109,7 +109,7 @@ class FusedSpace(ParameterSpace):
             for g, stride in zip(gradient, self._strides, strict=True)
         )
 
-    def _table_of(self, gradient: Gradient) -> Tensor | None:
+    def _table_of(self, gradient: Sequence[Tensor | None] | None) -> Tensor | None:
         return self._gradient_table if gradient is self._gradient else None
 
     def add_noise(self, sample: int, spread: Spread) -> None:
@@ -183,7 +183,7 @@ class FusedSpace(ParameterSpace):
 
     def zero_unless_(self, x: Sequence[Tensor | None], mask: Tensor) -> None:
         """See :class:`Space`."""
-        table = self._gradient_table if x is self._gradient else None
+        table = self._table_of(x)
         if table is None:
             super().zero_unless_(x, mask)
         else:
@@ -285,14 +285,14 @@ class _FusedRecord(StepRecord):
     def __init__(self, tilt: Tensor, num_samples: int) -> None:
         super().__init__(None)
         self._tilt, self._num_samples = tilt, num_samples
-        self._row = torch.empty(HEADER + 6 * num_samples, dtype=torch.float32, device=tilt.device)
+        self._packed = torch.empty(HEADER + 6 * num_samples, dtype=torch.float32, device=tilt.device)
 
     def add(self, draw: Draw, perturbation_norm: Tensor) -> Tensor:
         """See :class:`StepRecord`."""
         share, count, total = torch.empty_like(self._tilt), len(self._draws), self._num_samples
         kernels.weigh[(1,)](
-            draw.loss, draw.valid, draw.start_loss, perturbation_norm, draw.gradient_norm, self._tilt, self._row, share,
-            count, total, LAST=count == total - 1, WIDTH=1 << (total - 1).bit_length(), num_warps=1,
+            draw.loss, draw.valid, draw.start_loss, perturbation_norm, draw.gradient_norm, self._tilt, self._packed,
+            share, count, total, LAST=count == total - 1, WIDTH=1 << (total - 1).bit_length(), num_warps=1,
         )  # fmt: skip
         self._draws.append(draw._replace(gradient=None))
         self.valid.append(draw.valid)
@@ -300,15 +300,15 @@ class _FusedRecord(StepRecord):
 
     def loss(self) -> Tensor:
         """See :class:`StepRecord`."""
-        return unpack(self._row)[0]
+        return unpack(self._packed)[0]
 
     def table(self) -> Tensor:
         """See :class:`StepRecord`."""
-        return unpack(self._row)[1]
+        return unpack(self._packed)[1]
 
     def pack(self) -> Tensor:
         """See :class:`StepRecord`."""
-        return self._row
+        return self._packed
 
 
 class _Launcher:

@@ -76,7 +76,7 @@ def _polar(i, j):
 
 @triton.jit
 def _uniform(i):
-    """In (0, 1): a logarithm may be taken of it."""
+    """Return a number in (0, 1), whose logarithm is finite."""
     return tl.maximum(tl.uint_to_uniform_float(i), 1.0e-7)
 
 

@@ -44,11 +44,12 @@ def capture(
             ``torch.autocast`` inside it and use a compiled model as you like. It must not read values back to the host,
             must read weights through the model's parameters, and must not write to memory that outlives it, except the
             model's buffers. Or a list with one function per sample, each on its own part of the batch (m-SAM).
-        ascent_loss_fn: Used for gradients that only give the direction of an ascent, for example on part of the batch.
+        ascent_loss_fn: Runs instead of ``loss_fn`` where only the direction of an ascent is needed, for example on
+            part of the batch.
         concurrent: Run the samples of a captured step concurrently, each on its own copy of the weights: s more copies
-            of weights, gradients and activations in memory. Pays if a pass does not fill the GPU. Needs ``model=`` and
-            samples that share no ascent; if a pass changes buffers other than BatchNorm's, samples run one by one, with
-            a warning.
+            of weights, gradients and activations in memory. Worthwhile if a pass does not fill the GPU. Needs
+            ``model=`` and samples that share no ascent; if a pass changes buffers other than BatchNorm's, samples run
+            one by one, with a warning.
         warm_up: Eager steps before the capture.
 
     Example:

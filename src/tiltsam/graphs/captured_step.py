@@ -38,14 +38,14 @@ class _WarmUp(NamedTuple):
 
     steps: int = 0
     passes: int = 0
-    draws: bool = True  # whether its passes draw random numbers
+    uses_random: bool = True  # whether its passes draw random numbers
 
 
 class _Graph(NamedTuple):
     """A captured step, and the memory it reads and writes."""
 
     graph: torch.cuda.CUDAGraph
-    row: Tensor  # the packed record
+    packed: Tensor  # the record
     sampler: dict[str, Tensor]
     passes: dict[str, int]
     batch: tuple[Any, ...]
@@ -154,7 +154,7 @@ class CapturedStep:
         assert self._space is not None
         for p, grad in zip(self._space.params, captured.gradient, strict=True):
             p.grad = grad
-        loss, table = unpack(captured.row.clone())  # the next replay overwrites the graph's
+        loss, table = unpack(captured.packed.clone())  # the next replay overwrites the graph's
         sampler = {name: x.clone() for name, x in captured.sampler.items()}
         return StepInfo(loss, lambda: table, lambda: sampler, valid=table[5].unbind(), **captured.passes)
 
@@ -192,7 +192,7 @@ class CapturedStep:
         graph = torch.cuda.CUDAGraph()
         space.generators.register(graph)
         random = CapturedRandom(
-            graph, space.device, warm_up.passes if warm_up.draws and space.model_state.same_dropout else 0
+            graph, space.device, warm_up.passes if warm_up.uses_random and space.model_state.same_dropout else 0
         )
         concurrent = self._runs_concurrently(step)
         state = CapturedModelState(space.model_state, random, concurrent=concurrent)
@@ -217,7 +217,7 @@ class CapturedStep:
                 else:
                     with weights_at(space.params, self._scratch[0].point):
                         record = optimizer.average_samples(replicas[0], step.sampler, step.num_samples)
-                row, sampler = record.pack(), record.sampler_info()
+                packed, sampler = record.pack(), record.sampler_info()
                 space.gradient_mean.assign()
                 optimizer.base.step()
         finally:
@@ -235,7 +235,7 @@ class CapturedStep:
         passes["num_parts"] = len(closures)
         gradient = [p.grad for p in space.params]
         keep: list[object] = [space, *replicas, *self._scratch, state, record, *space.gradient_mean.tensors]
-        return _Graph(graph, row, sampler, passes, static, gradient, random, _state_addresses(optimizer.base), keep)
+        return _Graph(graph, packed, sampler, passes, static, gradient, random, _state_addresses(optimizer.base), keep)
 
     def _replicas(self, step: Step, state: CapturedModelState, number: int, num_passes: int) -> list[ParameterSpace]:
         """Return spaces at scratch weights, one per concurrent sample."""

@@ -8,7 +8,7 @@ only. :func:`step` handles both.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -82,7 +82,8 @@ def step(
     def closure() -> Tensor:
         total = torch.zeros((), device=accelerator.device)
         for i, micro_batch in enumerate(window):
-            with without_sync(accelerator, method.model, i + 1 < len(window)):
+            is_last = i + 1 == len(window)
+            with nullcontext() if is_last else without_sync(accelerator, method.model):
                 loss = loss_fn(*micro_batch)
                 if not isinstance(loss, Tensor):
                     got = type(loss).__name__
@@ -114,16 +115,14 @@ def check_distribution(accelerator: Accelerator) -> None:
         raise ValueError("FSDP 1 flattens parameters and is not supported: use DDP, or set fsdp_version=2")
 
 
-def without_sync(accelerator: Accelerator, model: torch.nn.Module | None, wanted: bool) -> ExitStack:
-    """Return a context in which ranks do not average gradients, if ``wanted``.
+def without_sync(accelerator: Accelerator, model: torch.nn.Module | None) -> ExitStack:
+    """Return a context in which ranks do not average gradients.
 
     An accelerator keeps models as they were before it wrapped them for DDP, so the DDP module is found in ``model``.
     """
-    stack = ExitStack()
-    if wanted:
-        ddp = find_ddp(model)
-        for module in accelerator._models if ddp is None else [ddp]:
-            stack.enter_context(accelerator.no_sync(module))
+    stack, ddp = ExitStack(), find_ddp(model)
+    for module in accelerator._models if ddp is None else [ddp]:
+        stack.enter_context(accelerator.no_sync(module))
     return stack
 
 

@@ -8,7 +8,7 @@ of a step over the whole window, which leaves the aggregate in ``.grad``.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -110,7 +110,8 @@ class SharpnessAwareTrainerMixin:
         def closure() -> Tensor:
             total = torch.zeros((), device=accelerator.device)
             for i, micro_batch in enumerate(self._window):
-                with without_sync(accelerator, model, i + 1 < len(self._window)):
+                is_last = i + 1 == len(self._window)
+                with nullcontext() if is_last else without_sync(accelerator, model):
                     total = total + one_batch(model, micro_batch, num_items_in_batch)
             return total
 

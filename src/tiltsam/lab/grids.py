@@ -20,13 +20,13 @@ __all__ = [
     "Grid",
     "PrunerName",
     "Range",
-    "SamplerName",
+    "TrialSamplerName",
     "Values",
     "make_entries",
     "parse_grid",
 ]
 
-SamplerName = Literal["grid", "random", "tpe"]
+TrialSamplerName = Literal["grid", "random", "tpe"]
 PrunerName = Literal["none", "halving"]
 ChoiceName = Literal["loss", "score", "balanced"]
 
@@ -118,7 +118,7 @@ def make_entries(
     methods: Sequence[str],
     grid: Grid,
     trials: int | None,
-    sampler: SamplerName,
+    sampler: TrialSamplerName,
     settings: Mapping[str, Any] | None = None,
 ) -> tuple[list[Entry], list[str]]:
     """Return the entries, and notes on those with less to try than others.

@@ -63,7 +63,7 @@ def paired_difference(scores: Mapping[Seed, float], reference: Mapping[Seed, flo
 def confidence_interval(mean: Mean) -> tuple[float, float]:
     """Return the two-sided 95% interval of Student's t distribution; NaN for fewer than two runs.
 
-    It is NaN, too, for equal values, as a few counts of errors may be: they do not show the spread.
+    Also NaN if all values are equal, as a few counts of errors may be: they do not show the spread.
 
     Example:
         >>> low, high = confidence_interval(mean_of([1.0, 2.0, 3.0]))

@@ -28,7 +28,7 @@ from tiltsam.lab.display import QUIET, Display, Progress, SweepStatus
 from tiltsam.lab.errors import ConfigError, Diverged, RecordError
 from tiltsam.lab.files import finite_json, write_json
 from tiltsam.lab.flags import format_values, parse_method
-from tiltsam.lab.grids import ChoiceName, Entry, Grid, PrunerName, Range, SamplerName, make_entries
+from tiltsam.lab.grids import ChoiceName, Entry, Grid, PrunerName, Range, TrialSamplerName, make_entries
 from tiltsam.lab.processes import run_processes
 from tiltsam.lab.records import Record, task_folder
 from tiltsam.lab.schedules import budget_used
@@ -57,7 +57,7 @@ class SweepPlan:
     """Everything that a process needs to work on a sweep."""
 
     entries: tuple[Entry, ...]
-    sampler: SamplerName
+    sampler: TrialSamplerName
     pruner: PrunerName
     choose_by: ChoiceName
     trial_seeds: int
@@ -536,7 +536,7 @@ def sweep(
     grid: Grid,
     out: Path,
     *,
-    sampler: SamplerName = "grid",
+    sampler: TrialSamplerName = "grid",
     trials: int | None = None,
     pruner: PrunerName = "none",
     choose_by: ChoiceName = "score",

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import tiltsam
 from tiltsam.lab.config import DEFAULTS, TrainConfig, has_setting
 from tiltsam.lab.data import Data, Split, find_task, fingerprint, load
-from tiltsam.lab.data.loader import Batches
+from tiltsam.lab.data.loader import TrainingBatches
 from tiltsam.lab.devices import DistributedContext, RunAheadLimit, resolve_device, torch_settings
 from tiltsam.lab.display import QUIET, Display, Progress
 from tiltsam.lab.errors import ConfigError, Diverged, Interrupted, RecordError, TrainError
@@ -85,15 +85,15 @@ def train(
     distributed = distributed or DistributedContext()
     with ExitStack() as stack:
         tracker = stack.enter_context(TRACKERS[log](log, record)) if log and distributed.is_main else None
-        finished: dict[str, Any] | None = distributed.broadcast_object(record.result())
-        if finished is not None:
+        result: dict[str, Any] | None = distributed.broadcast_object(record.result())
+        if result is not None:
             record.check_data(fingerprint(config.task))
             if distributed.is_main:
                 record.remove_leftovers()  # the process that finished it may have been killed before it did so
                 display.setup(config, record.setup())
             if tracker is not None:
                 tracker.complete()
-            return finished
+            return result
         if checkpoint_seconds is None:
             checkpoint_seconds = seconds_between_checkpoints()
 
@@ -121,25 +121,30 @@ def train(
             except KeyboardInterrupt:
                 raise Interrupted(f"interrupted; {run.saved_message}", stop.number or signal.SIGINT) from None
         if stop.number is not None:
-            raise Interrupted(f"interrupted after training finished: {record.folder}", stop.number)
+            finished = "score" in numbers
+            message = f" after training finished: {record.folder}" if finished else f"; {run.saved_message}"
+            raise Interrupted(f"interrupted{message}", stop.number)
         return numbers
 
 
 @dataclass
 class EpochSeries:
-    """Numbers of each step of an epoch, so that a resumed epoch logs the same means."""
+    """Numbers of each step of an epoch, so that a resumed epoch logs the same means.
 
-    losses: list[float] = field(default_factory=list)
-    sizes: list[float] = field(default_factory=list)
+    Those of new steps are tensors until :meth:`to_host` copies them from the device, all at once.
+    """
+
+    losses: list[Any] = field(default_factory=list)
+    sizes: list[Any] = field(default_factory=list)
     """Effective sample sizes of the step's samples."""
-    example_sizes: list[float] = field(default_factory=list)
+    example_sizes: list[Any] = field(default_factory=list)
     """Effective sample sizes of the batch's examples, as fractions; empty without a tilt over examples."""
 
-    def extended(self, losses: list[Tensor], sizes: list[Tensor], example_sizes: list[Tensor]) -> EpochSeries:
-        """Return the series with further steps, copied from the device."""
-        return EpochSeries(
-            self.losses + _floats(losses), self.sizes + _floats(sizes), self.example_sizes + _floats(example_sizes)
-        )
+    def to_host(self) -> None:
+        """Convert tensors to numbers. Waits for the device."""
+        for values in (self.losses, self.sizes, self.example_sizes):
+            if new := [x for x in values if isinstance(x, Tensor)]:
+                values[len(values) - len(new) :] = torch.stack(new).double().tolist()
 
 
 class Trainer:
@@ -183,7 +188,7 @@ class Trainer:
         self._interrupted_epoch = EpochSeries()
         self.estimated: dict[str, Tensor] = {}
         self._warned_small_ess = False
-        self.batches = Batches(self.data, config.batch_size)
+        self.batches = TrainingBatches(self.data, config.batch_size)
         self.distributed.check_config(self.batches.size, config.passes)
         part = len(self.distributed.local_batch((self.data.train.targets[: self.batches.size],))[0])
         samples = self.optimizer.num_samples
@@ -331,17 +336,14 @@ class Trainer:
         """
         config, progress = self.config, self.progress
         epoch, per_epoch = int(progress.epoch), self.batches.per_epoch
-        losses: list[Tensor] = []
-        sizes: list[Tensor] = []
-        example_sizes: list[Tensor] = []
-        parts = self.optimizer.num_samples if config.split else 1  # of a batch, to each of which the tilt is applied
-        before, run_ahead = self._interrupted_epoch, RunAheadLimit(self.device)
+        series, self._interrupted_epoch = self._interrupted_epoch, EpochSeries()
+        first, run_ahead = len(series.losses), RunAheadLimit(self.device)
         start, seconds = time.perf_counter(), progress.seconds
         reported = start
         self.wrapped.train()
         self.distributed.seed_dropout(config.seed, epoch)
         for k, batch in enumerate(self.batches.epoch(config.seed, epoch)):
-            if k < len(before.losses):
+            if k < first:
                 continue
             now = time.perf_counter()
             progress.seconds = seconds + now - start
@@ -349,37 +351,42 @@ class Trainer:
                 progress.done = self._budget_used(epoch + k / per_epoch)
             if progress.done >= 1:
                 break
-            if losses and stop.number is not None:
-                self._interrupted_epoch = before.extended(losses, sizes, example_sizes)
-                progress.steps += len(losses)
+            if k > first and stop.number is not None:
+                series.to_host()
+                self._interrupted_epoch = series
+                progress.steps += k - first
                 self._save()
                 raise KeyboardInterrupt
             if now - reported >= REPORT_SECONDS and self.distributed.is_main:
                 report(progress)
                 reported = now
-            set_rates(self.optimizer.param_groups, config, progress.done, self._initial)
-            if self.tilt is not None:
-                self.tilt.t = example_tilt(config, progress.done)
-            # A running sum would be one more kernel at every step.
-            losses.append(self.take_step(self.distributed.local_batch(batch)))
-            info = self.optimizer.info
-            sizes.append(info.effective_sample_size)
-            if self.tilt is not None and self.tilt.effective_sample_size is not None:
-                example_sizes.append(self.tilt.effective_sample_size * parts / len(batch[-1]))
-            progress.passes += passes_of(info, config.ascent_fraction)
+            self._take_scheduled_step(batch, series)
             run_ahead.step()
-        self._interrupted_epoch = EpochSeries()
-        whole = before.extended(losses, sizes, example_sizes)  # waits for the device, for the clock below
+        series.to_host()  # waits for the device, for the clock below
         progress.seconds = seconds + time.perf_counter() - start
-        progress.steps += len(losses)
-        taken = len(whole.losses)
+        taken = len(series.losses)
+        progress.steps += taken - first
         progress.epoch = epoch + (1 if taken == per_epoch else taken / per_epoch)
         progress.done = max(progress.done, self._budget_used(progress.epoch))
-        means = {"train_loss": _mean(whole.losses), "effective_sample_size": _mean(whole.sizes)}
+        means = {"train_loss": _mean(series.losses), "effective_sample_size": _mean(series.sizes)}
         if self.tilt is not None:
-            means["example_ess"] = _mean(whole.example_sizes)
+            means["example_ess"] = _mean(series.example_sizes)
         self._check_finite(means["train_loss"], f"in epoch {epoch + 1}")
         return means
+
+    def _take_scheduled_step(self, batch: tuple[Tensor, ...], series: EpochSeries) -> None:
+        """Set the rates and tilts that are due, take a step on the batch, and add its numbers to the series."""
+        config, progress = self.config, self.progress
+        set_rates(self.optimizer.param_groups, config, progress.done, self._initial)
+        if self.tilt is not None:
+            self.tilt.t = example_tilt(config, progress.done)
+        series.losses.append(self.take_step(self.distributed.local_batch(batch)))  # a sum would be one more kernel
+        info = self.optimizer.info
+        series.sizes.append(info.effective_sample_size)
+        if self.tilt is not None and self.tilt.effective_sample_size is not None:
+            parts = self.optimizer.num_samples if config.split else 1  # of the batch, to each of which the tilt applies
+            series.example_sizes.append(self.tilt.effective_sample_size * parts / len(batch[-1]))
+        progress.passes += passes_of(info, config.ascent_fraction)
 
     def _budget_used(self, epoch: float) -> float:
         passes, seconds = self.progress.passes, self.progress.seconds
@@ -580,12 +587,6 @@ class Trainer:
                 numbers["best_validation"] = self.best_row[f"validation_{metric}"]
             self.record.finish(self.model.state_dict(), **numbers)
         return numbers
-
-
-def _floats(values: list[Tensor]) -> list[float]:
-    """Copy scalars from the device."""
-    numbers: list[float] = torch.stack(values).double().tolist() if values else []
-    return numbers
 
 
 def _mean(values: list[float]) -> float:

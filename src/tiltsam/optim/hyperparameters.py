@@ -36,7 +36,7 @@ class Hyperparameters:
 
     def __init__(self, base: Optimizer, method: str, initial: Mapping[str, Any]) -> None:
         if "rho" in initial:
-            initial = {"own_rho": False, **initial}  # before rho: it records which groups brought one
+            initial = {"own_rho": False, **initial}
         self._base = base
         self._method = method
         self._schedules: dict[str, Schedule] = {name: value for name, value in initial.items() if callable(value)}
@@ -87,6 +87,7 @@ class Hyperparameters:
         """
         groups = self._base.param_groups
         for i, group in enumerate(groups):
+            brought_rho = "rho" in self._keys and self._keys["rho"] in group
             for name, key in self._keys.items():
                 if key in group:
                     if type(group[key]) not in _PLAIN:
@@ -97,7 +98,7 @@ class Hyperparameters:
                 elif before is not None:
                     group[key] = before[i][key]
                 elif name == "own_rho":
-                    group[key] = self._keys["rho"] in group
+                    group[key] = brought_rho
                 else:
                     group[key] = self._initial[name]
         key = self._keys["steps_taken"]

@@ -180,7 +180,7 @@ class TSAM(SharpnessAware):
         if delta is None:
             delta = t / 2 if self.sampler.tilted else 0.0
         space.scalars.set("delta", float(delta))
-        space.scalars.set("tilt", float(t - delta))
+        space.scalars.set("sample_weight_tilt", float(t - delta))
         space.scalars.set("radius", default_radius(space.dim) if radius is None else float(radius))
 
     @property
@@ -190,7 +190,7 @@ class TSAM(SharpnessAware):
 
     def weighting(self, space: ParameterSpace) -> Weighting:
         """See :class:`SharpnessAware`."""
-        return StreamingTilt(space.setting("tilt"))
+        return StreamingTilt(space.setting("sample_weight_tilt"))
 
 
 class ERM(SharpnessAware):

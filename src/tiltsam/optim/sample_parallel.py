@@ -9,7 +9,7 @@ import torch
 from tiltsam.samplers import Sampler
 from tiltsam.space.parameter_space import ParameterSpace
 from tiltsam.space.protocol import Draw
-from tiltsam.space.step_record import FixedWeights, StepRecord, Weighting
+from tiltsam.space.step_record import StepRecord, Weighting
 
 __all__ = ["average_samples_over_ranks"]
 
@@ -23,9 +23,7 @@ def average_samples_over_ranks(
     """
     samples = space.ranks.my_samples(num_samples, independent=sampler.independent)
     weighting = make_weighting()
-    if samples and isinstance(weighting, FixedWeights):
-        weighting = weighting.subset(samples)
-    record = StepRecord(weighting)
+    record = StepRecord(None if weighting is None else weighting.subset(samples))
     if samples:
         common = sampler.begin(space)
         for j in samples:
@@ -64,7 +62,7 @@ def _join_samples(
     """
     numbers = torch.zeros(5 * num_samples + len(space.params), dtype=space.dtype, device=space.device)
     rows, seen = numbers[: 5 * num_samples].view(-1, 5), numbers[5 * num_samples :]
-    for j, row in zip(samples, record.rows(), strict=True):
+    for j, row in zip(samples, record.per_sample(), strict=True):
         rows[j] = row
     seen.copy_(torch.tensor(space.gradient_mean.seen, dtype=space.dtype))
     space.ranks.sum_over_samples(numbers)

@@ -41,6 +41,7 @@ from tiltsam.optim.validation import (
     check_sampler,
     is_state_initialization,
     warn_changed_weights,
+    warn_low_precision,
     warn_missing_model,
     warn_missing_scaler,
     warn_split_samples_without_model,
@@ -51,7 +52,7 @@ from tiltsam.space.model_state import ModelState, uninterrupted
 from tiltsam.space.parameter_space import ParameterSpace
 from tiltsam.space.sampler_state import SamplerState
 from tiltsam.space.step_record import FixedWeights, StepRecord, Weighting
-from tiltsam.space.validation import check_count, check_nonnegative, warn, warn_low_precision
+from tiltsam.space.validation import check_count, check_nonnegative, warn
 
 __all__ = ["SharpnessAware", "Step", "StepInfo"]
 
@@ -105,7 +106,7 @@ class SharpnessAware(Optimizer):
     """For settings that must be bounded: called with name and value whenever settings have changed."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Reject ``SAM(params, SGD, lr=0.1)``, as other packages want it, before Python rejects ``lr``."""
+        """Reject ``SAM(params, SGD, lr=0.1)``, the signature of other packages, before Python rejects ``lr``."""
         check_call(cls, SharpnessAware, args, kwargs)
         return super().__new__(cls)
 
@@ -123,7 +124,7 @@ class SharpnessAware(Optimizer):
         skip_nonfinite: bool = False,
     ) -> None:
         check_base(base, type(self).__name__, SharpnessAware)
-        check_arguments(base, model, seed, parallel)
+        check_arguments(base, model, parallel)
         check_sampler(sampler)
         self.base = base
         self.sampler = sampler
@@ -219,8 +220,8 @@ class SharpnessAware(Optimizer):
                 not clear gradients, except those of parameters that are not this optimizer's. For gradient
                 accumulation, loop over micro-batches inside and return the total.
                 Or a list with one closure per sample, each on its own part of the mini-batch (m-SAM).
-            ascent_closure: Used for gradients that only give the direction of an ascent (the first pass of SAM): the
-                same on part of the mini-batch makes those passes cheaper.
+            ascent_closure: Runs instead of ``closure`` where only the direction of an ascent is needed (SAM's first
+                pass). Evaluating part of the mini-batch there makes it cheaper.
             scaler: For float16: the closure calls ``scaler.scale(loss).backward()`` and returns the unscaled loss. The
                 base's hooks see the unscaled aggregate. Samples that overflow get no weight; if all do, the base does
                 not step. Call ``scaler.update()`` afterwards.
@@ -296,7 +297,7 @@ class SharpnessAware(Optimizer):
         ascent_closure: Closure | None = None,
         scaler: torch.amp.GradScaler | None = None,
     ) -> Step:
-        """Prepare a step on the host: schedules, bounds, numbers and seeds to the device.
+        """Prepare a step on the host: apply schedules, check bounds, write settings and seeds to the device.
 
         :meta private:
         """

@@ -30,6 +30,8 @@ __all__ = [
     "check_sampler",
     "instances",
     "is_state_initialization",
+    "warn_changed_weights",
+    "warn_low_precision",
     "warn_missing_model",
     "warn_missing_scaler",
     "warn_split_samples_without_model",
@@ -131,7 +133,7 @@ def add_hint(error: BaseException) -> None:
         error.add_note(_SEVERAL_CALLS)
 
 
-def check_arguments(base: Optimizer, model: Any, seed: Any, parallel: Any) -> None:
+def check_arguments(base: Optimizer, model: Any, parallel: Any) -> None:
     """Raise on common arguments of a wrong type; warn if ``model`` is not the one that ``base`` trains."""
     if parallel is not None and not isinstance(parallel, Parallel):
         raise TypeError(f"parallel must be a tiltsam.Parallel or None, got {type(parallel).__name__}")
@@ -166,7 +168,7 @@ def check_minimizes(groups: Sequence[Mapping[str, Any]]) -> None:
     """Reject ``maximize=True``: the ascent would find the best neighbour instead of the worst."""
     if any(group.get("maximize") for group in groups):
         raise ValueError(
-            "maximize=True is not supported: let the closure run backward on the negative objective and return that"
+            "maximize=True is not supported: negate the objective in the closure, call backward on it and return it"
         )
 
 
@@ -219,6 +221,16 @@ def warn_split_samples_without_model() -> None:
         "samples are divided among ranks without model=: BatchNorm statistics and the random state after a step may "
         "differ between ranks; pass model="
     )
+
+
+def warn_low_precision(params: Sequence[Tensor]) -> None:
+    """Warn if weights are stored in a dtype that rounds small perturbations away."""
+    low = sorted({str(p.dtype).removeprefix("torch.") for p in params if p.dtype in (torch.bfloat16, torch.float16)})
+    if low:
+        warn(
+            f"weights are {' and '.join(low)}: most coordinates of a small perturbation are rounded away. Keep the "
+            "weights in float32 and run the model under torch.autocast"
+        )
 
 
 def warn_changed_weights(name: str) -> None:

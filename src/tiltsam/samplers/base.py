@@ -11,10 +11,10 @@ __all__ = ["Draw", "Sampler", "Start", "draw_after_ascent", "draw_at"]
 
 
 class Sampler(ABC):
-    """Where to evaluate; a subclass defines ``sample``.
+    """Chooses where to evaluate. Subclasses define ``sample``.
 
-    A sampler must be hashable and must not change: use ``@dataclass(frozen=True)``. Equal samplers do the same: a
-    captured step is replayed only with an equal one.
+    A sampler must be hashable and must not change: use ``@dataclass(frozen=True)``. Equal samplers must behave
+    identically: a captured step is replayed only with an equal one.
     """
 
     tilted: ClassVar[bool] = True

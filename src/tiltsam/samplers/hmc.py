@@ -140,7 +140,7 @@ class HMC(Sampler):
     def _kick(self, space: Space, momentum: Vector, at: Evaluation, fraction: float) -> Tensor:
         """``p <- p + c ∇L`` with ``c = fraction β δ``; return the work ``(c p·∇L + c²‖∇L‖²/2)/σ²``.
 
-        Without a finite gradient there is no force: a move that ends there is rejected.
+        The force is zero where the gradient is not finite: a proposal that ends there is rejected.
         """
         force = space.copy_to("force", at.gradient)
         space.zero_unless_(force, at.finite)

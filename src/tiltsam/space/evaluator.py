@@ -16,10 +16,11 @@ from tiltsam.distributed import Ranks, Sharding, local_gradient, reshard
 from tiltsam.space.model_state import ModelState
 from tiltsam.space.tensor_lists import as_real, dealias
 
-__all__ = ["Closure", "Evaluator", "check_closures", "forward_only", "needs_graph", "scale_of"]
+__all__ = ["NEEDS_CLOSURE", "Closure", "Evaluator", "check_closures", "forward_only", "needs_graph", "scale_of"]
 
 Closure: TypeAlias = Callable[[], Any]
 """Torch's protocol: run forward and backward, return the loss."""
+
 
 NEEDS_CLOSURE = """{name}.step() needs a closure, because it evaluates the loss at several points. Write:
 
@@ -77,7 +78,7 @@ class Evaluator:
         self._dtype, self._device = dtype, device
         self.changes_weights = None if sharding.mesh is None else False
         self._needs_graph = False  # whether the closure fails in a forward pass without a graph
-        self.end_step()
+        self.begin_step([_no_closure])
 
     def begin_step(
         self,
@@ -117,10 +118,7 @@ class Evaluator:
                 "gradients afterwards. If it does, the optimizer was created over other parameters: create it after "
                 "fully_shard and after any other change to the model"
             )
-        loss = self._loss(value)
-        if self.num_forwards == 1:
-            self.first_loss = value.detach() if isinstance(value, Tensor) else torch.tensor(value, device=self._device)
-        return loss, gradient
+        return self._loss(value), gradient
 
     def loss(self) -> Tensor:
         """Run forward only. Backward passes of the closure are skipped; a graph is built only if the loss needs one."""
@@ -161,11 +159,13 @@ class Evaluator:
         if not isinstance(value, Tensor):
             raise TypeError(f"the closure must return the loss, a tensor with one element; got {type(value).__name__}")
         loss = value.detach()
+        if self.num_forwards == 1:
+            self.first_loss = loss.clone()  # the closure may write to its own again
         if loss.dim() > 0:
             if loss.numel() != 1:
                 raise ValueError(f"the closure must return one loss, got a tensor of shape {tuple(loss.shape)}")
             loss = loss.reshape(())
-        loss = loss.to(self._device, self._dtype, copy=True)  # the closure may write to its own again
+        loss = loss.to(self._device, self._dtype, copy=True)
         return loss if self.ranks.alone else self.ranks.average(loss)
 
     def _take_gradient(self) -> list[Tensor | None]:

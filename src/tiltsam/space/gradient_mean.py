@@ -53,12 +53,12 @@ class GradientMean:
             if g is not None and p.grad is not None and local_part(p.grad).data_ptr() == g.data_ptr():
                 p.grad = None
         self._single = None
-        self._seen[:] = [False] * len(self._params)
+        self._seen = [False] * len(self._params)
 
     def set(self, gradient: Gradient) -> None:
         """Use the gradient of the only sample of a step as it is."""
         self._single = list(gradient)
-        self._seen[:] = [g is not None for g in gradient]
+        self._seen = [g is not None for g in gradient]
 
     def add(self, gradient: Gradient, share: Tensor, valid: Tensor) -> None:
         """Add a gradient; it is overwritten.
@@ -91,7 +91,7 @@ class GradientMean:
             missing = [m for i in block.indices if (m := memory[i]) is not None and gradient[i] is None]
             if missing and not first:
                 torch._foreach_mul_(missing, 1 - part)
-        self._seen[:] = [seen or g is not None for seen, g in zip(self._seen, gradient, strict=True)]
+        self._seen = [seen or g is not None for seen, g in zip(self._seen, gradient, strict=True)]
 
     @property
     def seen(self) -> tuple[bool, ...]:
@@ -141,7 +141,7 @@ class GradientMean:
         for mean, here in zip(self._memory, self._seen, strict=True):
             if mean is not None and not here:
                 mean.zero_()  # other ranks may have a gradient here
-        self._seen[:] = seen
+        self._seen = seen
         for buffer in self._buffers:
             buffer.mul_(weight.to(buffer.device))
             self._ranks.sum_over_samples(buffer)

@@ -154,13 +154,13 @@ class BufferSnapshot:
         entries = [(module, name, b) for module in modules for name, b in module._buffers.items()]
         identity = [(id(m), n, id(b), torch.Size() if b is None else b.shape) for m, n, b in entries]
         if identity == self._identity:
-            for values, tensors in zip(self._values, self._tensors, strict=True):
-                torch._foreach_copy_(values, tensors)
+            for copies, buffers in zip(self._values, self._tensors, strict=True):
+                torch._foreach_copy_(copies, buffers)
             return
-        self._entries = entries
-        self._identity = identity
-        self._tensors = _by_device_and_dtype(b for _, _, b in entries)
-        self._values = [[b.clone() for b in part] for part in self._tensors]
+        tensors = _by_device_and_dtype(b for _, _, b in entries)
+        values = [[b.clone() for b in part] for part in tensors]
+        # Last and together: if a copy raises, the earlier snapshot stays whole.
+        self._entries, self._identity, self._tensors, self._values = entries, identity, tensors, values
 
     def restore(self) -> None:
         """Write all buffers back; safe to repeat."""
@@ -203,7 +203,7 @@ def writable_buffers(model: nn.Module | None) -> list[Tensor]:
 
 
 def uninterrupted(action: Callable[[], None]) -> None:
-    """Repeat an action until no interrupt ends it, then raise the interrupt. The action must be safe to repeat."""
+    """Run an action to completion: repeat it after each interrupt, then raise the last one."""
     interrupt: BaseException | None = None
     while True:
         try:

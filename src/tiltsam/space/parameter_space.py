@@ -141,7 +141,7 @@ class ParameterSpace(TensorLists):
         self._gradients_before = None
 
     def commit(self, *_: object) -> None:
-        """Take the step: check that ranks agree on the gradient, and keep buffers and sampler state.
+        """Mark the step as taken: from here on it is not undone. First check that all ranks have the same gradient.
 
         Also used as a step hook of the base, whose arguments are ignored.
         """
@@ -350,7 +350,7 @@ class ParameterSpace(TensorLists):
         self.add_(self.point, at.gradient)
 
     def perturbation_norm(self) -> Tensor:
-        """Return ``‖point − θ‖``. Overwrites the point: evaluate it before."""
+        """Return ``‖point − θ‖``. Call it after the last evaluation of a sample: it may overwrite the point."""
         if self._perturbation_norm is not None:
             return self._perturbation_norm
         self.add_(self.point, self._center, alpha=-1.0)

@@ -101,12 +101,12 @@ class Space(Protocol):
 
     @property
     def noisy(self) -> bool:
-        """Whether ``radius`` is nonzero, known to the host."""
+        """Whether ``radius`` is nonzero: a Python bool, so that reading it does not wait for the device."""
         ...
 
     @property
     def ascending(self) -> bool:
-        """Whether any ``rho`` is nonzero, known to the host: without ascent no gradient is spent on it."""
+        """Whether any ``rho`` is nonzero: a Python bool, so that samplers can skip the gradient of the ascent."""
         ...
 
     @property

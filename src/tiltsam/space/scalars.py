@@ -57,5 +57,5 @@ class DeviceScalars:
         self.unperturbed = frozenset(g for g, value in enumerate(values) if self.ascending and not value)
 
     def structure(self) -> tuple[bool, bool, bool, frozenset[int]]:
-        """Return what the host decides by: equal structures may share a captured graph."""
+        """Return what Python branches depend on: steps in which it is equal may share a captured graph."""
         return self.noisy, self.ascending, self.rho.dim() == 0, self.unperturbed

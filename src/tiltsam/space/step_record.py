@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tiltsam.space.protocol import Draw
 
-__all__ = ["FixedWeights", "StepRecord", "Weighting", "unpack"]
+__all__ = ["HEADER", "FixedWeights", "StepRecord", "Weighting", "unpack"]
 
 HEADER = 3  # numbers before the table in a packed record; the first is the loss, the others belong to the kernel weigh
 
@@ -29,6 +29,13 @@ class Weighting(Protocol):
         """Return the aggregate loss; NaN if no sample was valid."""
         ...
 
+    def subset(self, samples: Sequence[int], /) -> Weighting:
+        """Return a new weighting for a rank that draws only these samples.
+
+        Two of them must have weights in the same proportion as among all samples.
+        """
+        ...
+
 
 class FixedWeights:
     """A weighted mean: sample j has the sample weight ``weights[j]``, or 0 if it is not finite.
@@ -39,8 +46,7 @@ class FixedWeights:
     def __init__(self, weights: Tensor) -> None:
         self._weights = weights
         self._count = 0
-        self._mass = torch.zeros_like(weights[0])
-        self._mean = torch.zeros_like(weights[0])
+        self._mass = self._mean = weights.new_zeros(())
 
     def add(self, loss: Tensor, valid: Tensor, /) -> Tensor:
         """See :class:`Weighting`."""
@@ -55,8 +61,8 @@ class FixedWeights:
         """See :class:`Weighting`."""
         return torch.where(self._mass != 0, self._mean, torch.nan)
 
-    def subset(self, samples: Sequence[int]) -> FixedWeights:
-        """Return the sample weights of some samples, for a rank that draws only these."""
+    def subset(self, samples: Sequence[int], /) -> FixedWeights:
+        """See :class:`Weighting`."""
         return FixedWeights(self._weights[list(samples)])
 
 
@@ -111,7 +117,7 @@ class StepRecord:
         header = torch.nn.functional.pad(self.loss().reshape(1), (0, HEADER - 1))
         return torch.cat([header, self.table().reshape(-1)])
 
-    def rows(self) -> list[Tensor]:
+    def per_sample(self) -> list[Tensor]:
         """Return each sample as five numbers for other ranks: loss, validity, start loss, ‖ε‖, norm of the gradient."""
         return [
             torch.stack([d.loss, d.valid.to(d.loss.dtype), d.start_loss, norm, d.gradient_norm])
@@ -124,6 +130,6 @@ class StepRecord:
         return {name: torch.stack([d.info[name] for d in self._reported]) for name in names}
 
 
-def unpack(row: Tensor) -> tuple[Tensor, Tensor]:
+def unpack(packed: Tensor) -> tuple[Tensor, Tensor]:
     """Return the loss and the table of a packed record."""
-    return row[0], row[HEADER:].view(6, -1)
+    return packed[0], packed[HEADER:].view(6, -1)

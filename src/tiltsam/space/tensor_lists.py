@@ -212,10 +212,13 @@ class TensorLists:
 
     def _total(self, numbers: Mapping[int, Tensor]) -> Tensor:
         """Sum one number per tensor; numbers of split tensors are summed over their ranks, too."""
-        sums = [self.zero, self.zero]  # over tensors that are whole, and over those that are split
+        whole = split = self.zero
         for i, number in numbers.items():
-            sums[self.sharding.split(i)] = sums[self.sharding.split(i)] + number.to(self.device)
-        return sums[0] + self.sharding.sum(sums[1])
+            if self.sharding.is_split(i):
+                split = split + number.to(self.device)
+            else:
+                whole = whole + number.to(self.device)
+        return whole + self.sharding.sum(split)
 
     def filter_norms(self, x: Sequence[Tensor]) -> list[Tensor]:
         """Return the norm of each filter, shaped to be multiplied with it."""

@@ -21,8 +21,8 @@ __all__ = [
     "check_nonnegative",
     "check_positive",
     "check_storage",
+    "check_unit",
     "warn",
-    "warn_low_precision",
 ]
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
@@ -74,16 +74,6 @@ def check_storage(params: Sequence[Tensor]) -> None:
                 f"two parameters of shape {tuple(p.shape)} share memory and would be perturbed twice: tie weights by "
                 "using one Parameter object in both places"
             )
-
-
-def warn_low_precision(params: Sequence[Tensor]) -> None:
-    """Warn if weights are stored in a dtype that rounds small perturbations away."""
-    low = sorted({str(p.dtype).removeprefix("torch.") for p in params if p.dtype in (torch.bfloat16, torch.float16)})
-    if low:
-        warn(
-            f"weights are {' and '.join(low)}: most coordinates of a small perturbation are rounded away. Keep the "
-            "weights in float32 and run the model under torch.autocast"
-        )
 
 
 def warn(message: str, category: type[Warning] = RuntimeWarning) -> None:

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tiltsam.space.validation import check_count, check_fraction
-from tiltsam.tilting.streaming import check_tilt
+from tiltsam.tilting.streaming import check_tilt, to_working_dtype
 
 __all__ = ["ExampleTilt"]
 
@@ -44,9 +44,9 @@ class ExampleTilt:
     and ``t`` may be changed between steps, also of a captured one (:func:`tiltsam.capture`). Examples whose loss is not
     finite get no weight; if there is no other, the value is NaN and the gradient zero.
 
-    Several processes: the weights are those of the whole batch of all ranks, for one all-gather of six scalars, or of
-    six for each group (``min_ess`` needs four more all-gathers of up to 384 numbers). DDP and FSDP2 average gradients;
-    the loss is scaled so that this average is the gradient of the whole batch, as in one process. Gradient
+    With several processes the weights are computed over the batches of all ranks. This costs one all-gather of six
+    scalars, or of six per group (``min_ess`` needs four more all-gathers of up to 384 numbers). DDP and FSDP2 average
+    gradients; the loss is scaled so that this average is the gradient of the whole batch, as in one process. Gradient
     accumulation: the tilt is over each micro-batch, and the mean of their gradients approximates that of the whole
     batch (``group_tilt=0`` over micro-batches).
 
@@ -149,7 +149,7 @@ class ExampleTilt:
 
     def _tilt(self, losses: Tensor, groups: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the weights of the examples and the tilted loss of all ranks; set the attributes."""
-        x = losses if losses.dtype == torch.float64 else losses.float()
+        x = to_working_dtype(losses)
         finite = (x - x) == 0  # as isfinite, with two kernels instead of four
         x = torch.where(finite, x, 0.0)
         t = self._t_on(x.device, x.dtype)
@@ -247,15 +247,15 @@ class _Sums(NamedTuple):
     """Sums over the elements of each row, which have a count (0 if they are no members) and a value x."""
 
     mass: Tensor
-    """Of the masses ``counts * exp(t x)``, relative to the row's shift."""
+    """Sum of the masses ``counts * exp(t x)``, relative to the row's shift."""
     squares: Tensor
-    """Of the squared masses."""
+    """Sum of the squared masses."""
     excess: Tensor
-    """Of masses - counts, accurate for a small t."""
+    """Sum of masses - counts, accurate for a small t."""
     number: Tensor
-    """Of the counts."""
+    """Sum of the counts."""
     total: Tensor
-    """Of ``counts * x``."""
+    """Sum of ``counts * x``."""
 
 
 def _sum_rows(x: Tensor, counts: Tensor, t: Tensor) -> tuple[Tensor, Tensor, _Sums]:

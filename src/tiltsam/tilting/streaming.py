@@ -19,7 +19,7 @@ and mean infinite.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from numbers import Real
 from typing import NamedTuple, TypeAlias
 
@@ -28,11 +28,13 @@ from torch import Tensor
 
 __all__ = [
     "StreamingTilt",
+    "check_tilt",
     "effective_sample_size",
     "tilted_loss",
     "tilted_mean",
     "tilted_var",
     "tilted_weights",
+    "to_working_dtype",
 ]
 
 Tilt: TypeAlias = float | Tensor
@@ -73,7 +75,8 @@ class StreamingTilt:
             The share of the added losses in the total weight so far, a scalar in [0, 1]. A running weighted mean is
             ``mean += share * (new - mean)``.
         """
-        losses, old = -_working(losses) if self._negative else _working(losses), self._state
+        old = self._state
+        losses = -to_working_dtype(losses) if self._negative else to_working_dtype(losses)
         if valid is not None and valid.dim() == 0 and valid.device.type == "cpu" and valid:
             valid = None  # as in a step: reading one flag on the host is cheaper than masking
         top = losses.detach() if valid is None else losses.detach().masked_fill(~valid, -math.inf)
@@ -125,10 +128,15 @@ class StreamingTilt:
     def weights(self, losses: Tensor, valid: Tensor | None = None) -> Tensor:
         """Return the weights of ``losses`` relative to all added losses; 0 where not valid."""
         state = self._added()
-        losses = -_working(losses) if self._negative else _working(losses)
+        losses = -to_working_dtype(losses) if self._negative else to_working_dtype(losses)
         ok = torch.ones_like(losses, dtype=torch.bool) if valid is None else valid
         arg = self._tilt * (_finite(torch.where(ok, losses, state.shift)) - state.shift)
         return torch.where(ok, arg.exp() / state.mass.clamp_min(_TINY), 0.0)
+
+    def subset(self, samples: Sequence[int], /) -> StreamingTilt:
+        """Return an empty one with the same tilt, for a rank that draws only some of the samples of a step."""
+        del samples  # weights depend on losses only
+        return StreamingTilt(self.t)
 
     def _added(self) -> _State:
         if self._state is None:
@@ -228,6 +236,11 @@ def check_tilt(t: float, name: str = "t") -> float:
     return 0.0 if abs(t) < limits.tiny else math.copysign(min(abs(t), limits.max), t)
 
 
+def to_working_dtype(losses: Tensor) -> Tensor:
+    """Convert losses to float32, unless they are float64."""
+    return losses if losses.dtype == torch.float64 else losses.float()
+
+
 def _split_sign(t: Tilt) -> tuple[float | Tensor, Tilt]:
     """Return the sign and the size of a tilt: one of negative losses stands for a negative tilt."""
     if isinstance(t, Tensor):
@@ -238,12 +251,7 @@ def _split_sign(t: Tilt) -> tuple[float | Tensor, Tilt]:
 def _nonempty(losses: Tensor) -> Tensor:
     if losses.numel() == 0:
         raise ValueError("losses must have at least one element, got an empty tensor")
-    return _working(losses)
-
-
-def _working(losses: Tensor) -> Tensor:
-    """Convert losses to float32, unless they are float64."""
-    return losses if losses.dtype == torch.float64 else losses.float()
+    return to_working_dtype(losses)
 
 
 def _finite(x: Tensor) -> Tensor:

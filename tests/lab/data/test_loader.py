@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from tiltsam.lab.data import Data, Split, loader
-from tiltsam.lab.data.loader import Batches, crop, flip, normalise
+from tiltsam.lab.data.loader import TrainingBatches, crop, flip, normalise
 
 
 def pictures(n=70, augment=()):
@@ -21,35 +21,35 @@ def collect(batches, seed=0, epoch=0):
 
 
 def test_epoch_yields_each_example_once_in_whole_batches():
-    batches = Batches(pictures(), 16)
+    batches = TrainingBatches(pictures(), 16)
     found = collect(batches)
     assert len(found) == batches.per_epoch == 4  # 70 = 4 · 16 + 6
     assert {len(targets) for _, targets in found} == {16}
     targets = torch.cat([targets for _, targets in found])
     assert len(targets.unique()) == 64
-    assert Batches(pictures(), 1000).size == 70
+    assert TrainingBatches(pictures(), 1000).size == 70
 
 
 def test_epoch_order_and_augmentation_depend_on_seed_and_epoch():
-    batches = Batches(pictures(augment=(crop, flip)), 16)
-    one, again = collect(batches, 3, 5), collect(Batches(pictures(augment=(crop, flip)), 16), 3, 5)
+    batches = TrainingBatches(pictures(augment=(crop, flip)), 16)
+    one, again = collect(batches, 3, 5), collect(TrainingBatches(pictures(augment=(crop, flip)), 16), 3, 5)
     assert all(torch.equal(a, b) for x, y in zip(one, again, strict=True) for a, b in zip(x, y, strict=True))
     for other in (collect(batches, 3, 6), collect(batches, 4, 5)):
         assert not torch.equal(one[0][1], other[0][1])
 
 
 def test_epoch_accepts_large_seeds():
-    batches = Batches(pictures(), 16)
+    batches = TrainingBatches(pictures(), 16)
     last, before = (collect(batches, seed, 7)[0][1] for seed in (2**63 - 1, 2**63 - 2))
     assert not torch.equal(last, before)
 
 
 @pytest.mark.parametrize("values", [1, 16 * 192, 2 * 16 * 192, 3 * 16 * 192 + 7, 1 << 24])
 def test_epoch_does_not_depend_on_prepared_values(values, monkeypatch):
-    expected = collect(Batches(pictures(), 16))
+    expected = collect(TrainingBatches(pictures(), 16))
     monkeypatch.setattr(loader, "PREPARED_VALUES", values)
     calls = []
-    found = collect(Batches(pictures(augment=(lambda images, _: calls.append(len(images)) or images,)), 16))
+    found = collect(TrainingBatches(pictures(augment=(lambda images, _: calls.append(len(images)) or images,)), 16))
     assert sum(calls) == 64
     assert max(calls) == 16 * min(4, max(1, values // (16 * 192)))
     for (images, targets), (wanted, numbers) in zip(found, expected, strict=True):
@@ -59,7 +59,7 @@ def test_epoch_does_not_depend_on_prepared_values(values, monkeypatch):
 
 def test_inputs_are_augmented_only_with_a_generator():
     data = pictures(augment=(crop,))
-    batches = Batches(data, 16)
+    batches = TrainingBatches(data, 16)
     (still,) = batches.inputs(data.train[slice(0, 5)])
     torch.testing.assert_close(still, normalise(data.train.inputs["image"][:5], data.mean, data.std))
     black = normalise(torch.zeros(1, 3, 1, 1, dtype=torch.uint8), data.mean, data.std)
@@ -73,14 +73,14 @@ def test_inputs_are_augmented_only_with_a_generator():
 def test_epoch_passes_tokens_unchanged():
     tokens = {"input_ids": torch.arange(20).view(10, 2), "attention_mask": torch.ones(10, 2, dtype=torch.long)}
     split = Split(tokens, torch.arange(10.0))
-    ids, mask, targets = collect(Batches(Data("texts", split, split, split, 1), 5))[1]
+    ids, mask, targets = collect(TrainingBatches(Data("texts", split, split, split, 1), 5))[1]
     assert torch.equal(ids[:, 0] // 2, targets.long())
     assert mask.dtype == torch.long
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_epoch_on_gpu_is_channels_last():
-    for images, _ in Batches(pictures().to("cuda"), 16).epoch(0, 0):
+    for images, _ in TrainingBatches(pictures().to("cuda"), 16).epoch(0, 0):
         assert images.is_contiguous(memory_format=torch.channels_last)
 
 
@@ -142,7 +142,7 @@ def test_flip_mirrors_half_of_the_images():
 
 def test_augmentations_are_applied_in_order():
     data, two = pictures(augment=(flip, crop)), generator(3)
-    (images,) = Batches(data, 16).inputs(data.train, generator(3))
+    (images,) = TrainingBatches(data, 16).inputs(data.train, generator(3))
     assert torch.equal(images, normalise(crop(flip(data.train.inputs["image"], two), two), data.mean, data.std))
 
 

@@ -16,12 +16,12 @@ from torch.nn import functional as F
 from tiltsam.lab.data.dataset import Data, Split
 from tiltsam.lab.errors import ConfigError
 
-__all__ = ["Batches", "crop", "flip", "normalise"]
+__all__ = ["TrainingBatches", "crop", "flip", "normalise"]
 
 PREPARED_VALUES = 1 << 24  # input values prepared together: 64 MiB of float32, 85 batches of 64 CIFAR images
 
 
-class Batches:
+class TrainingBatches:
     """The training examples of a task in batches.
 
     Args:

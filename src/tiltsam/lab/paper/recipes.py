@@ -20,9 +20,9 @@ from tiltsam.lab.paper.settings import COLUMNS, column_config
 
 __all__ = ["RECIPES", "Recipe", "RecipeCell", "cells_with", "find_recipe", "parse_changes", "select_methods"]
 
-METHODS = ("erm", "sam", "esam1", "esam2", "pgn", "rsam", "tsam")
-THREE = ("cifar100-resnet18", "dtd-vit", "noisy-resnet18")  # the paper's "three datasets", with their models
-FLATNESS = "cifar100-resnet18"  # the column on which the paper measures flatness
+PAPER_METHODS = ("erm", "sam", "esam1", "esam2", "pgn", "rsam", "tsam")
+THREE_COLUMNS = ("cifar100-resnet18", "dtd-vit", "noisy-resnet18")  # the paper's "three datasets", with their models
+FLATNESS_COLUMN = "cifar100-resnet18"  # the column on which the paper measures flatness
 _MEASURED = ("losses", "neighborhood", "eigenvalues")
 
 
@@ -191,7 +191,7 @@ def _cells(
 
 def images() -> Recipe:
     """Test accuracy on images: four data sets with two models each, seven methods."""
-    cells = [cell for column, rows in numbers.IMAGES.items() for cell in _cells(column, METHODS, rows)]
+    cells = [cell for column, rows in numbers.IMAGES.items() for cell in _cells(column, PAPER_METHODS, rows)]
     return Recipe("images", "table:main", "scores", tuple(cells))
 
 
@@ -244,7 +244,7 @@ def tilt() -> Recipe:
     tuned it for each.
     """
     cells = []
-    for column in THREE:
+    for column in THREE_COLUMNS:
         printed = numbers.SAMPLES[column]
         early = (numbers.SAM_EARLY_STOPPED,) if column == "noisy-resnet18" else ()
         cells += [replace(cell, stopped_early=early) for cell in _cells(column, ("sam",), printed)]
@@ -293,7 +293,9 @@ def convergence() -> Recipe:
 
     A figure; the final numbers are those of table:main, and the runs are shared with it.
     """
-    cells = [cell for column in THREE for cell in _cells(column, ("erm", "sam", "tsam"), numbers.IMAGES[column])]
+    cells = [
+        cell for column in THREE_COLUMNS for cell in _cells(column, ("erm", "sam", "tsam"), numbers.IMAGES[column])
+    ]
     return Recipe("convergence", "fig:convergence", "curves", tuple(cells))
 
 
@@ -303,7 +305,7 @@ def runtime() -> Recipe:
     Not stated: the device and the models. Chosen: the models of table:s. Compare minutes on another device by their
     ratio to ERM.
     """
-    cells = [cell for column in THREE for cell in _cells(column, METHODS, numbers.MINUTES[column])]
+    cells = [cell for column in THREE_COLUMNS for cell in _cells(column, PAPER_METHODS, numbers.MINUTES[column])]
     return Recipe("runtime", "table:runtime", "minutes", tuple(cells))
 
 
@@ -316,7 +318,7 @@ def losses() -> Recipe:
     Not stated: the data set, the model, and the examples. Chosen: CIFAR-100 and ResNet-18, as in the paragraph around
     the table; all training and test examples in batches of 64, without label smoothing or augmentation.
     """
-    return Recipe("losses", "table:train_test", "losses", tuple(_cells(FLATNESS, ("erm", "sam", "tsam"))))
+    return Recipe("losses", "table:train_test", "losses", tuple(_cells(FLATNESS_COLUMN, ("erm", "sam", "tsam"))))
 
 
 def sharpness() -> Recipe:
@@ -325,7 +327,7 @@ def sharpness() -> Recipe:
     A figure. The standard deviations and the 500 draws are those of the authors' code. Not stated: the number of
     examples. Chosen: 5000 training examples, the same for all models.
     """
-    return Recipe("sharpness", "fig:sharpness", "neighborhood", tuple(_cells(FLATNESS, ("erm", "sam", "tsam"))))
+    return Recipe("sharpness", "fig:sharpness", "neighborhood", tuple(_cells(FLATNESS_COLUMN, ("erm", "sam", "tsam"))))
 
 
 def eigenvalues() -> Recipe:
@@ -334,7 +336,7 @@ def eigenvalues() -> Recipe:
     Printed in the text. Not stated: which loss, and on how many examples. Chosen: the training loss without label
     smoothing, on 5000 training examples, the same for all models.
     """
-    cells = _cells(FLATNESS, ("erm", "sam", "tsam"), numbers.EIGENVALUES)
+    cells = _cells(FLATNESS_COLUMN, ("erm", "sam", "tsam"), numbers.EIGENVALUES)
     return Recipe("eigenvalues", "sec:experiments:sharpness", "eigenvalues", tuple(cells))
 
 

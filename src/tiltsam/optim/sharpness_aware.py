@@ -46,7 +46,7 @@ from tiltsam.optim.validation import (
     warn_missing_scaler,
     warn_split_samples_without_model,
 )
-from tiltsam.samplers import Center, Sampler
+from tiltsam.samplers import Sampler
 from tiltsam.space.evaluator import NEEDS_CLOSURE, Closure, check_closures, scale_of
 from tiltsam.space.model_state import ModelState, uninterrupted
 from tiltsam.space.parameter_space import ParameterSpace
@@ -168,7 +168,7 @@ class SharpnessAware(Optimizer):
         if "rho" in self._hyperparameters:
             for rho in self._hyperparameters.per_group_values("rho"):
                 check_nonnegative("rho", rho)
-        if not isinstance(self.sampler, Center):
+        if self.sampler.moves:
             check_minimizes(self.param_groups)
 
     def write_settings(self, space: ParameterSpace) -> None:
@@ -241,7 +241,7 @@ class SharpnessAware(Optimizer):
             self.base.step()
             return torch.full((), torch.nan)
         closures = check_closures(closure, ascent_closure, name)
-        if not self._has_stepped and not isinstance(self.sampler, Center):
+        if not self._has_stepped and self.sampler.moves:
             for one in closures:
                 check_not_lightning(one, name)
         return self._run(closures, ascent_closure, scaler, self._step_base).loss
@@ -327,8 +327,7 @@ class SharpnessAware(Optimizer):
     def _aggregate(self, step: Step) -> StepInfo:
         """Run all passes of a step and restore the weights; the gradient is in ``step.space.gradient_mean``."""
         space = step.space
-        moves = not isinstance(step.sampler, Center)
-        space.begin_passes(step.closures, step.ascent_closure, step.scaler, moves=moves)
+        space.begin_passes(step.closures, step.ascent_closure, step.scaler, moves=step.sampler.moves)
         record = self.average_samples(space, step.sampler, step.num_samples)
         loss = record.loss()
         space.end_passes()
@@ -410,7 +409,7 @@ class SharpnessAware(Optimizer):
             warn_missing_model(step.space.params)
         if self.model is None and step.space.ranks.splits_samples:
             warn_split_samples_without_model()
-        if step.space.evaluator.changes_weights and not isinstance(step.sampler, Center):
+        if step.space.evaluator.changes_weights and step.sampler.moves:
             warn_changed_weights(type(self).__name__)
         if step.scaler is None:
             warn_missing_scaler(info.loss, info.gradient_norms)

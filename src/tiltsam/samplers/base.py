@@ -21,6 +21,8 @@ class Sampler(ABC):
     """Whether the draws are meant to follow μ·exp(δL) rather than μ. TSAM's default δ depends on it."""
     independent: ClassVar[bool] = True
     """Whether a sample can be drawn without the samples before it, and so on another rank."""
+    moves: ClassVar[bool] = True
+    """Whether the point leaves θ: if not, the weights need no copy."""
     deterministic: ClassVar[bool] = False
     """Whether all samples of a step are the same: TSAM then refuses more than one."""
     share_ascent: bool = False

@@ -18,6 +18,7 @@ __all__ = ["Center", "Gaussian", "Uniform"]
 class Center(Start):
     """ε = 0: plain training. One pass a sample."""
 
+    moves: ClassVar[bool] = False
     deterministic: ClassVar[bool] = True
 
     def move(self, space: Space, index: int) -> None:

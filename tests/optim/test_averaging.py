@@ -15,7 +15,7 @@ import tiltsam
 from helpers.interrupting import CONTEXTS, interrupted_everywhere
 from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.data import load
-from tiltsam.lab.data.loader import Batches
+from tiltsam.lab.data.loader import TrainingBatches
 from tiltsam.lab.evaluate import evaluate, reestimate_batchnorm
 from tiltsam.lab.models import load_model
 from tiltsam.lab.records import Record
@@ -291,7 +291,7 @@ def test_lab_tests_and_saves_the_average(tmp_path):
     assert [row["train_loss"] for row in rows[0]] == [row["train_loss"] for row in rows[1]]
     assert all(a["validation_loss"] != b["validation_loss"] for a, b in zip(*rows, strict=True))
     data = load(CONFIG)
-    model, batches = load_model(averaged, data).eval(), Batches(data, CONFIG.batch_size)
+    model, batches = load_model(averaged, data).eval(), TrainingBatches(data, CONFIG.batch_size)
     assert any(not torch.equal(a, b) for a, b in zip(plain.model().values(), averaged.model().values(), strict=True))
     found = evaluate(lambda part: model(*batches.inputs(part)), data, data.test)
     assert found["accuracy"] == pytest.approx(result["score"])
@@ -318,7 +318,7 @@ def test_lab_saves_the_tested_model_of_a_paused_run(tmp_path):
     config, record = with_batchnorm(tmp_path), Record(tmp_path / "run")
     row = train(config, record, until=0.5)
     data = load(config)
-    model, batches = load_model(record, data).eval(), Batches(data, config.batch_size)
+    model, batches = load_model(record, data).eval(), TrainingBatches(data, config.batch_size)
     found = evaluate(lambda part: model(*batches.inputs(part)), data, data.test)
     assert found["loss"] == pytest.approx(row["test_loss"], rel=1e-5)
     train(config, record)
@@ -331,7 +331,7 @@ def test_lab_batchnorm_statistics_are_those_of_the_average(tmp_path):
     model = load_model(record, data)
     kept = {name: b.clone() for name, b in model.named_buffers() if "running" in name}
     assert kept
-    batches = Batches(data, config.batch_size)
+    batches = TrainingBatches(data, config.batch_size)
     reestimate_batchnorm(model, lambda part: model(*batches.inputs(part)), data.train)
     for name, b in model.named_buffers():
         if name in kept:

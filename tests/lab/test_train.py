@@ -599,7 +599,8 @@ def test_locked_run_is_refused(tmp_path, capsys):
         (["compare", "digits", "--methods", "sam:rho=-1"], "rho must be a finite number >= 0, got -1.0"),
         (["compare", "digits", "--methods", "sam:rhoo=1"], "'sam:rhoo=1': sam has no rhoo; its options: rho"),
         (["compare", "digits", "--methods", "erm", "sam", "--t", "5"], "t is not a setting of erm, sam"),
-        (["compare", "digits", "--methods", "sam:seed=1"], "seed cannot be set for a single method"),
+        (["compare", "digits", "--methods", "sam:seed=1"], "seed must be the same for all methods"),
+        (["compare", "digits", "--methods", "sam:noise=0"], "noise must be the same for all methods"),
         (["compare", "digits", "--methods", "sam:average=yes"], "average must be one of true, false, got 'yes'"),
         (
             ["compare", "digits", "--methods", "tsam:sampler=x"],

@@ -279,3 +279,21 @@ def test_min_ess_is_reached_with_any_large_tilt(t):
     tilt = ExampleTilt(t, min_ess=0.3)
     tilt(losses)
     assert 0.3 <= tilt.effective_sample_size / 64 < 0.3001
+
+
+@pytest.mark.parametrize("settings", [{}, {"min_ess": 0.5}, {"num_groups": 2}])
+def test_second_derivatives_raise(settings):
+    """The weights depend on the losses; taken as constant, they would give a wrong Hessian."""
+    tilt, groups = ExampleTilt(-1.3, **settings), torch.arange(6) % 2
+    x = torch.randn(6, requires_grad=True)
+    given = (groups,) if "num_groups" in settings else ()
+    (gradient,) = torch.autograd.grad(tilt(x**2, *given), x, create_graph=True)
+    torch.testing.assert_close(gradient, 2 * x * tilt.weights)
+    with pytest.raises(RuntimeError, match="tilted_loss"):
+        gradient.sum().backward()
+
+
+def test_gradients_of_torch_func():
+    x = torch.randn(3, 6, dtype=torch.float64)
+    found = torch.func.vmap(torch.func.grad(lambda row: ExampleTilt(-1.3)(row**2)))(x)
+    torch.testing.assert_close(found, 2 * x * torch.softmax(-1.3 * x**2, dim=1))

@@ -26,6 +26,7 @@ from tiltsam.lab.config import (
 from tiltsam.lab.errors import ConfigError
 
 __all__ = [
+    "SAME_FOR_ALL",
     "add_arguments",
     "field_docs",
     "format_value",
@@ -38,7 +39,8 @@ __all__ = [
     "split_settings",
 ]
 
-_SAME_FOR_ALL = ("task", "seed", "device")  # cannot be set for one method
+SAME_FOR_ALL = ("task", "seed", "device", "validation", "noise")
+"""Settings that cannot differ between methods: they change what is measured."""
 
 # The first field of each section of the help, and its heading.
 _PARTS = {
@@ -182,8 +184,8 @@ def parse_method(text: str) -> dict[str, Any]:
         name = name.replace("-", "_")
         if not equals or name in settings:
             raise ConfigError(f"methods must be written as asam:rho=5 or tsam:num_samples=3,t=100, got {text!r}")
-        if name in _SAME_FOR_ALL:
-            raise ConfigError(f"{text!r}: {name} cannot be set for a single method")
+        if name in SAME_FOR_ALL:
+            raise ConfigError(f"{text!r}: {name} must be the same for all methods")
         if not has_setting(method, name):
             raise ConfigError(
                 f"{text!r}: {method} has no {name}; its options: {', '.join(known) or 'none'}; and the flags of "

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from tiltsam.lab.config import TILT_SETTINGS, TrainConfig, ignores_tilt
 from tiltsam.lab.errors import ConfigError
-from tiltsam.lab.flags import method_configs, parse_method
+from tiltsam.lab.flags import SAME_FOR_ALL, method_configs, parse_method
 
 __all__ = [
     "PAPER",
@@ -38,7 +38,6 @@ PAPER: dict[str, tuple[Any, ...]] = {
 }
 """The grids of the paper; each method uses the settings that it has."""
 
-SAME_FOR_ALL = ("task", "seed", "device", "validation", "noise")  # would change what the losses are measured on
 NOT_TUNABLE = (*SAME_FOR_ALL, "method", "epochs", "passes", "seconds")  # a larger budget would win
 
 
@@ -144,7 +143,7 @@ def make_entries(
         raise ConfigError(f"pass --trials N with --sampler {sampler}")
     if trials is not None and trials < 1:
         raise ConfigError(f"--trials must be at least 1, got {trials}")
-    fixed = {text: _fixed_settings(text) for text in methods}
+    fixed = {text: parse_method(text) for text in methods}
     if len(fixed) < len(methods):
         raise ConfigError(f"methods must differ, got {', '.join(methods)}")
     configs = method_configs(base, methods, settings)
@@ -187,14 +186,6 @@ def _uneven_coverage(entries: Sequence[Entry], sizes: Mapping[str, float]) -> li
     tried = [f"{e.name}: tries {e.trials} of the {sizes[e.name]:g} points of its grid" for e in few]
     tried += [f"{e.name}: all {e.trials}" for e in full]
     return [f"{'; '.join(tried)} (fairer: smaller grids, or more --trials)"]
-
-
-def _fixed_settings(text: str) -> dict[str, Any]:
-    settings = parse_method(text)
-    for name in settings:
-        if name in SAME_FOR_ALL:
-            raise ConfigError(f"{text!r}: {name} must be the same for all trials")
-    return settings
 
 
 def _spaces(

@@ -55,6 +55,44 @@ def test_images_split_folders_are_not_classes(tmp_path):
     assert load(f"images:{tmp_path / 'vehicles'}", image_size=8).num_classes == 2
 
 
+@pytest.mark.parametrize("names", [("Train", "Test"), ("training", "testing"), ("train", "other")])
+def test_images_refuse_split_folders_of_another_name(tmp_path, names):
+    for part in names:
+        for name in ("cats", "dogs"):
+            picture(tmp_path / part / name / "0.png", 10)
+    with pytest.raises(DataError, match="train and test, got"):
+        load(f"images:{tmp_path}")
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        ((3, 8, 8), (3, 8, 8)),
+        ((8, 8, 3), (3, 8, 8)),
+        ((8, 6, 1), (1, 8, 6)),
+        ((8, 8, 4), (4, 8, 8)),
+        ((4, 8, 8), (4, 8, 8)),
+        ((13, 8, 8), (13, 8, 8)),
+        ((8, 8, 13), (13, 8, 8)),
+        ((8, 6, 4), (4, 8, 6)),
+        ((4, 8, 6), (4, 8, 6)),
+    ],
+)
+def test_arrays_find_the_axis_of_channels(tmp_path, shape, expected):
+    images = np.random.default_rng(0).integers(256, size=(20, *shape), dtype=np.uint8)
+    np.savez(tmp_path / "x.npz", x=images, y=np.arange(20) % 2)
+    data = load(f"npz:{tmp_path / 'x.npz'}", validation=0.0)
+    assert data.train.inputs["image"].shape[1:] == expected
+    first = torch.from_numpy(images if shape == expected else images.transpose(0, 3, 1, 2))
+    assert all(any(torch.equal(image, x) for x in first) for image in data.train.inputs["image"])
+
+
+def test_arrays_refuse_an_unknown_axis_of_channels(tmp_path):
+    np.savez(tmp_path / "x.npz", x=np.zeros((20, 8, 6, 8), np.uint8), y=np.arange(20) % 2)
+    with pytest.raises(DataError, match=r"\(20, 8, 6, 8\)"):
+        load(f"npz:{tmp_path / 'x.npz'}")
+
+
 def test_images_refuses_wrong_folders(tmp_path):
     with pytest.raises(DataError, match="no is missing"):
         load(f"images:{tmp_path / 'no'}")

@@ -342,7 +342,7 @@ def test_headline_without_validation(tmp_path):
         return [{k: v for k, v in row.items() if not k.startswith("validation")} for row in rows(3, score)]
 
     for rho in (0.1, 0.2):
-        write_run(tmp_path / "alone", method="sam", rho=rho, lines=unseen(0.8 + rho), validation=0.0)
+        write_run(tmp_path / "alone", method="sam", rho=rho, lines=unseen(0.8 + rho))
     (task,) = summarize(*read_runs([tmp_path / "alone"]))
     assert "the first (there is no validation score), sam:rho=0.1," in headline(task)
     assert task.tuning(task.settings[0]).startswith("not tuned")
@@ -352,7 +352,7 @@ def test_headline_without_validation(tmp_path):
     tasks = summarize(*read_runs([tmp_path / "alone"]))
     (pick,) = {task.selection for task in tasks if task.name == "digits"}
     assert "no validation score" in pick
-    assert headline(tasks[0]).startswith("sam:rho=0.1,validation=0 has the highest")
+    assert headline(tasks[0]).startswith("sam:rho=0.1 has the highest")
     assert f"The comparison uses {pick}." in headline(tasks[0])
     assert task_plots(tasks[0])[0].note.startswith(f"Initially shown: {pick}; 12 more in the legend.")
     assert overview_table(tasks).caption.startswith(f"Test scores of {pick}, mean")

@@ -197,3 +197,18 @@ def test_tests_of_a_sweep_are_named_by_their_entry(tmp_path):
     (study / "sweep.json").write_text(json.dumps(content))
     (task,) = summarize(*read_runs([study]))
     assert [s.name for s in task.settings] == list(runs)
+
+
+def test_runs_with_other_noise_or_validation_are_tasks_of_their_own(tmp_path):
+    """They are scored by other labels: a difference between them is not one of the methods."""
+    for seed in (0, 1):
+        write_run(tmp_path, method="erm", noise=0.0, seed=seed)
+        write_run(tmp_path, method="erm", seed=seed)  # the task's default, 20%
+        write_run(tmp_path, method="sam", noise=0.2, seed=seed)
+        write_run(tmp_path, method="sam", noise=0.2, validation=0.0, seed=seed)
+    tasks = summarize(*read_runs([tmp_path]))
+    assert {task.name: [s.method for s in task.settings] for task in tasks} == {
+        "digits, noise 0, validation 0.1": ["erm"],
+        "digits, noise 0.2, validation 0": ["sam"],
+        "digits, noise 0.2, validation 0.1": ["erm", "sam"],
+    }

@@ -33,6 +33,7 @@ LARGE_TARGETS = 4.0  # root mean square; at 5 an MLP diverges with the default l
 MAX_LISTED = 8  # names of classes in a warning
 TEST_FRACTION = 0.2  # of the examples, if the user has no test set
 VALIDATION_NAMES = {"val", "valid", "validation", "dev"}
+SPLIT_NAMES = {"train", "training", "test", "testing", *VALIDATION_NAMES}
 
 
 def fingerprint(task: str) -> str:
@@ -132,8 +133,10 @@ def load_images(request: Request) -> Data:
     """Load a folder with one folder of images per class, or with folders ``train`` and ``test`` of that form."""
     digest, folders = fingerprint(request.name), _image_folders(request.path)
     folder_classes = [class_folders(folder) for folder in folders]
-    if folder_classes[0].keys() <= {"train", "test", *VALIDATION_NAMES}:
-        raise DataError(f"{folders[0]} must have folders named train and test, got {' and '.join(folder_classes[0])}")
+    splits_found = [folders[0] / name for name in folder_classes[0] if name.lower() in SPLIT_NAMES]
+    if len(splits_found) == len(folder_classes[0]) or any(p.is_dir() for f in splits_found for p in f.iterdir()):
+        names = " and ".join(folder.name for folder in splits_found)
+        raise DataError(f"{folders[0]} must have folders named train and test, got {names}")
     if len(folders) == 2:
         _warn_validation_ignored([str(p) for p in request.path.iterdir() if p.name in VALIDATION_NAMES])
     number = {name: i for i, name in enumerate(folder_classes[0])}
@@ -355,9 +358,19 @@ def _array_split(path: Path, arrays: Mapping[str, np.ndarray], x_name: str, y_na
         raise DataError(f"{path}: {x_name} must be {INPUTS}, got {x.dtype} of shape {x.shape}{hint}")
     if x.ndim == 3:
         x = x[:, None]
-    elif x.shape[1] not in (1, 3) and x.shape[3] in (1, 3):
+    elif _channels_are_last(path, x_name, x.shape):
         x = x.transpose(0, 3, 1, 2)
     return Split({"image": torch.from_numpy(np.ascontiguousarray(x))}, targets)
+
+
+def _channels_are_last(path: Path, name: str, shape: tuple[int, ...]) -> bool:
+    """Return whether images are (n, height, width, channels): there are 1 or 3, images are square, or it is shorter."""
+    _, first, second, last = shape
+    if first in (1, 3) or last in (1, 3):
+        return first not in (1, 3)
+    if first == last:
+        raise DataError(f"{path}: {name} must be {INPUTS}; with shape {shape} the channels may be first or last")
+    return first == second or (second != last and last < first)
 
 
 def _check_values_differ(what: str, targets: Tensor) -> None:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import tiltsam
 from tiltsam.lab.config import DEFAULTS, NEEDED_OPTION, method_options, tilt_defaults
+from tiltsam.lab.data import TASKS
 from tiltsam.lab.flags import format_value
 from tiltsam.lab.palette import METHOD_COLORS, OTHER_COLOR
 from tiltsam.lab.records import is_number
@@ -211,16 +212,39 @@ class TaskSummary:
 def summarize(
     runs: Iterable[RunRecord], problems: Iterable[RunProblem] = (), notes: Mapping[str, Sequence[str]] | None = None
 ) -> list[TaskSummary]:
-    """Return a summary per task, sorted by name, with the problems of its runs and the notes of its sweeps."""
+    """Return a summary per task, sorted by name, with the problems of its runs and the notes of its sweeps.
+
+    Runs with other label noise, or another share of validation examples, are a task of their own.
+    """
     notes = notes or {}
     by_task: dict[str, list[RunRecord]] = {}
     for run in runs:
         by_task.setdefault(run.task, []).append(run)
     problems = list(problems)
-    return [
-        _summarize_task(name, members, [p for p in problems if p.task == name], notes.get(name, []))
-        for name, members in sorted(by_task.items())
-    ]
+    summaries = []
+    for task, members in sorted(by_task.items()):
+        of_task, notes_of_task = [p for p in problems if p.task == task], notes.get(task, [])
+        for name, comparable in _comparable_runs(task, members).items():
+            summaries.append(_summarize_task(name, comparable, of_task, notes_of_task))
+            of_task, notes_of_task = [], []  # shown once
+    return summaries
+
+
+def _comparable_runs(task: str, runs: list[RunRecord]) -> dict[str, list[RunRecord]]:
+    """Return the runs of a task by name, apart if label noise or the share of validation examples differ."""
+    groups: dict[tuple[str, str], list[RunRecord]] = {}
+    for run in runs:
+        noise, validation = (run.config.get(name, DEFAULTS[name]) for name in ("noise", "validation"))
+        if noise is None:
+            noise = run.setup.get("noise", TASKS[task].noise if task in TASKS else 0.0)
+        groups.setdefault((format_value(noise), format_value(validation)), []).append(run)
+    if len(groups) == 1:
+        return {task: runs}
+    varying = [i for i in (0, 1) if len({key[i] for key in groups}) > 1]
+    return {
+        ", ".join([task, *(f"{('noise', 'validation')[i]} {key[i]}" for i in varying)]): groups[key]
+        for key in sorted(groups)
+    }
 
 
 def _summarize_task(name: str, runs: list[RunRecord], problems: list[RunProblem], notes: Sequence[str]) -> TaskSummary:

@@ -341,11 +341,12 @@ def _train(args: argparse.Namespace) -> None:
             distributed=distributed,
             until=args.until,
         )
+    epochs = f"{result['epoch']:g} epoch{'' if result['epoch'] == 1 else 's'}"
     if distributed.is_main and "score" not in result:
-        print(f"paused after {result['epoch']:g} epochs, {result['passes']:.0f} passes: {record.folder}", end="")
+        print(f"paused after {epochs}, {result['passes']:.0f} passes: {record.folder}", end="")
         print("; the same command without --until resumes")
     elif distributed.is_main:
-        print(f"test {format_score(result)} after {result['epoch']:g} epochs, ", end="")
+        print(f"test {format_score(result)} after {epochs}, ", end="")
         print(f"{result['passes']:.0f} passes, {result['seconds']:.1f} s: {record.folder}")
         print_suspects([record])
         if result.get("num_suspects") == 0:
@@ -631,6 +632,10 @@ def _two_tilts(args: argparse.Namespace) -> None:
     if args.changes or args.finished:
         raise UserError(f"{args.name} does not take {'--set' if args.changes else '--finished'}")
     seeds = SEEDS if args.seeds is None else args.seeds
+    if seeds < 1:
+        raise UserError(f"--seeds must be at least 1, got {seeds}")
+    if not 0 < args.scale <= 1:
+        raise UserError(f"--scale must be in (0, 1], got {args.scale:g}")
     studies = select_studies(args.name, args.methods)
     if args.list:
         rows = cost_rows(studies, seeds, args.scale)
@@ -765,7 +770,7 @@ def _sweep(args: argparse.Namespace) -> None:
     from tiltsam.lab.flags import split_settings
     from tiltsam.lab.grids import parse_grid
     from tiltsam.lab.report import write_report
-    from tiltsam.lab.report.runs import tested_runs
+    from tiltsam.lab.report.runs import read_sweep
     from tiltsam.lab.stats import count_of
 
     config, settings = split_settings(args)
@@ -798,7 +803,7 @@ def _sweep(args: argparse.Namespace) -> None:
     print_table(f"{args.task}: chosen by {result.value_name}{tested}", format_results(result))
     folder = result.path.parent
     report = None
-    if any((run / "config.json").exists() for run in tested_runs(folder)):  # all may be on other machines
+    if any((run / "config.json").exists() for run in read_sweep(folder).tests):  # all may be on other machines
         report = write_report([folder], folder / "report", compare_settings=True)
         print(report.summary)
     for note in result.notes:

@@ -129,7 +129,7 @@ def test_run_display_prints_the_setup_once(terminal, capsys):
     out = capsys.readouterr().out.replace("\x1b[2K", "")  # clears the line of the bar
     assert [line.strip() for line in out.splitlines() if "examples" in line] == [
         "digits: 1,078 train, 120 validation, 599 test examples; 10 classes; "
-        "20% of the train and validation labels replaced by wrong ones; mlp, 70,403 parameters",
+        "20% of the train and validation labels replaced with wrong ones; mlp, 70,403 parameters",
         "npz:a.npz: 9 test examples; regression; mlp",
         "npz:b.npz: 144 train, 16 validation, 40 test examples; test: 20% split off; 3 classes; mlp",
         "npz:c.npz: 144 train, 16 validation, 40 test examples; test: 20% split off; regression; mlp",

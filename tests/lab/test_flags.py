@@ -55,6 +55,12 @@ def test_budget_of_an_entry_leaves_its_epochs_unlimited():
     assert [c.epochs for c in method_configs(TrainConfig(epochs=3), entries).values()] == [3, 3, 4]
 
 
+def test_epochs_given_limit_every_entry_even_if_they_are_the_default():
+    for epochs in (60, 61):
+        config, settings = split_settings(parsed("--epochs", str(epochs)))
+        assert [c.epochs for c in method_configs(config, ["erm:passes=30"], settings).values()] == [epochs]
+
+
 def test_parse_method_reads_none():
     assert parse_method("tsam:radius=none,t=5") == {"method": "tsam", "radius": None, "t": 5.0}
 

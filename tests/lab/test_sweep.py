@@ -139,6 +139,7 @@ MISTAKES = [
     (["--grid", "lr=0.1", "--heartbeat", "0"], "got 0"),
     (["--grid", "lr=0.1", "--validation", "0"], "got 0"),
     (["--grid", "lr=0.1", "--final-epochs", "0"], "got 0"),
+    (["--grid", "lr=0.1", "--final-epochs", "inf"], "finite"),
     (["--grid", "lr=0.1", "--final-validation", "1.5"], "got 1.5"),
     (["--grid", "epochs=1,2"], "epochs must be the same"),
     (["--grid", "tsam:passes=10,20"], "passes must be the same"),
@@ -322,6 +323,29 @@ def test_sweep_errors_name_the_argument(arguments, tmp_path):
         sweep(SMALL, ["erm"], RATES, tmp_path, **arguments)
     with pytest.raises(ConfigError, match=r"^validation must be > 0"):
         sweep(replace(SMALL, validation=0.0), ["erm"], RATES, tmp_path)
+
+
+def test_final_budget_is_checked_before_the_trials(tmp_path, fake):
+    with pytest.raises(ConfigError, match="finite"):
+        sweep(SMALL, ["erm"], RATES, tmp_path, seeds=1, final_epochs=math.inf)
+    assert fake.runs == []
+
+
+def test_devices_may_be_separated_by_a_comma_and_a_space(tmp_path, fake):
+    (row,) = sweep(replace(SMALL, device="cpu, cpu"), ["erm"], RATES, tmp_path, seeds=1).entries
+    assert row.config.device == "cpu"
+
+
+def test_grid_of_another_method_is_no_conflict():
+    _, notes = make_entries(SMALL, ["erm", "sam:lr=0.1"], {"erm:lr": (0.1, 0.2), "rho": (0.1, 0.2)}, None, "grid")
+    assert not [note for note in notes if "sets lr" in note]
+    _, notes = make_entries(SMALL, ["erm", "sam:lr=0.1"], {"lr": (0.1, 0.2), "rho": (0.1, 0.2)}, None, "grid")
+    assert [note for note in notes if "sam:lr=0.1: sets lr" in note]
+
+
+def test_tilt_of_one_sample_is_reported():
+    with pytest.warns(UserWarning, match="no effect"):
+        make_entries(SMALL, ["tsam:num_samples=1,t=5"], RATES, None, "grid")
 
 
 def test_search_stores_no_test_numbers(tmp_path, fake):
@@ -591,7 +615,7 @@ def test_result_has_paired_differences_and_a_report(tmp_path, capsys):
     row = next(line for line in shown.splitlines() if line.startswith("| sam "))
     assert f"{differences.mean():+.2f}" in row
     assert f"[{differences.mean() - half:+.2f}, {differences.mean() + half:+.2f}]" in row
-    assert len(runs.tested_runs(path.parent)) == 6
+    assert len(runs.read_sweep(path.parent).tests) == 6
     assert (path.parent / "report" / "report.html").exists()
     assert "run 10 of 10" in shown
 

@@ -227,6 +227,17 @@ def test_interrupt_in_the_last_step_keeps_the_result(tmp_path):
     assert Record(tmp_path).result() is not None
 
 
+def test_run_with_a_large_loss_is_resumed(tmp_path, recwarn):
+    """Targets of 1e10 have squared errors of 1e20."""
+    rng = np.random.default_rng(0)
+    np.savez(tmp_path / "x.npz", x=rng.normal(size=(60, 3)), y=1e10 * rng.normal(size=60))
+    config = TrainConfig(f"npz:{tmp_path / 'x.npz'}", "erm", lr=1e-13, epochs=2, batch_size=16)
+    record = Record(tmp_path / "run")
+    train(config, record, until=0.5)
+    assert train(config, record)["train_loss"] > 2**63
+    assert not [str(w.message) for w in recwarn if "damaged" in str(w.message)]
+
+
 @pytest.mark.usefixtures("default_signals")
 def test_interrupt_before_a_pause_reports_the_checkpoint(tmp_path):
     config = small(method="erm", epochs=2)

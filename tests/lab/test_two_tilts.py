@@ -80,3 +80,10 @@ def test_reproduce_two_tilts_shows_what_is_silenced(tmp_path, capsys):
     assert str(folder / "report.html") in out
     assert {Record(run).config().precision for run in find_run_folders([tmp_path]).runs} == {"bf16"}
     assert "Silenced" in (folder / "report.html").read_text()
+
+
+@pytest.mark.parametrize("wrong", [("--seeds", "0"), ("--scale", "nan"), ("--scale", "2")])
+def test_reproduce_two_tilts_refuses_wrong_numbers_at_once(tmp_path, capsys, wrong):
+    assert main(["reproduce", "two-tilts", *wrong, "--out", str(tmp_path / "runs")]) == 2
+    assert wrong[1] in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()

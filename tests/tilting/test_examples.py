@@ -281,16 +281,21 @@ def test_min_ess_is_reached_with_any_large_tilt(t):
     assert 0.3 <= tilt.effective_sample_size / 64 < 0.3001
 
 
-@pytest.mark.parametrize("settings", [{}, {"min_ess": 0.5}, {"num_groups": 2}])
-def test_second_derivatives_raise(settings):
-    """The weights depend on the losses; taken as constant, they would give a wrong Hessian."""
-    tilt, groups = ExampleTilt(-1.3, **settings), torch.arange(6) % 2
-    x = torch.randn(6, requires_grad=True)
-    given = (groups,) if "num_groups" in settings else ()
-    (gradient,) = torch.autograd.grad(tilt(x**2, *given), x, create_graph=True)
-    torch.testing.assert_close(gradient, 2 * x * tilt.weights)
-    with pytest.raises(RuntimeError, match="tilted_loss"):
-        gradient.sum().backward()
+@pytest.mark.parametrize("t", [-1.3, 0.0, 4.0])
+def test_second_derivatives_are_those_of_the_tilted_loss(t):
+    x = torch.randn(6, dtype=torch.float64)
+    hessian = torch.autograd.functional.hessian
+    found = hessian(lambda z: ExampleTilt(t)(z**2), x)
+    torch.testing.assert_close(found, hessian(lambda z: tiltsam.tilted_loss(z**2, t), x), rtol=0, atol=1e-12)
+
+
+def test_second_derivatives_of_a_bounded_tilt():
+    """The tilt that is used counts as constant."""
+    x, tilt = torch.randn(6, dtype=torch.float64), ExampleTilt(-3.0, min_ess=0.6)
+    found = torch.autograd.functional.hessian(lambda z: tilt(z**2), x)
+    assert -3.0 < tilt.t_used < 0
+    expected = torch.autograd.functional.hessian(lambda z: tiltsam.tilted_loss(z**2, tilt.t_used.item()), x)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
 
 
 def test_gradients_of_torch_func():

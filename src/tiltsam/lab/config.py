@@ -41,6 +41,8 @@ __all__ = [
 COMPARED = ("erm", "sam", "asam", "esam2", "pgn", "rsam", "tsam")
 """The methods that are compared by default: the paper's, and ASAM."""
 
+DATA_FIELDS = ("task", "seed", "noise", "validation", "max_length", "image_size")  # they determine a run's data
+
 TILT_SETTINGS = ("t", "delta", "t_schedule")  # they have no effect with one sample
 
 _PLAIN = (bool, int, float, str, NoneType)  # what a setting can be
@@ -48,8 +50,8 @@ _PLAIN = (bool, int, float, str, NoneType)  # what a setting can be
 # Arguments of a constructor that the training loop sets, or that are not tuned.
 _NOT_OPTIONS = ("model", "seed", "parallel", "buffers_once", "same_dropout", "skip_nonfinite")
 
-# Of a negative tilt over examples. Without a warm-up SAM lost two points on clean labels; the bound changes nothing
-# where training learns, and helps where it would collapse (benchmarks/records/*_two_tilts, *_two_tilts_digits).
+# Defaults for a negative tilt over examples. Without a warm-up SAM lost two points on clean labels; the bound changes
+# nothing where training learns, and helps where it would collapse (benchmarks/records/*_two_tilts, *_two_tilts_digits).
 TILT_ESS = 0.3
 TILT_WARMUP = 0.3
 
@@ -74,12 +76,12 @@ class TrainConfig:
     method: str = "tsam"
     """A name printed by `tiltsam methods`; the flag also takes options, as in tsam:num_samples=1,rho=0.5."""
     model: str = "auto"
-    """mlp, cnn, resnet18, resnet34, wrn16-8, vit-s; of timm, untrained: timm:NAME; pretrained: minilm,
-    hf:FOLDER-OR-NAME; auto depends on the task."""
+    """mlp, cnn, resnet18, resnet34, wrn16-8, vit-s; timm:NAME (untrained); minilm or hf:FOLDER-OR-NAME (pretrained);
+    auto depends on the task."""
     init: Literal["published", "torch"] = "published"
-    """Initial convolutions of residual networks: published, by He's method; torch: PyTorch's default initialisation,
-    whose norm is 2.2 times smaller in a ResNet-18, so that a given rho perturbs 2.2 times as strongly. Other models
-    have one initialisation."""
+    """How residual networks initialise their convolutions. published: He's method; torch: PyTorch's default, whose
+    norm is 2.2 times smaller in a ResNet-18, so that a given rho perturbs 2.2 times as strongly. Other models ignore
+    it."""
 
     epochs: float = 60.0
     """Epochs to train; unlimited if --passes or --seconds is given without --epochs."""
@@ -147,16 +149,16 @@ class TrainConfig:
     seed: int = 0
     """Seed of the initial weights, the order of examples, label noise, augmentation and perturbations."""
     noise: float | None = None
-    """Replace this fraction of the training and validation labels by wrong ones, for experiments; not a description of
-    your data. By default the task's, 0 for your data."""
+    """Replace this fraction of the training and validation labels with wrong ones, for experiments; it does not
+    describe noise already in your data. By default the task's, or 0 for your data."""
     validation: float = 0.1
     """Fraction of the training examples held out for validation."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """bf16 runs the model under autocast."""
     compile: bool = False
-    """Compile the model, and a tilt over examples, with torch.compile: a minute at the start, then shorter passes."""
+    """Compile the model and any tilt over examples with torch.compile: a minute at the start, then faster passes."""
     concurrent: bool = False
-    """Run the samples concurrently on the GPU; needs memory for s copies of weights, gradients, activations."""
+    """Run the samples concurrently on the GPU; needs memory for s copies of the weights, gradients and activations."""
     evaluate_every: int = 1
     """Epochs between evaluations on validation and test; the last epoch is always evaluated."""
     device: str = "auto"
@@ -166,7 +168,7 @@ class TrainConfig:
     average: bool = False
     """Evaluate and save averaged weights (mostly over the last tenth of the steps) instead of the last ones."""
     max_length: int = 64
-    """Maximum number of tokens of a text."""
+    """Maximum number of tokens per text."""
     image_size: int | None = None
     """Width and height in pixels that image files are resized to; by default the task's (see: tiltsam tasks)."""
 

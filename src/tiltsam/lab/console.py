@@ -16,7 +16,7 @@ from tiltsam.lab.display import Display, Progress, SweepStatus
 from tiltsam.lab.errors import TrainError
 from tiltsam.lab.records import Record, is_number
 from tiltsam.lab.schedules import passes_per_step
-from tiltsam.lab.stats import count_of
+from tiltsam.lab.stats import count_of, format_score
 
 __all__ = [
     "LiveDisplay",
@@ -148,8 +148,9 @@ class RunDisplay(LiveDisplay):
         """Show the progress of a run."""
         notes = []
         if row := progress.row:
-            metric, score = next(((k, v) for k, v in row.items() if k.startswith("test_")), ("test_", float("nan")))
-            notes = [f"loss {row['train_loss']:.3f}", f"{metric.replace('_', ' ')} {100 * score:.2f}"]
+            metric = next(name for name in row if name.startswith("test_"))
+            score = format_score({"metric": metric.removeprefix("test_"), "score": row[metric]})
+            notes = [f"loss {row['train_loss']:.3f}", f"test {score}"]
         speed = progress.passes / max(progress.seconds, 1e-9)
         notes.append(f"{speed:.3g} passes/s" if speed < 1000 else f"{speed:,.0f} passes/s")
         if len(self._costs) > 1 and config in self._costs:
@@ -190,7 +191,7 @@ def _describe_setup(setup: Mapping[str, Any]) -> str:
         f"{', '.join(splits)} examples" if splits else "",
         f"test: {split_off:.0%} split off" if split_off else "",
         "" if classes is None else "regression" if classes == 1 else f"{classes} classes",
-        f"{noise:.0%} of the train and validation labels replaced by wrong ones" if noise else "",
+        f"{noise:.0%} of the train and validation labels replaced with wrong ones" if noise else "",
         f"{setup.get('model', '')}" + (f", {parameters:,} parameters" if parameters else ""),
     ]
     return "; ".join(part for part in parts if part)

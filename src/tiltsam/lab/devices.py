@@ -35,6 +35,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import tiltsam
 from tiltsam.lab.errors import ConfigError
+from tiltsam.lab.stats import count_of
 
 __all__ = [
     "DistributedContext",
@@ -177,10 +178,12 @@ class DistributedContext:
             raise ConfigError(f"batch size must be divisible by {self.world_size} processes, got {batch_size}")
 
     def idle_ranks_warning(self, num_samples: int) -> str | None:
-        """Return a warning if some ranks have no sample to work on."""
+        """Return a warning if samples cannot be divided, or some ranks have none to work on."""
+        if self.mode == "samples" and self.world_size == 1:
+            return "--parallel samples has no effect in one process: start it with torchrun"
         if self.mode == "data" or num_samples >= self.world_size:
             return None
-        count = f"{num_samples} sample{'s' if num_samples > 1 else ''}"
+        count = count_of(num_samples, "sample")
         return (
             f"{self.world_size} processes share {count}: --parallel samples needs tsam with at least "
             f"--num-samples {self.world_size}"

@@ -16,6 +16,7 @@ __all__ = [
     "RecordError",
     "TrainError",
     "UserError",
+    "first_line",
     "reading",
 ]
 
@@ -66,6 +67,11 @@ class Interrupted(KeyboardInterrupt):
     def __init__(self, message: str, number: int = signal.SIGINT) -> None:
         super().__init__(message)
         self.number = number
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or the name of its type if the message is empty."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 @contextmanager

@@ -33,6 +33,7 @@ __all__ = [
     "drop_drafts",
     "file_digest",
     "finite_json",
+    "is_number",
     "load_checkpoint",
     "load_tensors",
     "save_checkpoint",
@@ -42,6 +43,7 @@ __all__ = [
 ]
 
 KEPT_CHECKPOINTS = 2
+LARGEST = 1e100  # accepted number: the squares of larger ones overflow, and float32 ends at 3e38
 
 
 @contextmanager
@@ -84,6 +86,13 @@ def finite_json(content: Any) -> Any:
     if isinstance(content, list | tuple):
         return [finite_json(value) for value in content]
     return None if isinstance(content, float) and not math.isfinite(content) else content
+
+
+def is_number(x: Any) -> bool:
+    """Return whether a value read from JSON is a number within the accepted range, NaN or infinite."""
+    if isinstance(x, float):
+        return abs(x) < LARGEST or not math.isfinite(x)
+    return isinstance(x, int) and not isinstance(x, bool) and abs(x) < 2**63
 
 
 def file_digest(path: Path) -> str:
@@ -209,7 +218,7 @@ def _check_state(state: dict[str, Any]) -> None:
         raise ValueError(f"the series of state.json must have one length, got {list(map(len, series.values()))}")
     numbers = [state[name] for name in ("epoch", "passes", "seconds", "steps", "done")]
     for value in [*numbers, *best, *(value for values in series.values() for value in values)]:
-        if not isinstance(value, int | float) or isinstance(value, bool) or abs(value) >= 2**63:
+        if not is_number(value):
             raise ValueError(f"state.json has {value!r} instead of a number")
     if not (0 <= state["done"] < 1 and state["epoch"] >= 0 and state["steps"] >= 0):
         raise ValueError(f"done in state.json must be in [0, 1), got {state['done']!r}")

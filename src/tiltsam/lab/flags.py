@@ -114,8 +114,7 @@ def _is_shown(parameter: inspect.Parameter) -> bool:
 
 
 def _add_flag(part: _ActionsContainer, name: str, hint: Any, text: str, default: str) -> None:
-    if default:
-        text = f"{text.removesuffix('.')} (default: {default})"
+    text = text.removesuffix(".") + (f" (default: {default})" if default else "")
     flag, text, allowed = f"--{name.replace('_', '-')}", text.replace("%", "%%"), allowed_types(hint)
     choices = [kind for kind in allowed if not isinstance(kind, type)]
     types = [kind for kind in allowed if isinstance(kind, type) and kind is not NoneType]
@@ -154,7 +153,8 @@ def split_settings(args: Any) -> tuple[TrainConfig, dict[str, Any]]:
     settings = _with_one_budget(given_settings(args))
     fields = {name: value for name, value in settings.items() if name in field_types()}
     shared = {name: v for name, v in fields.items() if all(has_setting(method, name) for method in tiltsam.METHODS)}
-    return TrainConfig(**shared), {name: v for name, v in settings.items() if name not in shared}
+    # Epochs stay among the settings, too: a limit that was given is kept even if it equals the default.
+    return TrainConfig(**shared), {name: v for name, v in settings.items() if name not in shared or name == "epochs"}
 
 
 def _with_one_budget(settings: dict[str, Any]) -> dict[str, Any]:

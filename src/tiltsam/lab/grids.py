@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-from tiltsam.lab.config import TILT_SETTINGS, TrainConfig, ignores_tilt
+from tiltsam.lab.config import TILT_SETTINGS, TrainConfig, ignores_tilt, warn_if_tilt_has_no_effect
 from tiltsam.lab.errors import ConfigError
 from tiltsam.lab.flags import SAME_FOR_ALL, method_configs, parse_method
 
@@ -172,8 +172,11 @@ def make_entries(
         if names
     ]
     for entry in entries:
-        if ignored := [name for name in fixed[entry.name] if name in {n.rpartition(":")[2] for n in grid}]:
+        names = {n.rpartition(":")[2] for n in grid if n.rpartition(":")[0] in ("", entry.config.method)}
+        if ignored := [name for name in fixed[entry.name] if name in names]:
             notes.append(f"{entry.name}: sets {', '.join(ignored)} itself, the grid is not used")
+        if not entry.space.keys() & {"num_samples", "sampler"}:
+            warn_if_tilt_has_no_effect(entry.config, entry.name)
     return entries, notes
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from tiltsam.lab.data.dataset import Data
-from tiltsam.lab.errors import ConfigError, DataError
+from tiltsam.lab.errors import ConfigError, DataError, first_line
 from tiltsam.lab.pretrained import ImageEncoder, TextEncoder, source_of, text_source
 from tiltsam.lab.records import Record
 
@@ -295,8 +295,7 @@ def _check_input_size(model: nn.Module, name: str, inputs: Mapping[str, Tensor])
     try:
         model.eval()(*(x[:1] if x.dtype == torch.int64 else x[:1].float() for x in inputs.values()))
     except (ValueError, IndexError, RuntimeError) as error:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ConfigError(f"{name} cannot take {what} ({first}): {advice}") from error
+        raise ConfigError(f"{name} cannot take {what} ({first_line(error)}): {advice}") from error
 
 
 def _image_model(name: str, image: Tensor, num_classes: int) -> nn.Module:

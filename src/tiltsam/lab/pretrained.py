@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from tiltsam.lab.errors import ConfigError, DataError
+from tiltsam.lab.errors import ConfigError, DataError, first_line
 
 __all__ = ["PACKAGED", "ImageEncoder", "TextEncoder", "fetch", "load_tokenizer", "source_of", "text_source", "tokenize"]
 
@@ -82,7 +82,7 @@ def fetch(source: str) -> None:
     try:
         snapshot_download(source, allow_patterns=_FILES)
     except Exception as error:  # the client raises whatever its transport raises
-        raise DataError(f"{source!r} cannot be downloaded from the hub: {_first_line(error)}") from error
+        raise DataError(f"{source!r} cannot be downloaded from the hub: {first_line(error)}") from error
 
 
 def load_tokenizer(source: str) -> Any:
@@ -190,7 +190,7 @@ def _load(auto_class: Any, source: str, what: str, **options: Any) -> Any:
             return auto_class.from_pretrained(source, local_files_only=True, trust_remote_code=False, **options)
     except (OSError, ValueError, KeyError) as error:
         if Path(source).is_dir():
-            raise DataError(f"{source} has no usable {what}: {_first_line(error)}") from error
+            raise DataError(f"{source} has no usable {what}: {first_line(error)}") from error
         raise DataError(
             f"no {what} {source!r} on this machine: it is neither a folder nor in the hub's cache; pass --download"
         ) from error
@@ -217,7 +217,3 @@ def _quiet() -> Iterator[None]:
         logging.set_verbosity(verbosity)
         if has_bars:
             logging.enable_progress_bar()
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -33,13 +33,14 @@ import torch
 from filelock import FileLock, Timeout
 from torch import Tensor
 
-from tiltsam.lab.config import TrainConfig
+from tiltsam.lab.config import DATA_FIELDS, TrainConfig
 from tiltsam.lab.devices import describe_environment
 from tiltsam.lab.errors import ConfigError, RecordError
 from tiltsam.lab.files import (
     Checkpoint,
     drafted,
     drop_drafts,
+    is_number,
     load_checkpoint,
     load_tensors,
     save_checkpoint,
@@ -66,7 +67,6 @@ DRAFTED = (
     "result.json",
     "diverged.txt",
 )
-LARGEST = 1e100  # accepted number: the squares of larger ones overflow, and float32 ends at 3e38
 ATTEMPTS = 50  # to create and lock a folder that other processes remove meanwhile, 10 ms apart
 
 
@@ -268,9 +268,8 @@ class Record:
         Raises:
             RecordError: If there is no config, or it is damaged.
         """
-        names = ("task", "model", "seed", "noise", "validation", "max_length", "image_size")
         settings = self.settings()
-        return self._make_config({name: settings[name] for name in names if name in settings})
+        return self._make_config({name: settings[name] for name in ("model", *DATA_FIELDS) if name in settings})
 
     def _make_config(self, settings: dict[str, Any]) -> TrainConfig:
         try:
@@ -382,13 +381,6 @@ def _metrics_line(line: bytes) -> dict[str, Any]:
         if value is not None and not is_number(value):
             raise ValueError(f"{name!r} is not a number")
     return row
-
-
-def is_number(x: Any) -> bool:
-    """Return whether a value read from JSON is a number within the accepted range, NaN or infinite."""
-    if isinstance(x, float):
-        return abs(x) < LARGEST or not math.isfinite(x)
-    return isinstance(x, int) and not isinstance(x, bool) and abs(x) < 2**63
 
 
 def _ends_in_half_a_line(path: Path) -> bool:

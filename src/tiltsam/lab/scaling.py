@@ -179,9 +179,9 @@ def _num_vectors(samples: int, noise: bool, ascent: bool, mean: bool, *, fused: 
         return 0
     move = (2 if fused else 7) if noise else 0
     norms = 2 if ascent else 1
-    climb = (4 if fused else 7) if ascent else 0
+    ascend = (4 if fused else 7) if ascent else 0
     distance = 4 if noise and not fused else 0
-    each = move + norms + climb + distance
+    each = move + norms + ascend + distance
     mix = (3 if fused else 9) * samples if mean else 0
     return 4 + samples * each + mix  # save and restore
 

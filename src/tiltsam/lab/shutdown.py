@@ -22,7 +22,7 @@ __all__ = [
 ]
 
 RESUMES = dict.fromkeys(("train", "compare", "demo", "reproduce", "sweep"), "; the same command resumes")
-"""The commands that can be resumed, and what their last line says of it."""
+"""The commands that can be resumed, and what their last line says about resuming."""
 
 
 def exit_with_message(code: int, command: str, message: object) -> int:

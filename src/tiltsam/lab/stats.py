@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeVar
 
 __all__ = [
@@ -31,13 +31,14 @@ class Mean(NamedTuple):
     runs: int
 
 
-def mean_of(values: Sequence[float]) -> Mean:
+def mean_of(values: Iterable[float]) -> Mean:
     """Return the mean and its standard error; NaN without values or if one of them is NaN.
 
     Example:
         >>> mean_of([1.0, 2.0, 3.0])
         Mean(value=2.0, error=0.5773502691896257, runs=3)
     """
+    values = list(values)
     count = len(values)
     if not count:
         return Mean(math.nan, math.nan, 0)
@@ -102,7 +103,7 @@ def best_of(samples: Sequence[Mapping[Seed, float]], *, highest: bool = True) ->
         >>> best_of([{0: 90.0, 1: 80.0}, {0: 91.0, 1: 80.1}]) is None
         True
     """
-    means = [mean_of(list(sample.values())).value for sample in samples]
+    means = [mean_of(sample.values()).value for sample in samples]
     order = sorted((i for i, mean in enumerate(means) if math.isfinite(mean)), key=lambda i: means[i], reverse=highest)
     if len(order) < 2:
         return None

@@ -25,7 +25,7 @@ from optuna.exceptions import ExperimentalWarning, StorageInternalError
 from optuna.samplers import BaseSampler
 from optuna.trial import FrozenTrial, Trial, TrialState
 
-from tiltsam.lab.errors import ConfigError, LabError, UserError
+from tiltsam.lab.errors import ConfigError, LabError, UserError, first_line
 from tiltsam.lab.shutdown import defer_interrupt
 
 __all__ = ["ENDED", "SeededSampler", "SharedStudy", "hide_password", "open_storage", "retry", "sqlite_url"]
@@ -153,8 +153,7 @@ def _postgresql_driver() -> str:
 
 def _reason(error: BaseException) -> str:
     """Return the first line of the driver's message."""
-    text = str(getattr(error, "orig", None) or error).strip() or type(error).__name__
-    return text.splitlines()[0]
+    return first_line(getattr(error, "orig", None) or error)
 
 
 # ---------------------------------------------------------------- trials

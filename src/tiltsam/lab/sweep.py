@@ -456,7 +456,7 @@ def format_results(result: SweepResult) -> list[list[str]]:
         trials = ", ".join([f"{len(row.trials)}", *(f"{count} {what}" for what, count in counts.items() if count)])
         best = row.best
         chosen = ["–", "–"] if best is None else [format_values(best.params) or "–", f"{best.value:.4f}"]
-        score = format_mean(_times_100(mean_of(list(row.scores.values()))), 2)
+        score = format_mean(_times_100(mean_of(row.scores.values())), 2)
         difference, interval = "", ""
         if row.name != first and row.scores:
             mean = _times_100(result.difference(row))
@@ -497,7 +497,7 @@ def _entry_json(plan: SweepPlan, row: EntryResult, result: SweepResult) -> dict[
         return {"state": "pruned", "reason": _reason(trial)}
 
     key = plan.value_name.replace(" ", "_")
-    test, difference = mean_of(list(row.scores.values())), result.difference(row)
+    test, difference = mean_of(row.scores.values()), result.difference(row)
     interval = confidence_interval(difference)
     return {
         "study": plan.study_name(row.entry),
@@ -618,11 +618,13 @@ def sweep(
     find_task(base.task)  # before a folder is created for it
     if log is not None:
         find_tracker(log)
-    devices = base.device.split(",")
+    devices = [name.strip() for name in base.device.split(",")]
     entries, notes = make_entries(replace(base, device=devices[0], seed=0), methods, grid, trials, sampler, settings)
     final = _final_budget(final_epochs, final_passes, final_seconds, entries)
     if final_validation is not None:
-        final["validation"] = replace(base, validation=final_validation).validation  # checked
+        final["validation"] = final_validation
+    for entry in entries:
+        entry.config.with_settings(final)  # raises now, not after the trials
     plan = SweepPlan(
         entries=tuple(entries),
         sampler=sampler,

@@ -23,7 +23,7 @@ from tiltsam.lab.data import Data, Split, find_task, fingerprint, load
 from tiltsam.lab.data.loader import TrainingBatches
 from tiltsam.lab.devices import DistributedContext, RunAheadLimit, resolve_device, torch_settings
 from tiltsam.lab.display import QUIET, Display, Progress
-from tiltsam.lab.errors import ConfigError, Diverged, Interrupted, RecordError, TrainError
+from tiltsam.lab.errors import ConfigError, Diverged, Interrupted, RecordError, TrainError, first_line
 from tiltsam.lab.evaluate import (
     class_accuracies,
     evaluate,
@@ -430,8 +430,7 @@ class Trainer:
             try:
                 return self.step(*batch)
             except TorchDynamoException as error:  # the first step compiles
-                first = str(error).strip().splitlines()[0]
-                raise TrainError(f"torch.compile failed ({first}): run without --compile") from error
+                raise TrainError(f"torch.compile failed ({first_line(error)}): run without --compile") from error
 
     # ---------------------------------------------------------------- outputs and losses
 

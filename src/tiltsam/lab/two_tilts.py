@@ -238,8 +238,8 @@ def result_rows(study: TiltStudy, result: SweepResult) -> list[list[str]]:
             mean = paired_difference(scores, _results(entries[row.reference], study.metric))
             difference, interval = f"{mean.value:+z.2f}" if mean.runs else "–", format_interval(mean)
         chosen = "–" if entry.best is None else format_values(entry.best.params)
-        others = [_format(mean_of(list(_results(entry, key).values())), 1) for key in shown.values()]
-        mean = mean_of(list(scores.values()))
+        others = [_format(mean_of(_results(entry, key).values()), 1) for key in shown.values()]
+        mean = mean_of(scores.values())
         table.append([row.name, chosen, _format(mean, 2), difference, interval, *others, f"{len(scores)}"])
     return table
 

@@ -42,8 +42,8 @@ class ExampleTilt:
 
     The gradient is exact (with ``min_ess`` for the tilt that is used, held constant), nothing is read back to the host,
     and ``t`` may be changed between steps, also of a captured one (:func:`tiltsam.capture`). Examples whose loss is not
-    finite get no weight; if there is no other, the value is NaN and the gradient zero. Second derivatives raise an
-    error: :func:`tiltsam.tilted_loss` has them.
+    finite get no weight; if there is no other, the value is NaN and the gradient zero. Second derivatives are exact,
+    too, in one process and without groups; otherwise they take the weights as constant.
 
     With several processes the weights are computed over the batches of all ranks. This costs one all-gather of six
     scalars, or of six per group (``min_ess`` needs four more all-gathers of up to 384 numbers). DDP and FSDP2 average
@@ -144,7 +144,14 @@ class ExampleTilt:
         if groups is not None and groups.shape != losses.shape:
             raise ValueError(f"groups must have the shape {tuple(losses.shape)} of losses, got {tuple(groups.shape)}")
         self.weights, value = self._tilt(losses.detach(), groups)
-        tilted: Tensor = _WithWeights.apply(losses, self._world_size() * self.weights, value)  # type: ignore[no-untyped-call]
+        used = torch.where(self.weights > 0, losses, 0.0).to(self.weights.dtype)
+        change = used - used.detach()  # zero, with a gradient of one
+        first = (self.weights * change).sum()
+        tilted = value + self._world_size() * first
+        if groups is None and self._world_size() == 1:
+            assert self.t_used is not None
+            # Zero, as is its gradient. Its second derivative is that of the weights, which are constants above.
+            tilted = tilted + self.t_used / 2 * ((self.weights * change.square()).sum() - first.square())
         return tilted
 
     def _tilt(self, losses: Tensor, groups: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -235,47 +242,6 @@ class ExampleTilt:
         every = [torch.empty_like(x) for _ in range(size)]
         dist.all_gather(every, x.contiguous(), group=self.process_group)
         return torch.stack(every)
-
-
-class _WithWeights(torch.autograd.Function):
-    """The tilted loss, with the weights as its gradient with respect to the losses."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(losses: Tensor, weights: Tensor, value: Tensor) -> Tensor:
-        del losses, weights
-        return value.clone()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
-        del output
-        ctx.save_for_backward(*inputs[:2])
-
-    @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None]:
-        losses, weights = ctx.saved_tensors
-        weights = _Undifferentiated.apply(losses, weights)  # type: ignore[no-untyped-call]
-        return upstream * weights, None, None
-
-
-class _Undifferentiated(torch.autograd.Function):
-    """Weights, which depend on the losses: differentiating them raises an error, instead of taking them as constant."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(losses: Tensor, weights: Tensor) -> Tensor:
-        del losses
-        return weights.clone()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> tuple[None, None]:
-        raise RuntimeError("ExampleTilt has no second derivatives: use tiltsam.tilted_loss(losses, t)")
 
 
 def _tilt_groups(risks: Tensor, sizes: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:

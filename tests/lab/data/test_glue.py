@@ -80,11 +80,11 @@ def append(folder, row):
 DAMAGE = [
     ("rte", lambda r: (glue(r, "rte") / "dev.tsv").write_text("0\ta\n"), r"dev\.tsv.* sentence1"),
     ("rte", lambda r: append(glue(r, "rte"), b"0\ta\n"), r"train\.tsv.* line 22 .*4 columns"),
-    ("rte", lambda r: append(glue(r, "rte"), b"0\ta\tb\tperhaps\n"), r"train\.tsv, line 22: .*'perhaps'"),
+    ("rte", lambda r: append(glue(r, "rte"), b"0\ta\tb\tperhaps\n"), r"train\.tsv: row 22: .*'perhaps'"),
     ("rte", lambda r: append(glue(r, "rte"), b"0\ta\t\xff\t0\n"), r"train\.tsv.* UTF-8 \(byte"),
     ("rte", lambda r: (glue(r, "rte") / "dev.tsv").write_text(""), r"dev\.tsv"),
     ("cola", lambda r: (glue(r, "cola") / "dev.tsv").write_text("a\tb\n"), r"dev\.tsv.* 4 columns, got 2"),
-    ("stsb", lambda r: append(glue(r, "stsb"), b"\t" * 9 + b"nan\n"), r"train\.tsv, line 22: .*'nan'"),
+    ("stsb", lambda r: append(glue(r, "stsb"), b"\t" * 9 + b"nan\n"), r"train\.tsv: row 22: .*'nan'"),
 ]  # fmt: skip
 
 

@@ -32,10 +32,10 @@ def test_sweep_stands_for_the_runs_that_tested_its_choices(tmp_path):
     sweep.mkdir(parents=True)
     run = {"run": str(test.relative_to(tmp_path)), "seed": 1, "state": "done"}
     (sweep / "sweep.json").write_text(json.dumps({"methods": {"sam:lr=0.1": {"test": {"runs": [run]}}}}))
-    assert runs.tested_runs(sweep) == {test: SweepTestRun("sam:lr=0.1", 1, "done")}
+    assert runs.read_sweep(sweep).tests == {test: SweepTestRun("sam:lr=0.1", 1, "done")}
     found = find_run_folders([sweep])
-    assert (found.runs, found.sweeps) == ([test], [sweep])
-    assert sweeps_of([trial]) == [sweep]
+    assert (found.runs, [s.folder for s in found.sweeps]) == ([test], [sweep])
+    assert [s.folder for s in sweeps_of([trial])] == [sweep]
 
 
 @pytest.mark.parametrize("content", ["{", "[]", "{}", '{"methods": {"sam": {"test": {"runs": [1]}}}}'])
@@ -44,7 +44,7 @@ def test_damaged_sweep_is_named_or_skipped(content, tmp_path):
     sweep.mkdir(parents=True)
     (sweep / "sweep.json").write_text(content)
     with pytest.raises(RecordError, match=r"sweep\.json"):
-        runs.tested_runs(sweep)
+        runs.read_sweep(sweep)
     assert sweeps_of([run]) == []
 
 

@@ -10,11 +10,12 @@ import torch
 
 from helpers.report_runs import column, rows, write_run, write_runs
 from tiltsam.lab.config import TrainConfig
+from tiltsam.lab.flags import parse_method
 from tiltsam.lab.records import Record
 from tiltsam.lab.report import write_report
 from tiltsam.lab.report.plots import task_plots
 from tiltsam.lab.report.runs import read_runs, save_entries
-from tiltsam.lab.report.summary import summarize
+from tiltsam.lab.report.summary import entry_text, summarize
 from tiltsam.lab.report.tables import (
     results_table,
     runs_table,
@@ -211,4 +212,12 @@ def test_runs_with_other_noise_or_validation_are_tasks_of_their_own(tmp_path):
         "digits, noise 0, validation 0.1": ["erm"],
         "digits, noise 0.2, validation 0": ["sam"],
         "digits, noise 0.2, validation 0.1": ["erm", "sam"],
+    }
+
+
+def test_entry_text_can_be_typed():
+    assert parse_method(entry_text("tsam", {"delta": None, "rho": 0.2})) == {
+        "method": "tsam",
+        "delta": None,
+        "rho": 0.2,
     }

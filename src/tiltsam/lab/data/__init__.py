@@ -24,7 +24,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 
 from tiltsam.lab import pretrained
-from tiltsam.lab.config import TrainConfig
+from tiltsam.lab.config import DATA_FIELDS, TrainConfig
 from tiltsam.lab.data import user, vision
 from tiltsam.lab.data.dataset import Data, LoadingCallback, Request, Split
 from tiltsam.lab.data.glue import GLUE, glue
@@ -138,9 +138,9 @@ def data_loader(
 
 def data_key(config: TrainConfig) -> TrainConfig:
     """Return the part of a config that determines its data: it is equal for configs with the same data."""
-    names = ("task", "seed", "noise", "validation", "max_length", "image_size")
     needs_model = config.task.startswith(("glue/", "text:")) or config.model.startswith("hf:")  # for its tokenizer
-    return TrainConfig(model=config.model if needs_model else "auto", **{name: getattr(config, name) for name in names})
+    values = {name: getattr(config, name) for name in DATA_FIELDS}
+    return TrainConfig(model=config.model if needs_model else "auto", **values)
 
 
 def data_root(root: Path | None = None) -> Path:

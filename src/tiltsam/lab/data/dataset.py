@@ -82,11 +82,11 @@ class Data:
     mislabelled: Tensor | None = None
     """Which training examples have a label that was replaced by a wrong one, (n,) bool; None without label noise."""
     test_split_off: float = 0.0
-    """Fraction of the user's examples that was split off as the test set; 0 if the test set is one of its own."""
+    """Fraction of the user's examples that was split off as the test set; 0 if the data has its own test set."""
     rows: Tensor | None = None
     """Row of each training example among the examples that were read, (n,) int64, on the CPU; None if unknown."""
     sources: tuple[str, ...] = ()
-    """What the user recognises an example by, by row: the path of an image, or a text; empty if there is no such."""
+    """What identifies each row to the user: the path of an image, or a text. Empty for other data."""
     class_names: tuple[str, ...] = ()
     """Names of the classes; empty if they are numbers."""
 
@@ -111,7 +111,7 @@ class Request:
     validation: float
     """Fraction of the training examples held out for validation."""
     noise: float
-    """Fraction of training and validation labels replaced by wrong ones."""
+    """Fraction of training and validation labels replaced with wrong ones."""
     imbalance: float
     """Examples of the largest class per example of the smallest, in training and validation; 1 keeps all examples."""
     model: str

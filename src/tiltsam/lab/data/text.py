@@ -46,7 +46,7 @@ class TextTable:
             if label not in numbers:
                 known = ", ".join(names[:8]) + (", …" if len(names) > 8 else "")
                 raise DataError(
-                    f"{self.path}, line {row + self.first_line}: label must be one of {known}, got {label!r}"
+                    f"{self.path}: row {row + self.first_line}: label must be one of {known}, got {label!r}"
                 )
         return [numbers[label] for label in self.labels]
 
@@ -59,7 +59,7 @@ class TextTable:
             except ValueError:
                 value = math.nan
             if not abs(value) <= _FLOAT32_MAX:
-                raise DataError(f"{self.path}, line {row + self.first_line}: must be a finite number, got {label!r}")
+                raise DataError(f"{self.path}: row {row + self.first_line}: must be a finite number, got {label!r}")
             values.append(value)
         return values
 

@@ -11,7 +11,7 @@ page       the HTML page, with its style and scripts in assets/
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from importlib.util import find_spec
 from pathlib import Path
@@ -92,7 +92,9 @@ def write_report(
     """
     runs, problems, notes = read_runs(folders, trials=trials)
     tasks = summarize(runs, problems, notes)
-    sections = [_section(task, compare_settings=compare_settings or task.typed) for task in tasks]
+    if compare_settings:
+        tasks = [replace(task, compare_settings=True) for task in tasks]
+    sections = [_section(task) for task in tasks]
     overview = overview_table(tasks) if len(tasks) > 1 else None
     other_problems = [problem for problem in problems if not problem.task]
     no_figures = ""
@@ -118,12 +120,12 @@ def write_report(
     )
 
 
-def _section(task: TaskSummary, *, compare_settings: bool) -> TaskSection:
+def _section(task: TaskSummary) -> TaskSection:
     measured, problems = comparable_flatness(task)
     return TaskSection(
         task=task,
-        headline=headline(task, compare_settings=compare_settings),
-        methods=methods_table(task, compare_settings=compare_settings),
+        headline=headline(task),
+        methods=methods_table(task),
         results=results_table(task),
         examples=examples_table(task),
         runs=runs_table(task),

@@ -208,14 +208,9 @@ def _facts(facts: dict[str, str]) -> str:
     return "<dl>" + "".join(f"<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>" for k, v in facts.items()) + "</dl>"
 
 
-def headline(task: TaskSummary, *, compare_settings: bool = False) -> str:
-    """Return the result in a few sentences, with no more than the numbers support.
-
-    Args:
-        task: The task.
-        compare_settings: Whether to compare all settings instead of the best of each method on validation.
-    """
-    compared = task.settings if compare_settings else task.chosen
+def headline(task: TaskSummary) -> str:
+    """Return the result in a few sentences, with no more than the numbers support."""
+    compared = task.settings if task.compare_settings else task.chosen
     ranked = [(s, mean) for s in compared if math.isfinite((mean := s.final("score", 100)).value)]
     ranked.sort(key=lambda entry: -entry[1].value)
     if not ranked and all(run.diverged for run in task.runs):
@@ -242,7 +237,7 @@ def headline(task: TaskSummary, *, compare_settings: bool = False) -> str:
         text += " One seed gives no interval: use several."
     if len(task.settings) > len(compared):
         text += f" The comparison uses {task.selection}."
-    return text + ("" if compare_settings else _uneven_tuning(task, [s for s, _ in ranked]))
+    return text + ("" if task.compare_settings else _uneven_tuning(task, [s for s, _ in ranked]))
 
 
 def _format_score(mean: Mean) -> str:
@@ -261,7 +256,7 @@ def _lead(first: SettingSummary, other: SettingSummary, name: str) -> str:
         text += f" over {count_of(lead.runs, 'common seed')}"
     if lead.runs == 1 or math.isnan(confidence_interval(lead)[0]):
         return text
-    verdict = "a significant difference" if is_significant(lead) else "so not a significant difference"
+    verdict = "a significant difference" if is_significant(lead) else "not a significant difference"
     return f"{text}, 95% interval {format_interval(lead)}, {verdict}"
 
 
@@ -272,7 +267,7 @@ def _better_earlier(task: TaskSummary, compared: Sequence[SettingSummary]) -> st
         best = setting.finals("score_at_best_validation", 100)
         loss = paired_difference(best, setting.finals("score", 100))
         if loss.value > 1 and is_significant(loss):
-            early.append((loss.value, mean_of(list(best.values())).value, setting.full_name))
+            early.append((loss.value, mean_of(best.values()).value, setting.full_name))
     if not early:
         return ""
     early.sort(reverse=True)

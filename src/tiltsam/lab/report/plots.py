@@ -148,8 +148,8 @@ def _effective_samples(task: TaskSummary) -> Plot:
         X_LABELS[task.budget],
         "effective samples per step",
         [_metrics_curve(setting, task.budget, "effective_sample_size") for setting in several],
-        "1: one sample decides; s, the number of samples: all count alike. Near s throughout, the tilt did next to "
-        "nothing.",
+        "At 1, one sample decides the step; at s, the number of samples, all count equally. If it stays near s, the "
+        "tilt had almost no effect.",
         y_bounds=(1.0, max((s.values["num_samples"] for s in several), default=1.0)),
     )
 
@@ -161,8 +161,8 @@ def _example_ess(task: TaskSummary) -> Plot:
         X_LABELS[task.budget],
         "effective examples (% of the batch)",
         [_metrics_curve(setting, task.budget, "example_ess", 100) for setting in task.settings],
-        "100%: all examples of a batch count alike, as without a tilt. Near 100% throughout, the tilt did next to "
-        "nothing.",
+        "At 100%, all examples of a batch count equally, as without a tilt. If it stays near 100%, the tilt had almost "
+        "no effect.",
         y_bounds=(0.0, 100.0),
     )
 
@@ -248,7 +248,7 @@ def _around(settings: Sequence[SettingSummary], statistic: str) -> list[Curve]:
 
 def _means(lists: Sequence[Sequence[float]]) -> list[Mean]:
     """Return the elementwise means over runs, up to the length of the shortest list."""
-    return [mean_of(list(column)) for column in zip(*lists, strict=False)]
+    return [mean_of(column) for column in zip(*lists, strict=False)]
 
 
 def _spectrum(settings: Sequence[SettingSummary], unit: str) -> Plot:

@@ -25,13 +25,14 @@ __all__ = [
     "RunProblem",
     "RunRecord",
     "RunSet",
+    "SweepFile",
     "SweepTestRun",
     "find_run_folders",
     "measured",
     "read_runs",
+    "read_sweep",
     "save_entries",
     "sweeps_of",
-    "tested_runs",
     "typed_entries",
 ]
 
@@ -141,8 +142,7 @@ def read_runs(folders: Sequence[Path], *, trials: bool = False) -> RunSet:
     runs: list[RunRecord] = []
     problems: list[RunProblem] = []
     found = find_run_folders(folders, trials=trials)
-    tested = [item for sweep in found.sweeps for item in tested_runs(sweep).items()]
-    swept = {place.resolve() for sweep in (*found.sweeps, *sweeps_of(found.runs)) for place in tested_runs(sweep)}
+    swept = {place.resolve() for sweep in (*found.sweeps, *sweeps_of(found.runs)) for place in sweep.tests}
     typed = typed_entries(found)
     positions = {entry: position for position, entry in enumerate(dict.fromkeys(typed.values()))}
     for folder in found.runs:
@@ -155,23 +155,15 @@ def read_runs(folders: Sequence[Path], *, trials: bool = False) -> RunSet:
         entry = typed.get(place, "")
         runs.append(replace(run, swept=place in swept, entry=entry, position=positions.get(entry, len(positions))))
         problems += [RunProblem(p.where, p.what, runs[-1].task) for p in own_problems]
-    for place, test in tested:
-        if not (place / "config.json").exists():
-            what = f"no record here; its state in sweep.json is {test.state}"
-            problems.append(RunProblem(f"{test.entry}, seed {test.seed}", what))
-    return RunSet(*_drop_duplicates(runs, problems), _sweep_notes(found.sweeps))
-
-
-def _sweep_notes(sweeps: Sequence[Path]) -> dict[str, list[str]]:
-    """Return the notes of sweeps by task, each once."""
     notes: dict[str, list[str]] = {}
-    for sweep in sweeps:
-        content = json.loads((sweep / "sweep.json").read_text())
-        found = content.get("notes")
-        texts = [note for note in found if isinstance(note, str)] if isinstance(found, list) else []
-        of_task = notes.setdefault(str(content.get("task", "?")), [])
-        of_task += [text for text in dict.fromkeys(texts) if text not in of_task]
-    return notes
+    for sweep in found.sweeps:
+        for place, test in sweep.tests.items():
+            if not (place / "config.json").exists():
+                what = f"no record here; its state in sweep.json is {test.state}"
+                problems.append(RunProblem(f"{test.entry}, seed {test.seed}", what))
+        of_task = notes.setdefault(sweep.task, [])
+        of_task += [note for note in sweep.notes if note not in of_task]
+    return RunSet(*_drop_duplicates(runs, problems), notes)
 
 
 def measured(content: Any, *path: str) -> list[float]:
@@ -270,11 +262,32 @@ def _numeric_entries(row: dict[str, Any]) -> MetricsRow:
 # ---------------------------------------------------------------- folders of runs and of sweeps
 
 
+class SweepTestRun(NamedTuple):
+    """A run that tested the choice of a sweep."""
+
+    entry: str
+    seed: int
+    state: str
+
+
+@dataclass(frozen=True)
+class SweepFile:
+    """The content of a ``sweep.json``."""
+
+    folder: Path
+    task: str
+    tests: dict[Path, SweepTestRun]
+    """By run folder, the runs that tested the choices; some may be on other machines."""
+    trials: set[Path]
+    """The run folders of the trials, one per seed."""
+    notes: list[str]
+
+
 class RunFolders(NamedTuple):
     """What is found among and below some folders."""
 
     runs: list[Path]
-    sweeps: list[Path]
+    sweeps: list[SweepFile]
 
 
 def find_run_folders(roots: Iterable[Path], *, trials: bool = True) -> RunFolders:
@@ -291,7 +304,7 @@ def find_run_folders(roots: Iterable[Path], *, trials: bool = True) -> RunFolder
         RecordError: If one of the folders contains no run.
     """
     runs: dict[Path, Path] = {}
-    all_sweeps: dict[Path, Path] = {}
+    all_sweeps: dict[Path, SweepFile] = {}
     for root in roots:
         places, sweeps, seen = [], [], set()
         for place, folders, files in os.walk(root, followlinks=True):  # skips what vanishes meanwhile
@@ -303,8 +316,8 @@ def find_run_folders(roots: Iterable[Path], *, trials: bool = True) -> RunFolder
                 places.append(Path(place))
                 folders.clear()
             elif "sweep.json" in files:
-                sweeps.append(Path(place))
-                places += [run for run in tested_runs(Path(place)) if (run / "config.json").exists()]
+                sweeps.append(read_sweep(Path(place)))
+                places += [run for run in sweeps[-1].tests if (run / "config.json").exists()]
                 folders.clear()
         if not places and sweeps:
             raise RecordError(_why_no_tested_run(sweeps[0]))
@@ -314,41 +327,29 @@ def find_run_folders(roots: Iterable[Path], *, trials: bool = True) -> RunFolder
             places = _without_trials(places) or places
         for folder in sorted(places):
             runs.setdefault(folder.resolve(), folder)
-        for folder in sorted(sweeps):
-            all_sweeps.setdefault(folder.resolve(), folder)
+        for sweep in sorted(sweeps, key=lambda sweep: sweep.folder):
+            all_sweeps.setdefault(sweep.folder.resolve(), sweep)
     return RunFolders(list(runs.values()), list(all_sweeps.values()))
 
 
 def _without_trials(places: Sequence[Path]) -> list[Path]:
     """Return the runs of the settings that are not only trials of sweeps in the same ``OUT``."""
     sweeps = sweeps_of(places)
-    tried = {run.resolve() for sweep in sweeps for run in _trial_runs(sweep)}
-    tested = {run.resolve() for sweep in sweeps for run in tested_runs(sweep)}
+    tried = {run.resolve() for sweep in sweeps for run in sweep.trials}
+    tested = {run.resolve() for sweep in sweeps for run in sweep.tests}
     folders = [place.resolve() for place in places]
     kept = {folder.parent for folder in folders if folder not in tried or folder in tested}
     return [place for place, folder in zip(places, folders, strict=True) if folder.parent in kept]
 
 
-def sweeps_of(runs: Iterable[Path]) -> list[Path]:
-    """Return the folders of the sweeps in the ``OUT`` of some runs, without damaged ones."""
+def sweeps_of(runs: Iterable[Path]) -> list[SweepFile]:
+    """Return the sweeps in the ``OUT`` of some runs, without damaged ones."""
     sweeps = []
     for out in sorted({ancestor for run in runs for ancestor in run.resolve().parents[2:3]}):
         for path in sorted(out.glob("sweeps/*/sweep.json")):
             with suppress(RecordError):
-                tested_runs(path.parent)
-                sweeps.append(path.parent)
+                sweeps.append(read_sweep(path.parent))
     return sweeps
-
-
-def _trial_runs(sweep: Path) -> set[Path]:
-    """Return the folders of the trials of a sweep, one per seed; none if it does not list them."""
-    try:
-        content = json.loads((sweep / "sweep.json").read_bytes())
-        trials = [trial for method in content["methods"].values() for trial in method["trials"]]
-        first = [_out(sweep) / trial["run"] for trial in trials]
-        return {run.with_name(f"seed-{seed}") for run in first for seed in range(content["trial_seeds"])}
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return set()
 
 
 def save_entries(task: Path, entries: Mapping[str, str]) -> None:
@@ -366,7 +367,7 @@ def typed_entries(found: RunFolders) -> dict[Path, str]:
     """Return the entries of comparisons and sweeps as typed at the command line, by the resolved folder of each run."""
     typed: dict[Path, str] = {}
     for sweep in sweeps_of(found.runs):
-        typed |= _tested_entries(sweep)
+        typed |= {run.resolve(): test.entry for run, test in sweep.tests.items()}
     settings: dict[Path, list[Path]] = {}
     for run in map(Path.resolve, found.runs):
         settings.setdefault(run.parent, []).append(run)
@@ -375,39 +376,29 @@ def typed_entries(found: RunFolders) -> dict[Path, str]:
             if isinstance(entry, str):
                 typed |= dict.fromkeys(settings.get(task / name, ()), entry)
     for sweep in found.sweeps:
-        typed |= _tested_entries(sweep)
+        typed |= {run.resolve(): test.entry for run, test in sweep.tests.items()}
     return typed
 
 
-def _tested_entries(sweep: Path) -> dict[Path, str]:
-    return {run.resolve(): test.entry for run, test in tested_runs(sweep).items()}
-
-
-class SweepTestRun(NamedTuple):
-    """A run that tested the choice of a sweep."""
-
-    entry: str
-    seed: int
-    state: str
-
-
-def tested_runs(folder: Path) -> dict[Path, SweepTestRun]:
-    """Return the runs that tested the choices of a sweep; some may be on other machines.
-
-    Args:
-        folder: The folder of the sweep.
-
-    Returns:
-        By run folder, the entry as typed, the seed and the state of the run.
+def read_sweep(folder: Path) -> SweepFile:
+    """Read the ``sweep.json`` of a sweep.
 
     Raises:
-        RecordError: If ``sweep.json`` is damaged.
+        RecordError: If it is damaged.
     """
     path = folder / "sweep.json"
     try:
-        methods = json.loads(path.read_text())["methods"].items()
+        content, out = json.loads(path.read_bytes()), _out(folder)
+        methods = content["methods"].items()
         tests = [(name, run) for name, method in methods for run in method["test"]["runs"]]
-        return {_out(folder) / run["run"]: SweepTestRun(name, run["seed"], run["state"]) for name, run in tests}
+        first = [out / trial["run"] for _, method in methods for trial in method.get("trials", ())]
+        return SweepFile(
+            folder,
+            str(content.get("task", "?")),
+            {out / run["run"]: SweepTestRun(name, run["seed"], run["state"]) for name, run in tests},
+            {run.with_name(f"seed-{seed}") for run in first for seed in range(content.get("trial_seeds", 0))},
+            [note for note in dict.fromkeys(content.get("notes", ())) if isinstance(note, str)],
+        )
     except (ValueError, KeyError, TypeError, AttributeError):
         raise RecordError(f"{path} is not what tiltsam sweep writes") from None
 
@@ -419,8 +410,9 @@ def _out(sweep: Path) -> Path:
     return plain if plain.samefile(out) else out.resolve()
 
 
-def _why_no_tested_run(sweep: Path) -> str:
-    if not tested_runs(sweep):
-        return f"{sweep / 'sweep.json'} has no tests, or none yet"
-    missing = f"none of the runs that {sweep / 'sweep.json'} tested is below {_out(sweep)}"
+def _why_no_tested_run(sweep: SweepFile) -> str:
+    path = sweep.folder / "sweep.json"
+    if not sweep.tests:
+        return f"{path} has no tests, or none yet"
+    missing = f"none of the runs that {path} tested is below {_out(sweep.folder)}"
     return f"{missing}: they are on another machine, or this folder was in another OUT/sweeps"

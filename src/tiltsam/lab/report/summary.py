@@ -74,7 +74,7 @@ class SettingSummary:
 
     def final(self, key: str, scale: float = 1.0) -> Mean:
         """Return a final number, averaged over the finished runs."""
-        return mean_of(list(self.finals(key, scale).values()))
+        return mean_of(self.finals(key, scale).values())
 
     @cached_property
     def epochs(self) -> list[list[MetricsRow]]:
@@ -87,14 +87,7 @@ class SettingSummary:
 
     def curve(self, key: str, scale: float = 1.0) -> list[Mean]:
         """Return a number by epoch, averaged over the runs that reached it."""
-        if (key, scale) not in self._curves:  # several plots use the same curve
-            means = [mean_of([scale * row.get(key, math.nan) for row in rows]) for rows in self.epochs]
-            self._curves[key, scale] = means
-        return self._curves[key, scale]
-
-    @cached_property
-    def _curves(self) -> dict[tuple[str, float], list[Mean]]:
-        return {}
+        return [mean_of(scale * row.get(key, math.nan) for row in rows) for rows in self.epochs]
 
 
 @dataclass(frozen=True)
@@ -109,8 +102,8 @@ class TaskSummary:
     problems: list[RunProblem]
     notes: list[str]
     """What sweeps of these runs noted, such as choices at the edge of their grid."""
-    typed: bool = False
-    """Whether all settings are entries of comparisons and sweeps, which were given to be compared."""
+    compare_settings: bool = False
+    """Whether all settings are compared, as entries of comparisons and sweeps are; else the best of each method."""
 
     @property
     def runs(self) -> list[RunRecord]:
@@ -172,12 +165,12 @@ class TaskSummary:
         """Return the name of a setting as one would type it: a method's only one has what is not at its default."""
         return setting.name if self.num_settings[setting.method] > 1 else setting.full_name
 
-    def tuning(self, setting: SettingSummary, *, compare_settings: bool = False) -> str:
+    def tuning(self, setting: SettingSummary) -> str:
         """Return how the setting was selected among those of its method; if all are compared, none was selected."""
         tried = self.num_settings[setting.method]
         if all(run.swept for run in setting.runs):
             return "tuned by a sweep on validation"
-        if tried == 1 or compare_settings:
+        if tried == 1 or self.compare_settings:
             return "not tuned"
         if not self.has_validation(setting):
             return f"not tuned: 1 of {tried} settings, no validation score"
@@ -376,7 +369,7 @@ def _shown(method: str, values: Mapping[str, Any]) -> dict[str, Any]:
 
 def entry_text(method: str, values: Mapping[str, Any]) -> str:
     """Return a method and its settings as ``tiltsam compare`` takes them, such as ``sam:rho=0.2,average=true``."""
-    settings = ",".join(f"{name}={format_value(value)}" for name, value in values.items())
+    settings = ",".join(f"{k}={'none' if v is None else format_value(v)}" for k, v in values.items())
     return f"{method}:{settings}" if settings else method
 
 

@@ -38,8 +38,8 @@ FLATTER = (
     "memorised its labels has a small Hessian."
 )
 DETAILS = ("test loss", "ECE", "worst class", "train loss", "mean rise", "variance", "adaptive", "8 bits", "4 bits")
-"""How the headings of columns start that are on the page and in files, but not printed."""
-IN_UNITS = " (1e-3) in a heading: numbers in units of 0.001, and so on."
+"""Prefixes of the headings of columns that are on the page and in files, but that commands do not print."""
+IN_UNITS = " A heading with (1e-3) has numbers in units of 0.001, and so on."
 BOLD = "Bold: significantly ahead of the next (the 95% interval of the paired difference excludes 0)."
 
 
@@ -93,22 +93,17 @@ class NumberColumn:
 
     def mean(self, setting: SettingSummary) -> Mean:
         """Return the mean of a setting."""
-        return mean_of(list(self.values(setting).values()))
+        return mean_of(self.values(setting).values())
 
 
-def methods_table(task: TaskSummary, *, compare_settings: bool = False) -> ReportTable:
-    """Return one row per setting: the values of the method's own settings, and how they were selected.
-
-    Args:
-        task: The task.
-        compare_settings: Whether all settings are compared, so that none was selected.
-    """
+def methods_table(task: TaskSummary) -> ReportTable:
+    """Return one row per setting: the values of the method's own settings, and how they were selected."""
     rows = [
         [
             TableCell(s.method, method=s.method),
             TableCell(format_values(s.method_values) or "–"),
             TableCell(f"{s.values['lr']:g}" if isinstance(s.values.get("lr"), float) else "–"),
-            TableCell(task.tuning(s, compare_settings=compare_settings)),
+            TableCell(task.tuning(s)),
         ]
         for s in task.settings
     ]
@@ -211,7 +206,7 @@ def overview_table(tasks: Sequence[TaskSummary]) -> ReportTable:
     for task in tasks:
         chosen = {s.method: s.finals("score", 100) for s in task.chosen}
         scores = [chosen.get(method, {}) for method in methods]
-        means = [mean_of(list(values.values())) for values in scores]
+        means = [mean_of(values.values()) for values in scores]
         counts += [mean.runs for mean in means]
         best = best_of(scores)
         columns.append([number_cell(mean, 2, best=i == best) for i, mean in enumerate(means)])
@@ -379,7 +374,7 @@ def _settings_table(
     headings = ["method", *(["settings"] if differ else [])]
     for column in columns:
         values = [column.values(setting) for setting in settings]
-        means = [mean_of(list(by_seed.values())) for by_seed in values]
+        means = [mean_of(by_seed.values()) for by_seed in values]
         best = None if column.highest is None else best_of(values, highest=column.highest)
         heading, texts = column.heading, [format_mean(mean, column.digits) for mean in means]
         if column.digits is None:

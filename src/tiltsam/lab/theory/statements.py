@@ -77,11 +77,11 @@ def limits(problem: Problem, theta: float, ball: Ball) -> Limits:
     )
 
 
-def small_t(problem: Problem, theta: float, noise: Noise, t: float = 0.1) -> Pair:
+def small_t(problem: Problem, theta: float, noise: Noise) -> Pair:
     """Return the limit of ``(L^t - mean - t/2 var)/t^2`` as ``t -> 0``, and ``kappa_3/6``, which it equals.
 
     So the remainder of the expansion is ``O(t^2)``; the paper's ``o(t^2)`` holds only for losses without skew. The
-    limit is extrapolated (Richardson) from ``t, t/2, t/4, ...``, because at tiny ``t`` the quotient is rounding error.
+    limit is extrapolated (Richardson) from ``0.1, 0.05, ...``, because at tiny ``t`` the quotient is rounding error.
     """
     plain = tsam(problem, theta, 0.0, noise)
 
@@ -89,7 +89,7 @@ def small_t(problem: Problem, theta: float, noise: Noise, t: float = 0.1) -> Pai
         value = tsam(problem, theta, t, noise).value
         return float(value - plain.value - t / 2 * plain.var) / t**2
 
-    column = [quotient(t / 2**k) for k in range(5)]
+    column = [quotient(0.1 / 2**k) for k in range(5)]
     for order in range(1, 5):
         column = [b + (b - a) / (2**order - 1) for a, b in itertools.pairwise(column)]
     return Pair(column[0], float(plain.third) / 6)

@@ -491,6 +491,31 @@ def test_capture_key_depends_on_settings_that_a_graph_cannot_change(setting, sam
     assert (optimizer.capture_key(optimizer.begin([problem.closure])) == before) is same
 
 
+@pytest.mark.parametrize("repeats", [True, False])
+def test_steps_with_a_new_momentum_each_stay_eager(monkeypatch, repeats):
+    """OneCycleLR cycles the momentum: a graph for each value would never be replayed."""
+    problem = Problem(dropout=0.0)
+    optimizer = tiltsam.SAM(sgd(problem.model.parameters()), model=problem.model)
+    step = capture(optimizer, lambda x, y: nn.functional.cross_entropy(problem.model(x), y))
+    step.reason = None  # as on a GPU
+
+    def warm_up(key, planned, _):
+        step._warm_ups[key] = _WarmUp()
+        return optimizer.step(planned.closures)
+
+    monkeypatch.setattr(step, "_warm_up_step", warm_up)
+    monkeypatch.setattr(captured_step, "MAX_NEW_KEYS", 5)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for k in range(8):
+            optimizer.param_groups[0]["momentum"] = 0.5 + 0.01 * (k // 2 if repeats else k)
+            step(problem.x, problem.y)
+    assert optimizer.param_groups[0]["steps_taken"] == 8
+    assert (step.reason is None) is repeats
+    assert ["cycle_momentum" in str(w.message) for w in caught] == ([] if repeats else [True])
+    assert len(step._warm_ups) == (4 if repeats else 0)
+
+
 def test_graphs_of_replaced_parameters_are_dropped():
     """Their space is gone: no graph would be replayed again, and the new space must be warmed up."""
     model, batch = nn.Linear(4, 1), (torch.ones(8, 4),)

@@ -30,6 +30,7 @@ from tiltsam.space.validation import check_count, warn
 __all__ = ["WARM_UP", "CapturedStep"]
 
 WARM_UP = 3  # eager steps before a capture: cuDNN chooses its kernels, Triton compiles, the base creates its state
+MAX_NEW_KEYS = 100  # in a row, before steps stay eager
 FUSABLE = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)  # their fused kernels read the rate from the device
 
 
@@ -87,6 +88,7 @@ class CapturedStep:
         self._concurrent, self._num_warm_up = concurrent, warm_up
         self._space: ParameterSpace | None = None  # the space of the captured steps
         self._warm_ups: dict[Any, _WarmUp] = {}
+        self._num_new_keys = 0  # in a row
         self._graphs: dict[Any, _Graph] = {}
         self._scratch: list[Scratch] = []
         self._pool: Any = None
@@ -107,6 +109,8 @@ class CapturedStep:
         with step.space.on_device():
             key = self._key(batch, step)
             self._drop_if_stale(key, step.space)
+            if self._never_repeats(key):
+                return self.optimizer.step(closures, ascent_closure)
             warm_up = self._warm_ups.get(key, _WarmUp())
             if key not in self._graphs and warm_up.steps >= self._num_warm_up:
                 self._try_capture(key, batch, step, warm_up)
@@ -273,6 +277,19 @@ class CapturedStep:
         graph = self._graphs.get(key)
         if graph is not None and graph.state_addresses != _state_addresses(self.optimizer.base):
             del self._graphs[key], self._warm_ups[key]  # warm up again: the base may have to create its state
+
+    def _never_repeats(self, key: Any) -> bool:
+        """Return whether many steps in a row had a new key, which no graph can be captured for; warn then."""
+        self._num_new_keys = 0 if key in self._warm_ups else self._num_new_keys + 1
+        if self._num_new_keys < MAX_NEW_KEYS:
+            return False
+        self._warm_ups.clear()
+        self.reason = (
+            f"{MAX_NEW_KEYS} steps in a row had new shapes or settings, such as a momentum with a schedule "
+            "(pass cycle_momentum=False)"
+        )
+        warn(f"steps run eagerly, because {self.reason}")
+        return True
 
     def _release(self) -> None:
         """Release graphs and their memory."""

@@ -1,5 +1,6 @@
 import gc
 import os
+import signal
 
 import pytest
 import torch
@@ -65,3 +66,13 @@ def ranks(request, start_ranks):
 def four_ranks(start_ranks):
     """Four processes, for meshes of two dimensions."""
     return start_ranks(4)
+
+
+@pytest.fixture
+def default_signals():
+    """Python's own handlers, which are not there where the tests run in the background."""
+    own = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    before = {number: signal.signal(number, handler) for number, handler in own.items()}
+    yield
+    after = {number: signal.signal(number, handler) for number, handler in before.items()}
+    assert after == own

@@ -279,6 +279,7 @@ class InterruptedSampler(optuna.samplers.RandomSampler):
             os.kill(os.getpid(), signal.SIGINT)
 
 
+@pytest.mark.usefixtures("default_signals")
 def test_trial_interrupted_before_it_starts_is_queued(tmp_path):
     with open_storage(sqlite_url(tmp_path)) as database:
         study = SharedStudy(database, "a", 1, InterruptedSampler(seed=0))

@@ -162,16 +162,6 @@ def test_resumed_run_equals_unbroken_run_bitwise(method, optimizer, tmp_path):
     assert one == two
 
 
-@pytest.fixture
-def default_signals():
-    """Python's own handlers, which are not there where the tests run in the background."""
-    own = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
-    before = {number: signal.signal(number, handler) for number, handler in own.items()}
-    yield
-    after = {number: signal.signal(number, handler) for number, handler in before.items()}
-    assert after == own
-
-
 @pytest.mark.usefixtures("default_signals")
 @pytest.mark.parametrize(
     "settings", [{}, {"average": True}, {"example_tilt": -2.0, "example_ess": 0.7, "example_tilt_warmup": 0.5}], ids=str

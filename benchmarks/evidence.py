@@ -153,7 +153,7 @@ MAIN = [
 # Tilts, and GCE instead of one, with seed 0 only: what is compared, the runs, the same without a tilt.
 SINGLE: list[Comparison] = [
     ("20% noisy, ERM, τ = −0.4", tilted("cifar100-noisy/erm-0c9f4fbac2"), ERM),
-    ("20% noisy, TSAM (s=1), τ = −0.5, no warm-up", tilted("cifar100-noisy/tsam-869406ffb1"), TSAM1),
+    ("20% noisy, TSAM (s=1), τ = −0.5", tilted("cifar100-noisy/tsam-869406ffb1"), TSAM1),
     ("20% noisy, ERM, cosine, τ = −0.4", tilted("cifar100-noisy/erm-8f72bcafcf"), ERM_COSINE),
     ("20% noisy, SAM, cosine, τ = −0.4", tilted("cifar100-noisy/sam-e2fc670efc"), SAM_COSINE),
     ("20% noisy, averaged SAM, τ = −0.4", tilted("cifar100-noisy/sam-fa691d77b3"), SAM_AVERAGED),
@@ -202,6 +202,11 @@ DIFFERENCES: dict[str, dict[str, list[Comparison]]] = {
         "SAM − ERM, clean labels": [
             ("digits_baselines", baseline("sam", 0.0, lr=0.1, rho=0.2), baseline("erm", 0.0, lr=0.003)),
             ("two_tilts_digits", two_tilts("sam-b1c9ea2cc2"), two_tilts("erm-5c6d7ac3f7")),
+            (
+                "digits_baselines, cosine schedules",
+                baseline("sam", 0.0, "cosine", lr=0.03, rho=0.4),
+                baseline("erm", 0.0, "cosine", lr=0.006),
+            ),
             ("RTE", minilm("glue-rte/sam-b423ca7fb9"), minilm("glue-rte/erm-1f471a06e2")),
             ("MRPC", minilm("glue-mrpc/sam-06188ba257"), minilm("glue-mrpc/erm-386d96b0fa")),
             ("STS-B", minilm("glue-stsb/sam-f070023a97"), minilm("glue-stsb/erm-6aba6ff916")),
@@ -332,10 +337,15 @@ DIFFERENCES: dict[str, dict[str, list[Comparison]]] = {
                 Runs("sam lr=0.03 rho=0.8 average=true", (CNN,)),
                 Runs("sam lr=0.03 rho=0.8 average=false", (CNN,)),
             ),
+            ("two_tilts_digits, ERM", two_tilts("erm-f499f8495e"), two_tilts("erm-78fb112f91")),
+            ("two_tilts_digits, SAM", two_tilts("sam-498026f454"), two_tilts("sam-6e427c7e4c")),
+            ("two_tilts_digits, 40%, ERM", two_tilts("erm-b7051100d7"), two_tilts("erm-dc6a8f6204")),
+            ("two_tilts_digits, 40%, SAM", two_tilts("sam-e3ce884108"), two_tilts("sam-354c0692ce")),
             ("RTE, ERM", minilm("glue-rte/erm-2ae760bedf"), minilm("glue-rte/erm-1f471a06e2")),
             ("MRPC, ERM", minilm("glue-mrpc/erm-c086dff91c"), minilm("glue-mrpc/erm-386d96b0fa")),
             ("STS-B, ERM", minilm("glue-stsb/erm-ea9e50747e"), minilm("glue-stsb/erm-6aba6ff916")),
             ("CoLA, ERM", minilm("glue-cola/erm-e1c505bef6"), minilm("glue-cola/erm-fc733f2de6")),
+            ("STS-B, SAM", minilm("glue-stsb/sam-949f18390f"), minilm("glue-stsb/sam-f070023a97")),
         ],
         "averaged, constant rate − final weights, cosine schedule": [
             ("CIFAR-100, ERM", ERM_AVERAGED, ERM_COSINE),

@@ -364,7 +364,10 @@ def _array_split(path: Path, arrays: Mapping[str, np.ndarray], x_name: str, y_na
 
 
 def _channels_are_last(path: Path, name: str, shape: tuple[int, ...]) -> bool:
-    """Return whether images are (n, height, width, channels): there are 1 or 3, images are square, or it is shorter."""
+    """Return whether images are (n, height, width, channels).
+
+    The axis of the channels has 1 or 3 entries; or the other two are equal; or it is the shorter one.
+    """
     _, first, second, last = shape
     if first in (1, 3) or last in (1, 3):
         return first not in (1, 3)

@@ -224,20 +224,20 @@ def summarize(
 
 
 def _comparable_runs(task: str, runs: list[RunRecord]) -> dict[str, list[RunRecord]]:
-    """Return the runs of a task by name, apart if label noise or the share of validation examples differ."""
-    groups: dict[tuple[str, str], list[RunRecord]] = {}
+    """Return the runs of a task by name: the task, with label noise and share of validation examples if they differ."""
+    names = ("noise", "validation")
+    groups: dict[tuple[str, ...], list[RunRecord]] = {}
     for run in runs:
-        noise, validation = (run.config.get(name, DEFAULTS[name]) for name in ("noise", "validation"))
-        if noise is None:
-            noise = run.setup.get("noise", TASKS[task].noise if task in TASKS else 0.0)
-        groups.setdefault((format_value(noise), format_value(validation)), []).append(run)
-    if len(groups) == 1:
-        return {task: runs}
-    varying = [i for i in (0, 1) if len({key[i] for key in groups}) > 1]
-    return {
-        ", ".join([task, *(f"{('noise', 'validation')[i]} {key[i]}" for i in varying)]): groups[key]
-        for key in sorted(groups)
-    }
+        values = {name: run.config.get(name, DEFAULTS[name]) for name in names}
+        if values["noise"] is None:
+            values["noise"] = run.setup.get("noise", TASKS[task].noise if task in TASKS else 0.0)
+        groups.setdefault(tuple(map(format_value, values.values())), []).append(run)
+    differ = [len(set(values)) > 1 for values in zip(*groups, strict=True)]
+    found = {}
+    for key in sorted(groups):
+        shown = [f"{name} {value}" for name, value, differs in zip(names, key, differ, strict=True) if differs]
+        found[", ".join([task, *shown])] = groups[key]
+    return found
 
 
 def _summarize_task(name: str, runs: list[RunRecord], problems: list[RunProblem], notes: Sequence[str]) -> TaskSummary:

@@ -181,7 +181,7 @@ def test_notes_of_a_sweep_are_on_its_page(tmp_path):
     note = "sam: rho=0.05 is the smallest value of its grid; a smaller one may be better"
     run = write_run(tmp_path, method="sam")
     study = write_sweep(tmp_path, [run], [run], notes=[note, note, 1])
-    assert read_runs([study]).notes == {"digits": [note]}
+    assert read_runs([study]).notes == {("digits", "0.2", "0.1"): [note]}
     page = write_report([study], tmp_path / "report", figures=False).page
     assert f"<li>{note}</li>" in page.read_text()
 
@@ -221,3 +221,24 @@ def test_entry_text_can_be_typed():
         "delta": None,
         "rho": 0.2,
     }
+
+
+def test_noise_of_the_task_and_the_same_noise_are_one_setting(tmp_path):
+    write_run(tmp_path, method="erm", seed=0)
+    write_run(tmp_path, method="erm", noise=0.2, seed=1)
+    (task,) = summarize(*read_runs([tmp_path]))
+    (setting,) = task.settings
+    assert (task.name, len(setting.runs)) == ("digits", 2)
+
+
+def test_notes_and_problems_are_shown_with_their_runs(tmp_path):
+    sweeps = []
+    for noise in (0.0, 0.4):
+        run = write_run(tmp_path / f"{noise}", method="sam", noise=noise)
+        (run / "setup.json").write_text("{")
+        sweeps.append(write_sweep(tmp_path / f"{noise}", [run], [run], notes=[f"note {noise}"]))
+    tasks = summarize(*read_runs(sweeps))
+    assert [task.name for task in tasks] == ["digits, noise 0", "digits, noise 0.4"]
+    for task, noise in zip(tasks, ("0.0", "0.4"), strict=True):
+        assert list(task.notes) == [f"note {noise}"]
+        assert [f"/{noise}/" in problem.where for problem in task.problems] == [True]

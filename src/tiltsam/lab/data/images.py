@@ -25,6 +25,10 @@ __all__ = ["class_folders", "image_split", "read_images"]
 _SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".ppm", ".pgm", ".tif", ".tiff"}
 
 
+def _is_hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
+
+
 def class_folders(folder: Path) -> dict[str, list[Path]]:
     """Return the image files of each class, sorted by class and path.
 
@@ -41,7 +45,7 @@ def class_folders(folder: Path) -> dict[str, list[Path]]:
     for entry in sorted(folder.iterdir()):
         if entry.is_dir() and not entry.name.startswith("."):
             files = sorted(p for p in entry.rglob("*") if p.suffix.lower() in _SUFFIXES and p.is_file())
-            classes[entry.name] = [p for p in files if not p.name.startswith(".")]
+            classes[entry.name] = [p for p in files if not _is_hidden(p.relative_to(entry))]
             if not classes[entry.name]:
                 raise DataError(
                     f"{entry} has no images ({', '.join(sorted(_SUFFIXES))}): add some or remove the folder"

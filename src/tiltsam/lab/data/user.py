@@ -131,12 +131,10 @@ def _warn_validation_ignored(places: Sequence[str]) -> None:
 
 def load_images(request: Request) -> Data:
     """Load a folder with one folder of images per class, or with folders ``train`` and ``test`` of that form."""
-    digest, folders = fingerprint(request.name), _image_folders(request.path)
+    folders = _image_folders(request.path)
+    _check_no_splits(folders[0])
+    digest = fingerprint(request.name)
     folder_classes = [class_folders(folder) for folder in folders]
-    splits_found = [folders[0] / name for name in folder_classes[0] if name.lower() in SPLIT_NAMES]
-    if len(splits_found) == len(folder_classes[0]) or any(p.is_dir() for f in splits_found for p in f.iterdir()):
-        names = " and ".join(folder.name for folder in splits_found)
-        raise DataError(f"{folders[0]} must have folders named train and test, got {names}")
     if len(folders) == 2:
         _warn_validation_ignored([str(p) for p in request.path.iterdir() if p.name in VALIDATION_NAMES])
     number = {name: i for i, name in enumerate(folder_classes[0])}
@@ -151,6 +149,21 @@ def load_images(request: Request) -> Data:
     return _assemble(
         request, digest, splits, len(number), augment=(crop,), sources=sources[0], class_names=list(number)
     )
+
+
+def _check_no_splits(folder: Path) -> None:
+    """Raise if folders named as parts of a data set would become classes: all of them, or one that has folders."""
+    if not folder.is_dir():
+        return
+    classes = [p for p in sorted(folder.iterdir()) if p.is_dir() and not p.name.startswith(".")]
+    parts = [p for p in classes if p.name.lower() in SPLIT_NAMES]
+    nested = any(p.is_dir() and not p.name.startswith(".") for part in parts for p in part.iterdir())
+    if parts and (len(parts) == len(classes) or nested):
+        names = " and ".join(part.name for part in parts)
+        raise DataError(
+            f"{folder} must have folders named train and test, got {names} (a class of that name must have its images "
+            "directly in it)"
+        )
 
 
 def _image_folders(folder: Path) -> list[Path]:
@@ -358,22 +371,20 @@ def _array_split(path: Path, arrays: Mapping[str, np.ndarray], x_name: str, y_na
         raise DataError(f"{path}: {x_name} must be {INPUTS}, got {x.dtype} of shape {x.shape}{hint}")
     if x.ndim == 3:
         x = x[:, None]
-    elif _channels_are_last(path, x_name, x.shape):
+    elif _channels_are_last(x.shape):
         x = x.transpose(0, 3, 1, 2)
     return Split({"image": torch.from_numpy(np.ascontiguousarray(x))}, targets)
 
 
-def _channels_are_last(path: Path, name: str, shape: tuple[int, ...]) -> bool:
-    """Return whether images are (n, height, width, channels).
+def _channels_are_last(shape: tuple[int, ...]) -> bool:
+    """Return whether images are (n, height, width, channels); in doubt they are (n, channels, height, width).
 
-    The axis of the channels has 1 or 3 entries; or the other two are equal; or it is the shorter one.
+    The axis of the channels has 1 or 3 entries; or the other two are equal; or it is the shortest one.
     """
     _, first, second, last = shape
     if first in (1, 3) or last in (1, 3):
         return first not in (1, 3)
-    if first == last:
-        raise DataError(f"{path}: {name} must be {INPUTS}; with shape {shape} the channels may be first or last")
-    return first == second or (second != last and last < first)
+    return first == second != last or last < min(first, second)
 
 
 def _check_values_differ(what: str, targets: Tensor) -> None:

@@ -96,7 +96,7 @@ def write_report(
         tasks = [replace(task, compare_settings=True) for task in tasks]
     sections = [_section(task) for task in tasks]
     overview = overview_table(tasks) if len(tasks) > 1 else None
-    other_problems = [problem for problem in problems if not problem.task]
+    other_problems = [problem for problem in problems if problem.group is None]
     no_figures = ""
     if figures and find_spec("matplotlib") is None:
         no_figures = "matplotlib is not installed: pip install '.[plots]'"

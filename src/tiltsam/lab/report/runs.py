@@ -13,13 +13,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
+from tiltsam.lab.config import DEFAULTS
+from tiltsam.lab.data import TASKS
 from tiltsam.lab.errors import RecordError
 from tiltsam.lab.files import write_json
+from tiltsam.lab.flags import format_value
 from tiltsam.lab.records import check_result, is_number, read_metrics
 
 __all__ = [
+    "Group",
     "MetricsRow",
     "RunFolders",
     "RunProblem",
@@ -40,6 +44,10 @@ MetricsRow = dict[str, float]
 """The numbers of one line of ``metrics.jsonl``, by name."""
 
 
+Group: TypeAlias = tuple[str, str, str]
+"""Task, label noise and share of validation examples."""
+
+
 @dataclass(frozen=True)
 class RunProblem:
     """Something missing or damaged that a reader of the report must know about."""
@@ -47,8 +55,8 @@ class RunProblem:
     where: str
     """A file, with its line if there is one, or a run."""
     what: str
-    task: str = ""
-    """The task it belongs to; empty if unknown."""
+    group: Group | None = None
+    """The runs it belongs to; None if unknown."""
 
     def __str__(self) -> str:
         return f"{self.where}: {self.what}"
@@ -88,6 +96,19 @@ class RunRecord:
         return str(self.config.get("task", "?"))
 
     @property
+    def noise(self) -> Any:
+        """The label noise; that of the task if the config has none."""
+        noise = self.config.get("noise")
+        default = TASKS[self.task].noise if self.task in TASKS else 0.0
+        return self.setup.get("noise", default) if noise is None else noise
+
+    @property
+    def group(self) -> Group:
+        """Task, label noise and share of validation examples, as texts: runs that differ in them are not compared."""
+        validation = self.config.get("validation", DEFAULTS["validation"])
+        return self.task, format_value(self.noise), format_value(validation)
+
+    @property
     def method(self) -> str:
         """The name of the method."""
         return str(self.config.get("method", "?"))
@@ -125,8 +146,8 @@ class RunSet(NamedTuple):
 
     runs: list[RunRecord]
     problems: list[RunProblem]
-    notes: dict[str, list[str]]
-    """By task, notes on the fairness of sweeps, such as choices at the edge of their grid."""
+    notes: dict[Group, list[str]]
+    """By group of runs, notes on the fairness of their sweeps, such as choices at the edge of a grid."""
 
 
 def read_runs(folders: Sequence[Path], *, trials: bool = False) -> RunSet:
@@ -154,15 +175,18 @@ def read_runs(folders: Sequence[Path], *, trials: bool = False) -> RunSet:
         run = _read_run(folder, config, own_problems)
         entry = typed.get(place, "")
         runs.append(replace(run, swept=place in swept, entry=entry, position=positions.get(entry, len(positions))))
-        problems += [RunProblem(p.where, p.what, runs[-1].task) for p in own_problems]
-    notes: dict[str, list[str]] = {}
+        problems += [RunProblem(p.where, p.what, runs[-1].group) for p in own_problems]
+    groups = {run.folder.resolve(): run.group for run in runs}
+    notes: dict[Group, list[str]] = {}
     for sweep in found.sweeps:
         for place, test in sweep.tests.items():
             if not (place / "config.json").exists():
                 what = f"no record here; its state in sweep.json is {test.state}"
                 problems.append(RunProblem(f"{test.entry}, seed {test.seed}", what))
-        of_task = notes.setdefault(sweep.task, [])
-        of_task += [note for note in sweep.notes if note not in of_task]
+        places = {place.resolve() for place in (*sweep.tests, *sweep.trials)}
+        for group in {groups[place] for place in places if place in groups}:
+            of_group = notes.setdefault(group, [])
+            of_group += [note for note in sweep.notes if note not in of_group]
     return RunSet(*_drop_duplicates(runs, problems), notes)
 
 
@@ -250,7 +274,7 @@ def _drop_duplicates(runs: list[RunRecord], problems: list[RunProblem]) -> tuple
         config = {k: v for k, v in run.config.items() if k != "device"}
         first = kept.setdefault(json.dumps(config, sort_keys=True), run)
         if first is not run:
-            problems.append(RunProblem(str(run.folder), f"skipped: same config and seed as {first.folder}", run.task))
+            problems.append(RunProblem(str(run.folder), f"skipped: same config and seed as {first.folder}", run.group))
     chosen = {id(run) for run in kept.values()}
     return [run for run in runs if id(run) in chosen], problems
 
@@ -275,7 +299,6 @@ class SweepFile:
     """The content of a ``sweep.json``."""
 
     folder: Path
-    task: str
     tests: dict[Path, SweepTestRun]
     """By run folder, the runs that tested the choices; some may be on other machines."""
     trials: set[Path]
@@ -394,7 +417,6 @@ def read_sweep(folder: Path) -> SweepFile:
         first = [out / trial["run"] for _, method in methods for trial in method.get("trials", ())]
         return SweepFile(
             folder,
-            str(content.get("task", "?")),
             {out / run["run"]: SweepTestRun(name, run["seed"], run["state"]) for name, run in tests},
             {run.with_name(f"seed-{seed}") for run in first for seed in range(content.get("trial_seeds", 0))},
             [note for note in dict.fromkeys(content.get("notes", ())) if isinstance(note, str)],

@@ -12,11 +12,10 @@ from typing import Any, Literal
 
 import tiltsam
 from tiltsam.lab.config import DEFAULTS, NEEDED_OPTION, method_options, tilt_defaults
-from tiltsam.lab.data import TASKS
 from tiltsam.lab.flags import format_value
 from tiltsam.lab.palette import METHOD_COLORS, OTHER_COLOR
 from tiltsam.lab.records import is_number
-from tiltsam.lab.report.runs import MetricsRow, RunProblem, RunRecord
+from tiltsam.lab.report.runs import Group, MetricsRow, RunProblem, RunRecord
 from tiltsam.lab.stats import Mean, mean_of
 
 __all__ = ["SettingSummary", "TaskSummary", "entry_text", "summarize"]
@@ -203,41 +202,30 @@ class TaskSummary:
 
 
 def summarize(
-    runs: Iterable[RunRecord], problems: Iterable[RunProblem] = (), notes: Mapping[str, Sequence[str]] | None = None
+    runs: Iterable[RunRecord], problems: Iterable[RunProblem] = (), notes: Mapping[Group, Sequence[str]] | None = None
 ) -> list[TaskSummary]:
     """Return a summary per task, sorted by name, with the problems of its runs and the notes of its sweeps.
 
     Runs with other label noise, or another share of validation examples, are a task of their own.
     """
     notes = notes or {}
-    by_task: dict[str, list[RunRecord]] = {}
+    groups: dict[Group, list[RunRecord]] = {}
     for run in runs:
-        by_task.setdefault(run.task, []).append(run)
+        groups.setdefault(run.group, []).append(run)
     problems = list(problems)
-    summaries = []
-    for task, members in sorted(by_task.items()):
-        of_task, notes_of_task = [p for p in problems if p.task == task], notes.get(task, [])
-        for name, comparable in _comparable_runs(task, members).items():
-            summaries.append(_summarize_task(name, comparable, of_task, notes_of_task))
-            of_task, notes_of_task = [], []  # shown once
-    return summaries
+    return [
+        _summarize_task(
+            _group_name(group, groups), members, [p for p in problems if p.group == group], notes.get(group, [])
+        )
+        for group, members in sorted(groups.items())
+    ]
 
 
-def _comparable_runs(task: str, runs: list[RunRecord]) -> dict[str, list[RunRecord]]:
-    """Return the runs of a task by name: the task, with label noise and share of validation examples if they differ."""
-    names = ("noise", "validation")
-    groups: dict[tuple[str, ...], list[RunRecord]] = {}
-    for run in runs:
-        values = {name: run.config.get(name, DEFAULTS[name]) for name in names}
-        if values["noise"] is None:
-            values["noise"] = run.setup.get("noise", TASKS[task].noise if task in TASKS else 0.0)
-        groups.setdefault(tuple(map(format_value, values.values())), []).append(run)
-    differ = [len(set(values)) > 1 for values in zip(*groups, strict=True)]
-    found = {}
-    for key in sorted(groups):
-        shown = [f"{name} {value}" for name, value, differs in zip(names, key, differ, strict=True) if differs]
-        found[", ".join([task, *shown])] = groups[key]
-    return found
+def _group_name(group: Group, groups: Iterable[Group]) -> str:
+    """Return the name of a task, with its label noise and share of validation examples where these differ."""
+    several = [len(set(values)) > 1 for values in zip(*(g for g in groups if g[0] == group[0]), strict=True)]
+    parts = (group[0], f"noise {group[1]}", f"validation {group[2]}")
+    return ", ".join([parts[0], *(part for part, differs in zip(parts[1:], several[1:], strict=True) if differs)])
 
 
 def _summarize_task(name: str, runs: list[RunRecord], problems: list[RunProblem], notes: Sequence[str]) -> TaskSummary:
@@ -273,9 +261,9 @@ def _summarize_task(name: str, runs: list[RunRecord], problems: list[RunProblem]
     metric = _most_common(run.metric for run in runs if run.metric)
     problems = [
         *problems,
-        *_unfinished_runs(name, settings),
-        *_other_metrics(name, metric, runs),
-        *_other_data(name, runs),
+        *_unfinished_runs(settings),
+        *_other_metrics(metric, runs),
+        *_other_data(runs),
     ]
     return TaskSummary(name, metric or "score", settings, shared, problems, list(notes), typed)
 
@@ -306,7 +294,7 @@ def _values(run: RunRecord) -> dict[str, Any]:
     """Return what defines the run's setting: fields and options, by name. Missing fields are at their defaults."""
     options = _options(run)
     left_out = {*NOT_A_SETTING, *(name for name, needed in NEEDED_OPTION.items() if needed not in options)}
-    values = {k: v for k, v in (options | DEFAULTS | run.config).items() if k not in left_out}
+    values = {k: v for k, v in (options | DEFAULTS | run.config).items() if k not in left_out} | {"noise": run.noise}
     if is_number(values["example_tilt"]):  # a default that follows from the tilt is not a difference of its own
         defaults = tilt_defaults(values["example_tilt"], values["class_tilt"])
         values |= {name: None for name, default in defaults.items() if values[name] == default}
@@ -373,27 +361,27 @@ def entry_text(method: str, values: Mapping[str, Any]) -> str:
     return f"{method}:{settings}" if settings else method
 
 
-def _unfinished_runs(task: str, settings: Sequence[SettingSummary]) -> list[RunProblem]:
+def _unfinished_runs(settings: Sequence[SettingSummary]) -> list[RunProblem]:
     problems = []
     for setting in settings:
         for run in setting.runs:
             if not run.finished:
                 why = f"diverged: {run.diverged}" if run.diverged else f"not finished, at {run.progress}"
-                problems.append(RunProblem(f"{setting.name}, seed {run.seed}", why, task))
+                problems.append(RunProblem(f"{setting.name}, seed {run.seed}", why))
     return problems
 
 
-def _other_metrics(task: str, metric: str, runs: Iterable[RunRecord]) -> list[RunProblem]:
+def _other_metrics(metric: str, runs: Iterable[RunRecord]) -> list[RunProblem]:
     odd = [run for run in runs if run.metric and run.metric != metric]
-    return [RunProblem(str(run.folder), f"scored by {run.metric}, the others by {metric}", task) for run in odd]
+    return [RunProblem(str(run.folder), f"scored by {run.metric}, the others by {metric}") for run in odd]
 
 
-def _other_data(task: str, runs: Iterable[RunRecord]) -> list[RunProblem]:
+def _other_data(runs: Iterable[RunRecord]) -> list[RunProblem]:
     """Return the runs on a user's data as they were before or after an edit: they should not be averaged."""
     known = [(run, mark) for run in runs if isinstance(mark := run.environment.get("data"), str)]
     usual = _most_common(mark for _, mark in known)
     what = "trained on other data than most runs"
-    return [RunProblem(str(run.folder), what, task) for run, mark in known if mark != usual]
+    return [RunProblem(str(run.folder), what) for run, mark in known if mark != usual]
 
 
 def _most_common(values: Iterable[str]) -> str:

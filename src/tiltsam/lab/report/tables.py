@@ -262,15 +262,15 @@ def comparable_flatness(task: TaskSummary) -> tuple[list[SettingSummary], list[R
                 runs.append(run)
                 continue
             why = "before training finished; measure it again" if _outdated(run) else "on other examples than most runs"
-            problems.append(RunProblem(str(run.folder / "flatness.json"), f"skipped: measured {why}", task.name))
+            problems.append(RunProblem(str(run.folder / "flatness.json"), f"skipped: measured {why}"))
         if runs and len(runs) < len(setting.runs):
             what = f"flatness is measured for {len(runs)} of {len(setting.runs)} runs"
-            problems.append(RunProblem(setting.name, what, task.name))
+            problems.append(RunProblem(setting.name, what))
         if runs:
             kept.append(replace(setting, runs=runs))
     if kept and len(kept) < len(task.settings):
         what = f"not measured for {len(task.settings) - len(kept)} of {len(task.settings)} settings"
-        problems.append(RunProblem("flatness", what, task.name))
+        problems.append(RunProblem("flatness", what))
     return kept, problems
 
 

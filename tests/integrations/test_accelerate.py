@@ -184,13 +184,15 @@ def test_prepared_base_is_refused():
         loop.step(accelerator, tiltsam.SAM(base, model=model), lambda: None)
 
 
-def test_loss_instead_of_loss_fn_is_refused():
+def test_wrong_arguments_are_refused():
     training = loop.Training()
     x, y = torch.zeros(BATCH, 6, dtype=torch.float64), torch.zeros(BATCH, dtype=torch.long)
     with pytest.raises(TypeError, match=r"loss_fn.*got Tensor"):
         loop.step(training.accelerator, training.optimizer, training.loss(x, y))
     with pytest.raises(TypeError, match=r"loss_fn.*got tuple"):
         loop.step(training.accelerator, training.optimizer, lambda *batch: (training.loss(*batch), x), x, y)
+    with pytest.raises(ValueError, match="got -1"):
+        loop.step(training.accelerator, training.optimizer, training.loss, x, y, max_grad_norm=-1)
 
 
 @pytest.mark.parametrize(("kind", "says"), [("DEEPSPEED", "DDP or FSDP2"), ("FSDP", "fsdp_version=2")])

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from tiltsam.distributed import find_ddp
 from tiltsam.optim import SharpnessAware
+from tiltsam.space.validation import check_positive
 
 __all__ = ["step"]
 
@@ -72,6 +73,8 @@ def step(
         raise TypeError(f"the base must not be prepared by itself: write accelerator.prepare({name}(base, ...))")
     if not callable(loss_fn):
         raise TypeError(f"loss_fn must be callable with the batch, got {type(loss_fn).__name__}")
+    if max_grad_norm is not None:
+        check_positive("max_grad_norm", max_grad_norm)
     check_distribution(accelerator)
     window = _waiting.setdefault(method, [])
     window.append(batch)

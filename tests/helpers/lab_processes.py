@@ -44,8 +44,9 @@ def start_on_ranks(size, function, *arguments, output):
 
 
 def files_named(name, below):
-    """Return the files of that name; unlike ``rglob``, also while a run writes and removes checkpoints."""
-    return [Path(place) / name for place, _, files in os.walk(below) if name in files]
+    """Return the files of that name, not those of drafts; unlike ``rglob``, also while a run writes checkpoints."""
+    found = [Path(place) / name for place, _, files in os.walk(below) if name in files]
+    return [path for path in found if not path.parent.name.startswith(".")]
 
 
 def wait_for(condition, seconds=300):

@@ -72,14 +72,19 @@ def baseline(method: str, noise: float, schedule: str = "constant", tilt: float 
     return Runs(f"{method} average=false {query}", (BASELINES,))
 
 
+def in_folder(record: str, folder: str) -> Runs:
+    """Return the runs of a folder of a record, which is named TASK/METHOD-DIGEST."""
+    return Runs(f"{folder.partition('/')[2].partition('-')[0]} folder={folder}", (record,))
+
+
 def first_study(folder: str) -> Runs:
     """Return the runs of a folder of the first record about digits."""
-    return Runs(f"{folder.partition('-')[0]} folder=digits/{folder}", (DIGITS,))
+    return in_folder(DIGITS, f"digits/{folder}")
 
 
 def two_tilts(folder: str) -> Runs:
     """Return the runs of a folder of the record of ``tiltsam reproduce two-tilts``."""
-    return Runs(f"{folder.partition('-')[0]} folder=digits/{folder}", (TILTS_DIGITS,))
+    return in_folder(TILTS_DIGITS, f"digits/{folder}")
 
 
 def parts(number: int, rho: float) -> Runs:
@@ -89,22 +94,22 @@ def parts(number: int, rho: float) -> Runs:
 
 def sampled(digest: str) -> Runs:
     """Return the runs of TSAM with this digest in the record about its samplers on digits."""
-    return Runs(f"tsam folder=digits/tsam-{digest}", (SAMPLING,))
+    return in_folder(SAMPLING, f"digits/tsam-{digest}")
 
 
 def minilm(folder: str) -> Runs:
     """Return the runs of a folder of the record of MiniLM."""
-    return Runs(f"{folder.partition('/')[2].partition('-')[0]} folder={folder}", (MINILM,))
+    return in_folder(MINILM, folder)
 
 
 def minilm_noisy(folder: str) -> Runs:
     """Return the runs of a folder of the record of MiniLM with noisy labels."""
-    return minilm(folder)._replace(records=(TILTS_MINILM,))
+    return in_folder(TILTS_MINILM, folder)
 
 
 def tilted(folder: str) -> Runs:
     """Return the runs of a folder of the record of tilts on CIFAR-100."""
-    return Runs(f"{folder.partition('/')[2].partition('-')[0]} folder={folder}", (TILTS_CIFAR,))
+    return in_folder(TILTS_CIFAR, folder)
 
 
 # Noisy CIFAR-100: what the trials chose (tables.md of the record), with three seeds or more.

@@ -625,6 +625,7 @@ def _reproduce(args: argparse.Namespace) -> None:
 
 def _two_tilts(args: argparse.Namespace) -> None:
     from tiltsam.lab.console import SweepDisplay, format_markdown, print_table
+    from tiltsam.lab.paper.reproduce import check_size
     from tiltsam.lab.report import write_report
     from tiltsam.lab.stats import count_of
     from tiltsam.lab.two_tilts import SEEDS, cost_rows, num_runs, result_rows, run_study, select_studies
@@ -632,10 +633,7 @@ def _two_tilts(args: argparse.Namespace) -> None:
     if args.changes or args.finished:
         raise UserError(f"{args.name} does not take {'--set' if args.changes else '--finished'}")
     seeds = SEEDS if args.seeds is None else args.seeds
-    if seeds < 1:
-        raise UserError(f"--seeds must be at least 1, got {seeds}")
-    if not 0 < args.scale <= 1:
-        raise UserError(f"--scale must be in (0, 1], got {args.scale:g}")
+    check_size(seeds, args.scale)
     studies = select_studies(args.name, args.methods)
     if args.list:
         rows = cost_rows(studies, seeds, args.scale)

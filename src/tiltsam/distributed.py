@@ -4,7 +4,7 @@ Three things must agree on all ranks, or their weights drift apart:
 
 - **losses** are averaged over the ranks that see different batches *before* weights are computed from them;
 - **noise** derives from (seed, step, sample) alone, so every rank draws the same; of a sharded tensor each rank keeps
-  its part of what one process would draw;
+  its part of the noise that one process would draw;
 - **norms** of sharded vectors are those of the whole.
 
 Sample-parallel ranks see the *same* batch and divide the s samples of a step among them, so that s ranks take a step of
@@ -39,8 +39,8 @@ class Parallel:
     """The processes that take a step together.
 
     By default they are detected: the group of a DDP module, the mesh of sharded parameters, or else all processes of
-    ``torch.distributed``, as ranks that see different batches. Pass ``parallel=None`` if this process
-    trains independently of the others.
+    ``torch.distributed``, as ranks that see different batches. Pass ``parallel=None`` if this process trains
+    independently of the others.
 
     Args:
         data: Ranks that see different batches and average their gradients; ``None`` means detected.

@@ -109,7 +109,8 @@ class CapturedStep:
         with step.space.on_device():
             key = self._key(batch, step)
             self._drop_if_stale(key, step.space)
-            if self._never_repeats(key):
+            self._stop_if_no_key_repeats(key)
+            if self.reason is not None:
                 return self.optimizer.step(closures, ascent_closure)
             warm_up = self._warm_ups.get(key, _WarmUp())
             if key not in self._graphs and warm_up.steps >= self._num_warm_up:
@@ -278,18 +279,17 @@ class CapturedStep:
         if graph is not None and graph.state_addresses != _state_addresses(self.optimizer.base):
             del self._graphs[key], self._warm_ups[key]  # warm up again: the base may have to create its state
 
-    def _never_repeats(self, key: Any) -> bool:
-        """Return whether many steps in a row had a new key, which no graph can be captured for; warn then."""
+    def _stop_if_no_key_repeats(self, key: Any) -> None:
+        """Take eager steps from now on, with a warning, if many steps in a row had a new key."""
         self._num_new_keys = 0 if key in self._warm_ups else self._num_new_keys + 1
         if self._num_new_keys < MAX_NEW_KEYS:
-            return False
+            return
         self._warm_ups.clear()
         self.reason = (
             f"{MAX_NEW_KEYS} steps in a row had new shapes or settings, such as a momentum with a schedule "
             "(pass cycle_momentum=False)"
         )
         warn(f"steps run eagerly, because {self.reason}")
-        return True
 
     def _release(self) -> None:
         """Release graphs and their memory."""

@@ -14,7 +14,8 @@ from tiltsam.flatness.loss_surface import ProgressCallback
 from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.display import Display, Progress, SweepStatus
 from tiltsam.lab.errors import TrainError
-from tiltsam.lab.records import Record, is_number
+from tiltsam.lab.files import is_number
+from tiltsam.lab.records import Record
 from tiltsam.lab.schedules import passes_per_step
 from tiltsam.lab.stats import count_of, format_score
 

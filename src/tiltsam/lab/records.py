@@ -51,7 +51,6 @@ from tiltsam.lab.files import (
 __all__ = [
     "Record",
     "check_result",
-    "is_number",
     "read_metrics",
     "task_folder",
 ]

@@ -18,6 +18,7 @@ from tiltsam.lab.display import QUIET, Display
 from tiltsam.lab.errors import ConfigError
 from tiltsam.lab.flags import format_values, parse_method
 from tiltsam.lab.grids import ChoiceName
+from tiltsam.lab.paper.reproduce import check_size
 from tiltsam.lab.stats import Mean, format_interval, format_mean, mean_of, paired_difference
 
 if TYPE_CHECKING:  # they need Optuna
@@ -196,12 +197,11 @@ def run_study(
         display: Shows the progress.
 
     Raises:
-        ConfigError: If ``scale`` is out of bounds.
+        ConfigError: If ``seeds`` or ``scale`` is out of bounds.
     """
     from tiltsam.lab.sweep import sweep
 
-    if not 0 < scale <= 1:
-        raise ConfigError(f"scale must be in (0, 1], got {scale:g}")
+    check_size(seeds, scale)
     methods = {parse_method(row.entry)["method"] for row in study.rows}
     grid = dict(GRID)
     if methods == {"erm"}:

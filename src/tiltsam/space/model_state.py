@@ -203,7 +203,10 @@ def writable_buffers(model: nn.Module | None) -> list[Tensor]:
 
 
 def uninterrupted(action: Callable[[], None]) -> None:
-    """Run an action to completion: repeat it after each interrupt, then raise the last one."""
+    """Run an action to completion: repeat it after each interrupt, then raise the last one.
+
+    The action must be safe to repeat.
+    """
     interrupt: BaseException | None = None
     while True:
         try:

@@ -32,7 +32,7 @@ class Weighting(Protocol):
     def subset(self, samples: Sequence[int], /) -> Weighting:
         """Return a new weighting for a rank that draws only these samples.
 
-        Two of them must have weights in the same proportion as among all samples.
+        The ratio of two sample weights must be the same as with all samples.
         """
         ...
 

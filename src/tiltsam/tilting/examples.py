@@ -146,9 +146,9 @@ class ExampleTilt:
         self.weights, value = self._tilt(losses.detach(), groups)
         used = torch.where(self.weights > 0, losses, 0.0).to(self.weights.dtype)
         change = used - used.detach()  # zero, with a gradient of one
-        first = (self.weights * change).sum()
-        tilted = value + self._world_size() * first
-        if groups is None and self._world_size() == 1:
+        first, world_size = (self.weights * change).sum(), self._world_size()
+        tilted = value + world_size * first
+        if groups is None and world_size == 1:
             assert self.t_used is not None
             # Zero, as is its gradient. Its second derivative is that of the weights, which are constants above.
             tilted = tilted + self.t_used / 2 * ((self.weights * change.square()).sum() - first.square())

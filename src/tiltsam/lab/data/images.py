@@ -20,13 +20,14 @@ from tiltsam.lab.errors import DataError, reading
 if TYPE_CHECKING:
     import PIL.Image
 
-__all__ = ["class_folders", "image_split", "read_images"]
+__all__ = ["class_folders", "image_split", "read_images", "visible_folders"]
 
 _SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".ppm", ".pgm", ".tif", ".tiff"}
 
 
-def _is_hidden(path: Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)
+def visible_folders(folder: Path) -> list[Path]:
+    """Return the folders in a folder, sorted, without hidden ones."""
+    return [entry for entry in sorted(folder.iterdir()) if entry.is_dir() and not _is_hidden(entry.relative_to(folder))]
 
 
 def class_folders(folder: Path) -> dict[str, list[Path]]:
@@ -42,14 +43,11 @@ def class_folders(folder: Path) -> dict[str, list[Path]]:
         what = "is not a folder" if folder.exists() else "is missing"
         raise DataError(f"{folder} {what}: it must be a folder with one folder of images per class")
     classes = {}
-    for entry in sorted(folder.iterdir()):
-        if entry.is_dir() and not entry.name.startswith("."):
-            files = sorted(p for p in entry.rglob("*") if p.suffix.lower() in _SUFFIXES and p.is_file())
-            classes[entry.name] = [p for p in files if not _is_hidden(p.relative_to(entry))]
-            if not classes[entry.name]:
-                raise DataError(
-                    f"{entry} has no images ({', '.join(sorted(_SUFFIXES))}): add some or remove the folder"
-                )
+    for entry in visible_folders(folder):
+        files = sorted(p for p in entry.rglob("*") if p.suffix.lower() in _SUFFIXES and p.is_file())
+        classes[entry.name] = [p for p in files if not _is_hidden(p.relative_to(entry))]
+        if not classes[entry.name]:
+            raise DataError(f"{entry} has no images ({', '.join(sorted(_SUFFIXES))}): add some or remove the folder")
     if len(classes) < 2:
         raise DataError(f"{folder} must have at least 2 classes, one folder of images each, got {len(classes)}")
     return classes
@@ -130,3 +128,7 @@ def _to_rgb(path: Path, image: PIL.Image.Image) -> PIL.Image.Image:
         return image.convert("RGB")
     rgba = image.convert("RGBA")  # a plain conversion would show the hidden colour of transparent pixels
     return Image.alpha_composite(Image.new("RGBA", rgba.size, "white"), rgba).convert("RGB")
+
+
+def _is_hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tiltsam.lab.data.dataset import Augmentation, Data, Request, Split, assemble
-from tiltsam.lab.data.images import class_folders, image_split
+from tiltsam.lab.data.images import class_folders, image_split, visible_folders
 from tiltsam.lab.data.loader import crop
 from tiltsam.lab.data.text import TextTable, column_index, read_lines, tokenize
 from tiltsam.lab.errors import DataError, reading
@@ -155,10 +155,9 @@ def _check_no_splits(folder: Path) -> None:
     """Raise if folders named as parts of a data set would become classes: all of them, or one that has folders."""
     if not folder.is_dir():
         return
-    classes = [p for p in sorted(folder.iterdir()) if p.is_dir() and not p.name.startswith(".")]
+    classes = visible_folders(folder)
     parts = [p for p in classes if p.name.lower() in SPLIT_NAMES]
-    nested = any(p.is_dir() and not p.name.startswith(".") for part in parts for p in part.iterdir())
-    if parts and (len(parts) == len(classes) or nested):
+    if parts and (len(parts) == len(classes) or any(map(visible_folders, parts))):
         names = " and ".join(part.name for part in parts)
         raise DataError(
             f"{folder} must have folders named train and test, got {names} (a class of that name must have its images "

@@ -27,7 +27,7 @@ from tiltsam.lab.paper.recipes import Recipe, RecipeCell, cells_with
 from tiltsam.lab.paper.settings import column_config, training_examples
 from tiltsam.lab.records import Record
 
-__all__ = ["Reproduction", "ReproductionPlan", "reproduce"]
+__all__ = ["Reproduction", "ReproductionPlan", "check_size", "reproduce"]
 
 NUM_EXAMPLES = 5000  # training examples that neighbourhoods and eigenvalues are measured on
 NUM_DRAWS = 500  # perturbations per standard deviation, as in the authors' code
@@ -43,6 +43,14 @@ _USE_INSTEAD = {
     "passes": "--scale",
     "seconds": "--scale",
 }
+
+
+def check_size(seeds: int, scale: float) -> None:
+    """Raise ConfigError unless there is a seed, and the scale is in (0, 1]."""
+    if not 0 < scale <= 1:
+        raise ConfigError(f"--scale must be in (0, 1], got {scale:g}")
+    if seeds < 1:
+        raise ConfigError(f"--seeds must be at least 1, got {seeds}")
 
 
 @dataclass(frozen=True)
@@ -61,10 +69,7 @@ class ReproductionPlan:
     takes precedence."""
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.scale) and 0 < self.scale <= 1):
-            raise ConfigError(f"--scale must be in (0, 1], got {self.scale:g}")
-        if self.seeds < 1:
-            raise ConfigError(f"--seeds must be at least 1, got {self.seeds}")
+        check_size(self.seeds, self.scale)
         for name in self.changes:
             self._check_change(name)
         for cell in self.recipe.cells if self.changes else ():

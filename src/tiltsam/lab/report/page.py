@@ -23,9 +23,9 @@ from importlib.resources import files
 from typing import Any
 
 import tiltsam
+from tiltsam.lab.files import is_number
 from tiltsam.lab.flags import format_value
 from tiltsam.lab.palette import METHOD_COLORS, METHOD_COLORS_ON_DARK, OTHER_COLOR
-from tiltsam.lab.records import is_number
 from tiltsam.lab.report.plots import Plot, plot_data
 from tiltsam.lab.report.runs import RunProblem
 from tiltsam.lab.report.summary import SettingSummary, TaskSummary

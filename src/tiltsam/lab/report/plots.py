@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from tiltsam.lab.files import is_number
 from tiltsam.lab.flags import format_value
 from tiltsam.lab.palette import METHOD_COLORS
-from tiltsam.lab.records import is_number
 from tiltsam.lab.report.runs import measured
 from tiltsam.lab.report.summary import SettingSummary, TaskSummary, entry_text
 from tiltsam.lab.stats import Mean, mean_of

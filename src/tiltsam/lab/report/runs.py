@@ -18,9 +18,9 @@ from typing import Any, NamedTuple, TypeAlias
 from tiltsam.lab.config import DEFAULTS
 from tiltsam.lab.data import TASKS
 from tiltsam.lab.errors import RecordError
-from tiltsam.lab.files import write_json
+from tiltsam.lab.files import is_number, write_json
 from tiltsam.lab.flags import format_value
-from tiltsam.lab.records import check_result, is_number, read_metrics
+from tiltsam.lab.records import check_result, read_metrics
 
 __all__ = [
     "Group",
@@ -305,6 +305,11 @@ class SweepFile:
     """The run folders of the trials, one per seed."""
     notes: list[str]
 
+    @property
+    def entries(self) -> dict[Path, str]:
+        """The entries as typed, by the resolved folder of the runs that tested them."""
+        return {run.resolve(): test.entry for run, test in self.tests.items()}
+
 
 class RunFolders(NamedTuple):
     """What is found among and below some folders."""
@@ -390,7 +395,7 @@ def typed_entries(found: RunFolders) -> dict[Path, str]:
     """Return the entries of comparisons and sweeps as typed at the command line, by the resolved folder of each run."""
     typed: dict[Path, str] = {}
     for sweep in sweeps_of(found.runs):
-        typed |= {run.resolve(): test.entry for run, test in sweep.tests.items()}
+        typed |= sweep.entries
     settings: dict[Path, list[Path]] = {}
     for run in map(Path.resolve, found.runs):
         settings.setdefault(run.parent, []).append(run)
@@ -399,7 +404,7 @@ def typed_entries(found: RunFolders) -> dict[Path, str]:
             if isinstance(entry, str):
                 typed |= dict.fromkeys(settings.get(task / name, ()), entry)
     for sweep in found.sweeps:
-        typed |= {run.resolve(): test.entry for run, test in sweep.tests.items()}
+        typed |= sweep.entries
     return typed
 
 
@@ -419,7 +424,7 @@ def read_sweep(folder: Path) -> SweepFile:
             folder,
             {out / run["run"]: SweepTestRun(name, run["seed"], run["state"]) for name, run in tests},
             {run.with_name(f"seed-{seed}") for run in first for seed in range(content.get("trial_seeds", 0))},
-            [note for note in dict.fromkeys(content.get("notes", ())) if isinstance(note, str)],
+            list(dict.fromkeys(note for note in content.get("notes", ()) if isinstance(note, str))),
         )
     except (ValueError, KeyError, TypeError, AttributeError):
         raise RecordError(f"{path} is not what tiltsam sweep writes") from None

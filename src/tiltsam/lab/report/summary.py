@@ -12,9 +12,9 @@ from typing import Any, Literal
 
 import tiltsam
 from tiltsam.lab.config import DEFAULTS, NEEDED_OPTION, method_options, tilt_defaults
+from tiltsam.lab.files import is_number
 from tiltsam.lab.flags import format_value
 from tiltsam.lab.palette import METHOD_COLORS, OTHER_COLOR
-from tiltsam.lab.records import is_number
 from tiltsam.lab.report.runs import Group, MetricsRow, RunProblem, RunRecord
 from tiltsam.lab.stats import Mean, mean_of
 

@@ -26,7 +26,7 @@ BELOW, CNN, DIGITS = "2026-11-16_digits_below", "2026-11-16_digits_cnn", "2026-1
 SPLIT, TILTS, TILTS_CIFAR = "2026-11-15_digits_split", "2026-11-17_two_tilts", "2026-11-18_two_tilts_cifar"
 TILTS_MINILM = "2026-11-18_two_tilts_minilm"
 START, BASELINES = "2026-11-18_digits_start", "2026-11-18_digits_baselines"
-PROTOCOL, SAMPLING = "2026-11-18_protocol", "2026-11-18_digits_sampling"
+PROTOCOL, CLEAN, SAMPLING = "2026-11-18_protocol", "2026-11-19_protocol_clean", "2026-11-18_digits_sampling"
 TILTS_DIGITS = "2026-11-18_two_tilts_digits"
 RHOS = (0.3, 0.4, 0.5, 0.6, 0.7)
 METRICS = {"accuracy": ("score", 100, 2), "test loss": ("test_loss", 1, 3)}  # key of a result, factor, digits
@@ -485,34 +485,54 @@ def format_row(cells: Sequence[str]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-def paper_table() -> list[str]:
-    """Return the paper's noisy CIFAR-100, ResNet-18, next to our runs with its settings."""
-    rows = [
-        ("erm", "ERM", "erm"),
-        ("sam", "SAM", "sam rho=0.1"),
-        (None, "SAM, ρ 0.2", "sam rho=0.2"),
-        (None, "TSAM, s=1", "tsam num_samples=1 rho=0.1"),
-        (None, "TSAM, s=1, ρ 0.2", "tsam num_samples=1 rho=0.2"),
-        (None, "TSAM, s=3, t=0", "tsam num_samples=3 t=0"),
-        ("s=3", "TSAM, s=3, t=1", None),
-        (None, "TSAM, s=3, t=20", "tsam num_samples=3 t=20"),
-        ("s=5", "TSAM, s=5, t=1", None),
-        ("esam1", "ESAM1", None),
-    ]
-    printed = {**IMAGES["noisy-resnet18"], **SAMPLES["noisy-resnet18"]}
-    lines = [["method", "paper", "ours, at the end", "ours, at its best epoch"]]
-    for name, label, query in rows:
+PROTOCOL_NOISY = [
+    ("erm", "ERM", "", "erm"),
+    ("sam", "SAM", "ρ 0.1", "sam rho=0.1"),
+    (None, "SAM", "ρ 0.2", "sam rho=0.2"),
+    (None, "TSAM, s=1", "ρ 0.1", "tsam num_samples=1 rho=0.1"),
+    (None, "TSAM, s=1", "ρ 0.2", "tsam num_samples=1 rho=0.2"),
+    (None, "TSAM, s=3", "ρ 0.1, t 0", "tsam num_samples=3 t=0"),
+    (None, "TSAM, s=3", "ρ 0.1, t 20", "tsam num_samples=3 t=20"),
+    ("s=3", "TSAM, s=3", "t 1", None),
+    ("s=5", "TSAM, s=5", "t 1", None),
+    ("esam1", "ESAM1", "", None),
+]
+PROTOCOL_CLEAN = [
+    ("erm", "ERM", "lr 0.01", "erm epochs=100.0 lr=0.01"),
+    (None, "ERM, cosine", "lr 0.1", "erm epochs=100.0 lr=0.1"),
+    ("sam", "SAM", "lr 0.01, ρ 0.05", "sam epochs=100.0"),
+    (None, "TSAM, s=1", "lr 0.03, ρ 0.1", "tsam epochs=100.0"),
+    ("s=3", "TSAM, s=3", "t 20", None),
+    ("s=5", "TSAM, s=5", "t 20", None),
+    ("esam1", "ESAM1", "", None),
+]
+
+
+def paper_table(record: str, column: str, rows: Sequence[tuple[str | None, str, str, str | None]]) -> list[str]:
+    """Return a column of the paper next to our runs with its settings: its row, our label, settings and query."""
+    printed = {**IMAGES[column], **SAMPLES[column]}
+    heading = ["method", "settings", "paper", "ours", "best epoch", "last five", "test loss", "ECE"]
+    lines = [format_row(heading), "|---" * len(heading) + "|"]
+    for name, label, settings, query in rows:
         paper = "–" if name is None else f"{printed[name][0].value:.2f}"
-        lines.append([label, paper, *(_last_and_best(query) if query else ("not run", ""))])
-    return [format_row(lines[0]), "|---" * len(lines[0]) + "|", *map(format_row, lines[1:])]
+        ours = ["not run", "", "", "", ""] if query is None else _run_cells(record, query)
+        lines.append(format_row([label, settings, paper, *ours]))
+    return lines
 
 
-def _last_and_best(query: str) -> list[str]:
-    """Return the last and the best test accuracy of a run with the paper's settings, and the epoch of the best."""
-    (run,) = select_runs(read_runs(RECORDS / PROTOCOL / "runs.jsonl.gz"), query).values()
+def _run_cells(record: str, query: str) -> list[str]:
+    """Return the cells of a run: test accuracy at the end, at the best epoch and in the last five; loss; ECE."""
+    (run,) = select_runs(read_runs(RECORDS / record / "runs.jsonl.gz"), query).values()
+    accuracies = [100 * row["test_accuracy"] for row in run["metrics"]]
     last, best = run["metrics"][-1], max(run["metrics"], key=lambda row: row["test_accuracy"])
     stopped = "" if "result" in run else f", stopped at {last['epoch']:g}"
-    return [f"{100 * last['test_accuracy']:.2f}{stopped}", f"{100 * best['test_accuracy']:.2f} ({best['epoch']:g})"]
+    return [
+        f"{accuracies[-1]:.2f}{stopped}",
+        f"{max(accuracies):.2f} ({best['epoch']:g})",
+        f"{mean_of(accuracies[-5:]).value:.2f}",
+        f"{last['test_loss']:.3f}",
+        f"{last['test_ece']:.3f}",
+    ]
 
 
 def main_table() -> list[str]:
@@ -664,7 +684,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--figures", type=Path, help="folder for evidence_*.png")
     args = parser.parse_args(argv)
-    print(*paper_table(), "", *main_table(), sep="\n")
+    print(*paper_table(CLEAN, "cifar100-resnet18", PROTOCOL_CLEAN), "", sep="\n")
+    print(*paper_table(PROTOCOL, "noisy-resnet18", PROTOCOL_NOISY), "", *main_table(), sep="\n")
     for name, groups in DIFFERENCES.items():
         print(f"\nevidence_{name}.png: score, test loss (seeds)")
         for heading, comparisons in groups.items():

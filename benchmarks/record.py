@@ -157,8 +157,9 @@ class Setting:
         return {seed: 100 * run["metrics"][-1][f"test_{run['result']['metric']}"] for seed, run in found.items()}
 
     def best_scores(self, seeds: int) -> list[float]:
-        """Return the test scores at the best epoch on validation, times 100."""
-        return [100 * run["result"]["score_at_best_validation"] for seed, run in self.finished.items() if seed < seeds]
+        """Return the test scores at the best epoch on validation, times 100; none without a validation split."""
+        results = [run["result"] for seed, run in self.finished.items() if seed < seeds]
+        return [100 * r["score_at_best_validation"] for r in results if "score_at_best_validation" in r]
 
 
 def _trials(study: Mapping[str, Any], label: str, runs: Mapping[str, Run]) -> list[Setting]:

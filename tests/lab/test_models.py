@@ -24,6 +24,12 @@ def test_residual_networks_have_he_initialisation(make):
         assert m.weight.std().item() == pytest.approx(expected, rel=5 / math.sqrt(2 * m.weight.numel()))
 
 
+def test_vit_draws_the_weights_of_each_block():
+    first, second = (dict(block.named_parameters()) for block in models.vit_small().blocks.layers[:2])
+    for name, p in first.items():
+        assert torch.equal(p, second[name]) == (p.ndim == 1), name
+
+
 def images(*shape):
     split = Split({"image": torch.zeros(4, *shape, dtype=torch.uint8)}, torch.arange(4))
     return Data("images", split, split, split, 4)

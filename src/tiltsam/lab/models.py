@@ -164,6 +164,12 @@ class ViT(nn.Module):
         block = nn.TransformerEncoderLayer(width, heads, 4 * width, 0.0, "gelu", batch_first=True, norm_first=True)
         self.blocks = nn.TransformerEncoder(block, depth, nn.LayerNorm(width), enable_nested_tensor=False)
         self.head = nn.Linear(width, num_classes)
+        # TransformerEncoder copies one block, weights included. Draw those of each, as published.
+        for name, p in self.blocks.named_parameters():
+            if p.ndim > 1:
+                nn.init.xavier_uniform_(p)
+            elif name.endswith("bias"):
+                nn.init.zeros_(p)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the logits."""

@@ -1,4 +1,4 @@
-"""TSAM with Accelerate: prepare as ever, and step by the helper."""
+"""TSAM with Accelerate: prepare the optimizer as usual, and take steps with the helper."""
 
 import torch
 from accelerate import Accelerator
@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import tiltsam
 from tiltsam.integrations.accelerate import step
 
-accelerator = Accelerator(gradient_accumulation_steps=2)  # and mixed_precision="fp16", where there is a GPU
+accelerator = Accelerator(gradient_accumulation_steps=2)  # on a GPU also mixed_precision="fp16"
 net = nn.Sequential(nn.Linear(64, 128), nn.BatchNorm1d(128), nn.ReLU(), nn.Linear(128, 10))
 model = accelerator.prepare(net)
 tsam = tiltsam.TSAM(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), rho=0.1, model=model)

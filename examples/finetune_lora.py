@@ -55,7 +55,7 @@ def main() -> None:
     adapters = peft.LoraConfig(r=args.rank, target_modules="all-linear", task_type="CAUSAL_LM")
     model = peft.get_peft_model(frozen, adapters).to(device)
     trained = [p for p in model.parameters() if p.requires_grad]
-    assert all(p.dtype == torch.float32 for p in trained)  # peft sees to it: bf16 would round a perturbation away
+    assert all(p.dtype == torch.float32 for p in trained)  # as peft makes them: bf16 would round a perturbation away
     print(f"{sum(p.numel() for p in trained):,} of {sum(p.numel() for p in model.parameters()):,} weights are trained")
 
     base = torch.optim.AdamW(trained, lr=args.lr)

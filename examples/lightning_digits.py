@@ -1,4 +1,4 @@
-"""TSAM in Lightning: a mixin before the LightningModule, and the Trainer as ever."""
+"""TSAM in Lightning: a mixin before the LightningModule; the Trainer is unchanged."""
 
 import lightning as L
 import torch

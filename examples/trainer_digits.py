@@ -1,4 +1,4 @@
-"""TSAM in the Trainer of transformers: say which method, and the rest as ever."""
+"""TSAM in the Trainer of transformers: pass the method, and leave the rest unchanged."""
 
 from functools import partial
 from typing import Any

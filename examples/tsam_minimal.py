@@ -1,4 +1,4 @@
-"""Tilted sharpness-aware minimisation in plain torch (Algorithm 2): with the same noise, a step of tiltsam.TSAM.
+"""Tilted sharpness-aware minimisation in plain torch (Algorithm 2). With the same noise it equals tiltsam.TSAM.
 
 for j = 1..s:
     δ_j = uniform in the ball of radius R

@@ -350,7 +350,10 @@ DIFFERENCES: dict[str, dict[str, list[Comparison]]] = {
             ("MRPC, ERM", minilm("glue-mrpc/erm-c086dff91c"), minilm("glue-mrpc/erm-386d96b0fa")),
             ("STS-B, ERM", minilm("glue-stsb/erm-ea9e50747e"), minilm("glue-stsb/erm-6aba6ff916")),
             ("CoLA, ERM", minilm("glue-cola/erm-e1c505bef6"), minilm("glue-cola/erm-fc733f2de6")),
+            ("RTE, SAM", minilm("glue-rte/sam-d012b2a567"), minilm("glue-rte/sam-b423ca7fb9")),
+            ("MRPC, SAM", minilm("glue-mrpc/sam-32761fc0e6"), minilm("glue-mrpc/sam-06188ba257")),
             ("STS-B, SAM", minilm("glue-stsb/sam-949f18390f"), minilm("glue-stsb/sam-f070023a97")),
+            ("CoLA, SAM", minilm("glue-cola/sam-7452d16b37"), minilm("glue-cola/sam-993122395b")),
         ],
         "averaged, constant rate − final weights, cosine schedule": [
             ("CIFAR-100, ERM", ERM_AVERAGED, ERM_COSINE),

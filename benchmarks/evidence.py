@@ -475,7 +475,7 @@ def difference(metric: str, first: Runs, second: Runs) -> Mean:
 def format_interval(mean: Mean, digits: int, sign: str = "") -> str:
     """Return ``value [low, high]``."""
     low, high = confidence_interval(mean)
-    return f"{mean.value:{sign}.{digits}f} [{low:{sign}.{digits}f}, {high:{sign}.{digits}f}]".replace("-", "−")
+    return f"{mean.value:{sign}z.{digits}f} [{low:{sign}z.{digits}f}, {high:{sign}z.{digits}f}]".replace("-", "−")
 
 
 def format_difference(metric: str, first: Runs, second: Runs) -> str:

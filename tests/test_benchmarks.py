@@ -86,6 +86,16 @@ def test_evidence_page_has_the_tables_and_intervals_of_the_records(capsys):
     assert [interval for interval in intervals if interval not in tables + printed] == []
 
 
+@pytest.mark.parametrize("name", ["reproduce", "example-tilt"])
+def test_pages_have_the_intervals_of_the_records(name, capsys):
+    evidence.main([])
+    printed = capsys.readouterr().out + (RECORDS / "2026-11-18_two_tilts_digits" / "two-tilts.md").read_text()
+    page = (RECORDS.parents[1] / "docs" / f"{name}.md").read_text()
+    intervals = re.findall(r"\[[−+]\d+\.\d\d, [−+]\d+\.\d\d\]", page)
+    assert len(intervals) > 5
+    assert [interval for interval in intervals if interval not in printed.replace("-", "−")] == []
+
+
 def test_example_tilt_page_has_the_single_runs_of_the_records():
     page = (RECORDS.parents[1] / "docs" / "example-tilt.md").read_text()
     assert "\n".join(evidence.single_table()) in page

@@ -224,9 +224,9 @@ class TensorLists:
         """Return the norm of each filter, shaped to be multiplied with it."""
         found = [_filter_norms(a, dim, self.dtype) for a, dim in zip(x, self._num_dims, strict=True)]
         if self.sharding.mesh is not None:
-            apart = [i for i in range(len(x)) if not self.sharding.rows_are_whole(i)]  # ranks hold parts of filters
-            flat = self.sharding.sum(torch.cat([self.zero[None], *(found[i].reshape(-1).square() for i in apart)]))
-            for i, total in zip(apart, flat[1:].sqrt().split([found[i].numel() for i in apart]), strict=True):
+            divided = [i for i in range(len(x)) if not self.sharding.rows_are_whole(i)]  # ranks hold parts of filters
+            flat = self.sharding.sum(torch.cat([self.zero[None], *(found[i].reshape(-1).square() for i in divided)]))
+            for i, total in zip(divided, flat[1:].sqrt().split([found[i].numel() for i in divided]), strict=True):
                 found[i] = total.view(found[i].shape)
         return [norm.to(a.dtype) for norm, a in zip(found, x, strict=True)]
 

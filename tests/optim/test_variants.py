@@ -235,3 +235,19 @@ def test_momentum_sam_of_sgd_uses_the_momentum_of_the_base():
     for entries in optimizer.state_dict()["state"].values():
         if entries.get("momentum_buffer") is not None:
             torch.testing.assert_close(entries["tilt_velocity"], 0.2 * entries["momentum_buffer"], rtol=0, atol=1e-12)
+
+
+def test_gsam_subtracts_the_gap_of_a_parameter_that_only_the_first_pass_uses():
+    """As an expert that is not chosen at the perturbed weights: its ``g_p`` is zero, its ``g`` is not."""
+    used, unused = (nn.Parameter(torch.tensor([value], dtype=torch.float64)) for value in (3.0, 2.0))
+    optimizer = tiltsam.GSAM(torch.optim.SGD([used, unused], lr=0.1), rho=0.5, alpha=0.4)
+    passes = []
+
+    def closure():
+        passes.append(None)
+        loss = (used.square() / 2 + unused.square() / 2).sum() if len(passes) == 1 else (used.square() / 2).sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    torch.testing.assert_close(unused.data, torch.tensor([2.0 + 0.1 * 0.4 * 2.0], dtype=torch.float64))

@@ -52,6 +52,15 @@ def test_norm_and_dot_skip_missing_tensors():
     assert lists.dot(x[:1] + [None] * 2, y) == 0.0  # no tensor in both
 
 
+def test_add_counts_missing_tensors_as_zero():
+    lists = lists_over([torch.zeros(2) for _ in range(4)])
+    x, y = [torch.ones(2), None, torch.ones(2), None], [None, torch.ones(2), torch.ones(2), None]
+    lists.add_(x, y, alpha=2.0)
+    lists.add_scaled_(x, y, torch.tensor(3.0))
+    assert x[3] is None
+    assert [a[0].item() for a in x[:3]] == [1.0, 5.0, 6.0]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_norms_of_any_layout(dtype):
     x = torch.randn(3, 4, 5, dtype=dtype)

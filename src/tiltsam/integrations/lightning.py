@@ -49,9 +49,8 @@ class SharpnessAwareMixin:
         RuntimeError: If the module's own ``optimizer_step`` does not call this one.
     """
 
-    _waiting: tuple[
-        tuple[tuple[Any, ...], dict[str, Any]], ...
-    ] = ()  # arguments of training_step in the current window
+    # Arguments of training_step in the current window.
+    _waiting: tuple[tuple[tuple[Any, ...], dict[str, Any]], ...] = ()
     _passing = False  # inside a step
     _first_pass = True
     _current_fx_name: str | None = None  # set by Lightning: the hook that runs

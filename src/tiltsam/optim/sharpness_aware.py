@@ -366,7 +366,7 @@ class SharpnessAware(Optimizer):
         """Let the base descend the mean of the gradients."""
         space = step.space
         space.assign_gradients()
-        hook = self.base.register_step_pre_hook(space.commit)  # the last one: what others raise is undone
+        hook = self.base.register_step_pre_hook(space.commit)  # added last: if another hook raises, undo the step
         try:
             if step.scaler is not None:
                 self._step_scaled(step.scaler, space, info)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from tiltsam.samplers.base import Draw, Sampler, draw_at
 from tiltsam.space.protocol import Evaluation, Space, Spread, Vector
-from tiltsam.space.validation import check_count, check_nonnegative
+from tiltsam.space.validation import check_count, check_positive
 
 __all__ = ["HMC"]
 
@@ -62,9 +62,7 @@ class HMC(Sampler):
         for name in ("num_steps", "num_proposals"):
             check_count(name, getattr(self, name))
         for name in ("step_size", "sigma"):
-            check_nonnegative(name, value := getattr(self, name))
-            if value == 0:
-                raise ValueError(f"{name} must be > 0, got {value}")
+            check_positive(name, getattr(self, name))
         if self.integrator not in INTEGRATORS:
             raise ValueError(f"integrator must be one of {', '.join(INTEGRATORS)}; got {self.integrator!r}")
         if self.boundary not in BOUNDARIES:

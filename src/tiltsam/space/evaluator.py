@@ -106,7 +106,7 @@ class Evaluator:
             if before:
                 self.changes_weights = before != self._versions()
         self.model_state.end_pass()
-        if self.scaler is not None and self.scaler.is_enabled() and self.scaler._scale is None:  # set by scale()
+        if self.scaler is not None and self.scaler._scale is None:  # set by scale()
             raise RuntimeError("with scaler= the closure must call scaler.scale(loss).backward()")
         self.num_forwards += 1
         self.num_backwards += 1

@@ -103,7 +103,10 @@ class SamplerState:
         started = any(group.get("steps_taken") for group in saved["param_groups"])
         missing = [n for n in self.names if not any(_PREFIX + n in ours for _, ours in split.values())]
         if started and missing:
-            warn(f"the checkpoint has no {', '.join(missing)}: the sampler starts from zero")
+            warn(
+                f"the checkpoint has no {', '.join(missing)}: the sampler starts from zero. Save the state dict of the "
+                "method, not of its base, and without flatten_optimizer_state_dict, which drops these vectors"
+            )
         for i, p in _numbered_params(saved, base) if self.names else ():
             for name in self.names:
                 value = split[i][1].get(_PREFIX + name) if i in split else None

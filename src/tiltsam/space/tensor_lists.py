@@ -9,7 +9,7 @@ gradient).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -224,9 +224,9 @@ class TensorLists:
         """Return the norm of each filter, shaped to be multiplied with it."""
         found = [_filter_norms(a, dim, self.dtype) for a, dim in zip(x, self._num_dims, strict=True)]
         if self.sharding.mesh is not None:
-            apart = [i for i in range(len(x)) if not self.sharding.rows_are_whole(i)]  # ranks hold parts of filters
-            flat = self.sharding.sum(torch.cat([self.zero[None], *(found[i].reshape(-1).square() for i in apart)]))
-            for i, total in zip(apart, flat[1:].sqrt().split([found[i].numel() for i in apart]), strict=True):
+            divided = [i for i in range(len(x)) if not self.sharding.rows_are_whole(i)]  # ranks hold parts of filters
+            flat = self.sharding.sum(torch.cat([self.zero[None], *(found[i].reshape(-1).square() for i in divided)]))
+            for i, total in zip(divided, flat[1:].sqrt().split([found[i].numel() for i in divided]), strict=True):
                 found[i] = total.view(found[i].shape)
         return [norm.to(a.dtype) for norm, a in zip(found, x, strict=True)]
 
@@ -247,12 +247,15 @@ class TensorLists:
         for block, a, _ in self._pairs(x, x):
             torch._foreach_mul_(a, scale.to(block.device))
 
-    def add_(self, x: Sequence[Tensor], y: OptionalTensors, alpha: float = 1.0) -> None:
-        """See :class:`Space`."""
-        for _, a, b in self._pairs(x, y):
-            torch._foreach_add_(a, b, alpha=alpha)
+    def add_(self, x: list[Any], y: OptionalTensors, alpha: float = 1.0) -> None:
+        """See :class:`Space`. A tensor is missing afterwards only if it is missing in both."""
+        for _, here, there in self._pairs(x, y):
+            torch._foreach_add_(here, there, alpha=alpha)
+        for i, (a, b) in enumerate(zip(x, y, strict=True)):
+            if a is None and b is not None:
+                x[i] = alpha * b
 
-    def add_scaled_(self, x: Sequence[Tensor], y: OptionalTensors, scale: Tensor) -> None:
+    def add_scaled_(self, x: list[Any], y: OptionalTensors, scale: Tensor) -> None:
         """See :class:`Space`. Scaling ``y`` in place needs no memory; ``x + scale * y`` would need a third vector."""
         self.scale_(y, scale)
         self.add_(x, y)

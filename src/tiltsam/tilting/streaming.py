@@ -227,7 +227,7 @@ def effective_sample_size(weights: Tensor) -> Tensor:
 
 
 def check_tilt(t: float, name: str = "t") -> float:
-    """Return a finite tilt, clamped to the range of float32, whose ends give the limits to the last digit."""
+    """Return a tilt clamped to the range of float32, at whose ends results equal their limits; 0 if subnormal."""
     if not isinstance(t, Real):
         raise TypeError(f"{name} must be a number, got {type(t).__name__}")
     if not math.isfinite(t):

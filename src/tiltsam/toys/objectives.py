@@ -16,6 +16,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from tiltsam.space.validation import check_nonnegative, check_positive
 from tiltsam.toys.problems import Problem
 from tiltsam.toys.quadrature import Nodes, adaptive_nodes
 
@@ -31,8 +32,7 @@ class Ball:
     rho: float
 
     def __post_init__(self) -> None:
-        if not 0 < self.rho < math.inf:
-            raise ValueError(f"rho must be positive and finite, got {self.rho}")
+        check_positive("rho", self.rho)
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,7 @@ class Normal:
     sigma: float
 
     def __post_init__(self) -> None:
-        if not 0 < self.sigma < math.inf:
-            raise ValueError(f"sigma must be positive and finite, got {self.sigma}")
+        check_positive("sigma", self.sigma)
 
 
 Noise: TypeAlias = Ball | Normal
@@ -95,8 +94,7 @@ def sam(problem: Problem, theta: Tensor | float, rho: float) -> Point:
     Raises:
         ValueError: If ``rho`` is not a finite number >= 0, or if a maximum inside the ball is not in ``problem.peaks``.
     """
-    if not (math.isfinite(rho) and rho >= 0):
-        raise ValueError(f"rho must be a finite number >= 0, got {rho}")
+    check_nonnegative("rho", rho)
     theta = _as_tensor(theta)
     best = Point(*problem.derivatives(theta - rho))
     right = Point(*problem.derivatives(theta + rho))
@@ -162,8 +160,7 @@ def _tilted_nodes(problem: Problem, center: Tensor, t: float, noise: Noise, with
 
     The factors are 1 and the loss, and with ``with_slopes`` also the first and second derivative of the loss.
     """
-    if not (math.isfinite(t) and t >= 0):
-        raise ValueError(f"t must be a finite number >= 0, got {t}")
+    check_nonnegative("t", t)
     if not isinstance(noise, Ball | Normal):
         raise TypeError(f"noise must be Ball(rho) or Normal(sigma), got {noise!r}")
     width, finite = _support(problem, center, t, noise)
@@ -258,7 +255,7 @@ def _normal_derivatives(
     nodes: Nodes, t: float, normal: Normal, value: Tensor, prior: Tensor, w: Tensor
 ) -> tuple[Tensor, Tensor]:
     # Stein's identity: differentiate the Gaussian density. change = (w - prior)/t, computed without cancellation where
-    # the tilt is small; at t = 0 it is so everywhere.
+    # the tilt is small; at t = 0 everywhere.
     row, loss, here = nodes.row, nodes.factors[1], value[nodes.row]
     small = t * (loss - here).abs() < 1
     change = torch.where(

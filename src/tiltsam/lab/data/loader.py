@@ -1,7 +1,7 @@
 """Shuffled, augmented and normalised training batches, made on the device on which the examples are.
 
 A batch of small images is little work for a GPU, and the host needs as long to launch the dozen kernels that shuffle,
-shift, flip and normalise one batch as for a hundred. So many batches are prepared together, and a step receives slices.
+shift, flip and normalise one batch as for a hundred. Therefore many batches are prepared at once, and sliced.
 """
 
 from __future__ import annotations

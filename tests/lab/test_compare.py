@@ -52,6 +52,8 @@ def test_compare_trains_each_method_with_each_seed_once(tmp_path):
 def test_runs_by_method_refuses_equal_methods():
     with pytest.raises(ConfigError, match=r"^sam and sam:rho=0\.05 are the same runs"):
         runs_by_method(QUICK, ["sam", "erm", "sam:rho=0.05"], 1)
+    with pytest.raises(ConfigError, match=r"^methods must differ, got sam, sam"):
+        runs_by_method(QUICK, ["sam", "sam"], 1)
 
 
 def test_compare_tells_what_it_waits_for(tmp_path):

@@ -95,6 +95,18 @@ def test_run_display_shows_the_time_left_for_all_runs(terminal, capsys, monkeypa
             assert shown[-1] == note
 
 
+def test_run_display_shows_percentage_and_time_left_on_a_narrow_terminal(monkeypatch, capsys):
+    monkeypatch.setattr(type(sys.stdout), "isatty", lambda stream: True)
+    monkeypatch.setenv("COLUMNS", "80")
+    runs = [replace(CONFIG, seed=seed) for seed in range(3)]
+    with RunDisplay({CONFIG.key(): "tsam:num_samples=1"}, runs) as screen:
+        for done in (0.2, 0.5):
+            screen.report(runs[0], Progress(passes=1000, seconds=90.0, done=done, row=ROW))
+        screen._live.refresh()
+        last = capsys.readouterr().out.splitlines()[-1]
+    assert re.search(r"50%.*━.*tsam:num_samples=1 seed 0  run 1 of 3, about [\d:]+ left", last)
+
+
 def test_run_display_leaves_out_runs_of_other_processes(capsys):
     erm, sam = replace(CONFIG, method="erm"), CONFIG
     with RunDisplay({}, [erm, sam, replace(sam, seed=1)]) as screen:

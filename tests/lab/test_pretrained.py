@@ -2,13 +2,14 @@
 
 import importlib
 import json
+import shutil
 import sys
 import warnings
 
 import pytest
 import torch
 
-from helpers.lab_files import WORDS, bert, check, glue, load
+from helpers.lab_files import WORDS, bert, check, glue, load, tokenizer
 from helpers.lab_files import dtd as dtd_files
 from helpers.lazy import Lazy
 from tiltsam.cli import main
@@ -146,6 +147,55 @@ def test_build_refuses_texts_that_are_too_long(folder, tmp_path):
             build(config.model, data)
     with pytest.raises(ConfigError, match=r"33 tokens.*--max-length"):
         build(config.model, data)
+
+
+@pytest.fixture
+def hub(folder, tmp_path, monkeypatch):
+    """The hub's cache with the model org/bert; other models are not found, and there is no network."""
+    snapshot = tmp_path / "snapshot"
+    shutil.copytree(folder, snapshot)
+
+    def snapshot_download(source, *, local_files_only):
+        assert local_files_only
+        if source != "org/bert":
+            raise FileNotFoundError(source)
+        return str(snapshot)
+
+    def connect(*args, **options):
+        pytest.fail("transformers uses the network")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    monkeypatch.setattr("socket.socket.connect", connect)
+    monkeypatch.setattr("socket.getaddrinfo", connect)
+    return snapshot
+
+
+def test_cached_model_is_loaded_without_the_network(hub):
+    assert tokenize(["he said no"], model="hf:org/bert")["input_ids"].shape == (1, 5)
+    assert pretrained.TextEncoder("org/bert", 3).model.config.num_labels == 3
+
+
+def test_cached_model_without_safetensors_is_named(hub):
+    (hub / "model.safetensors").unlink()
+    with pytest.raises(DataError, match=r"org/bert has no usable model.*model\.safetensors"):
+        pretrained.TextEncoder("org/bert", 3)
+    with pytest.raises(DataError, match=r"'org/other' on this machine.*--download"):
+        pretrained.TextEncoder("org/other", 3)
+
+
+def test_decoders_without_padding_are_refused(tmp_path):
+    folder = tmp_path / "gpt"
+    name, sizes = tokenizer(folder), {"n_embd": 16, "n_layer": 1, "n_head": 2}
+    config = transformers.GPT2Config(vocab_size=len(WORDS), num_labels=2, **sizes)
+    transformers.GPT2ForSequenceClassification(config).save_pretrained(folder)
+    glue(tmp_path, "cola")
+    data = load("glue/cola", tmp_path, model=name)
+    with pytest.raises(ConfigError, match=r"gpt cannot take .*padding"):
+        build(name, data)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"pad_token": None}))
+    with pytest.raises(DataError, match=r"gpt has no padding token"):
+        load("glue/cola", tmp_path, model=name)
 
 
 @pytest.mark.parametrize("model", ["auto", "minilm"])

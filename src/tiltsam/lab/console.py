@@ -163,7 +163,7 @@ class RunDisplay(LiveDisplay):
             percent = math.floor(100 * min(progress.done, 1))  # 100 only once the run has ended
             self._line(f"{config.task} {name}  {percent:3}%  {note}", last=progress.done >= 1)
         else:
-            self._draw(name, min(progress.done, 1.0), 1.0, note)
+            self._draw(name, min(progress.done, 1.0), 1.0, "  ".join(notes[::-1]))  # a narrow terminal cuts off the end
             if progress.done >= 1:  # the next run replaces the bar
                 self.print(f"{name}  {note}")
 
@@ -227,10 +227,14 @@ def _bytes(count: int) -> str:
 def _bar() -> Any:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+    from rich.table import Column
 
-    text = "{task.description}  {task.fields[note]}"
+    # The text has the width that is left. Otherwise a long one would leave none to the bar and the percentage.
+    text = TextColumn(
+        "{task.description}  {task.fields[note]}", markup=False, table_column=Column(ratio=1, no_wrap=True)
+    )
     # Its own console: the shared one may have been made while stdout was not a terminal.
-    return Progress(TextColumn(text, markup=False), BarColumn(), TaskProgressColumn(), console=Console())
+    return Progress(TaskProgressColumn(), BarColumn(10), text, console=Console(), expand=True)
 
 
 def _measurement_bars() -> Any:

@@ -237,23 +237,21 @@ def reestimate_batchnorm(model: nn.Module, outputs_of: OutputsOf, split: Split) 
 
 def accuracy(outputs: Tensor, targets: Tensor) -> float:
     """Return the fraction of examples whose largest logit is that of their class."""
-    return (_predicted(outputs, targets) == targets).double().mean().item()
+    return (outputs.argmax(1) == targets).double().mean().item()
 
 
 def f1(outputs: Tensor, targets: Tensor) -> float:
     """Return the F1 score of class 1 of two; 0 if it is neither predicted nor present."""
     from sklearn.metrics import f1_score
 
-    if outputs.shape[1] != 2:
-        raise ValueError(f"f1 needs logits of two classes, got shape {tuple(outputs.shape)}")
-    return float(f1_score(targets.cpu().numpy(), _predicted(outputs, targets).cpu().numpy(), zero_division=0))
+    return float(f1_score(targets.cpu().numpy(), outputs.argmax(1).cpu().numpy(), zero_division=0))
 
 
 def matthews(outputs: Tensor, targets: Tensor) -> float:
     """Return the Matthews correlation of predicted and true classes; 0 if either is constant."""
     from sklearn.metrics import matthews_corrcoef
 
-    predicted = _predicted(outputs, targets).cpu()
+    predicted = outputs.argmax(1).cpu()
     if (predicted == predicted[0]).all() or (targets == targets[0]).all():  # scikit-learn: 0, or a warning
         return 0.0
     return float(matthews_corrcoef(targets.cpu().numpy(), predicted.numpy()))
@@ -285,7 +283,7 @@ def calibration_error(outputs: Tensor, targets: Tensor) -> float:
     Note:
         It is biased upwards, most where a bin has few examples.
     """
-    correct = _predicted(outputs, targets) == targets
+    correct = outputs.argmax(1) == targets
     confidence = outputs.softmax(1).amax(1).double()
     inner_edges = torch.arange(1, CALIBRATION_BINS, device=outputs.device) / CALIBRATION_BINS
     bins = nn.functional.one_hot(torch.bucketize(confidence, inner_edges), CALIBRATION_BINS)
@@ -295,7 +293,7 @@ def calibration_error(outputs: Tensor, targets: Tensor) -> float:
 
 def class_accuracies(outputs: Tensor, targets: Tensor) -> Tensor:
     """Return the accuracy on the examples of each class, float64; NaN for a class without examples."""
-    correct = _predicted(outputs, targets) == targets
+    correct = outputs.argmax(1) == targets
     counts, hits = (x.bincount(minlength=outputs.shape[1]).double() for x in (targets, targets[correct]))
     return hits / counts
 
@@ -321,23 +319,8 @@ METRICS: dict[str, Callable[[Tensor, Tensor], float]] = {
 """Metrics by name. Each takes the outputs and the targets of a whole split."""
 
 
-def _predicted(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Return the class of the largest logit."""
-    if outputs.dim() != 2 or targets.dim() != 1 or len(outputs) != len(targets) or not len(targets):
-        raise ValueError(
-            f"logits must be (n, classes) and targets (n,) with n > 0, "
-            f"got {tuple(outputs.shape)} and {tuple(targets.shape)}"
-        )
-    return outputs.argmax(1)
-
-
 def _correlation(correlate: Callable[..., tuple[float, float]], outputs: Tensor, targets: Tensor) -> float:
-    x = outputs.squeeze(1) if outputs.dim() == 2 and outputs.shape[1] == 1 else outputs
-    if x.dim() != 1 or x.shape != targets.shape or not len(targets):
-        raise ValueError(
-            f"values must be (n,) or (n, 1) and targets (n,) with n > 0, "
-            f"got {tuple(outputs.shape)} and {tuple(targets.shape)}"
-        )
+    x = outputs.flatten()
     if (x == x[0]).all() or (targets == targets[0]).all():
         return 0.0
     with warnings.catch_warnings():

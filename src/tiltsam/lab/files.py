@@ -188,7 +188,6 @@ def load_checkpoint(folder: Path) -> Checkpoint | None:
                 if manifest[name] != file_digest(place / name):
                     raise ValueError(f"{name} does not match its digest")
             body = json.loads((place / "state.json").read_text())
-            _check_state(body["state"])
             tensors = load_tensors(place / "optimizer.safetensors")
             return Checkpoint(
                 load_tensors(place / "model.safetensors"),
@@ -208,20 +207,6 @@ def load_checkpoint(folder: Path) -> Checkpoint | None:
             f"{folder} has no valid checkpoint: training starts from the beginning", RuntimeWarning, stacklevel=3
         )
     return None
-
-
-def _check_state(state: dict[str, Any]) -> None:
-    """Raise if a run cannot be resumed from a state; a KeyError names a missing entry."""
-    best = list(state["best"].values())
-    series = state.get("interrupted_epoch", {})
-    if len({len(values) for values in series.values() if values}) > 1:
-        raise ValueError(f"the series of state.json must have one length, got {list(map(len, series.values()))}")
-    numbers = [state[name] for name in ("epoch", "passes", "seconds", "steps", "done")]
-    for value in [*numbers, *best, *(value for values in series.values() for value in values)]:
-        if not is_number(value):
-            raise ValueError(f"state.json has {value!r} instead of a number")
-    if not (0 <= state["done"] < 1 and state["epoch"] >= 0 and state["steps"] >= 0):
-        raise ValueError(f"done in state.json must be in [0, 1), got {state['done']!r}")
 
 
 def _checkpoint_folders(folder: Path) -> list[Path]:

@@ -209,9 +209,12 @@ def method_configs(
         settings: Settings of all methods that have them, as in ``{"rho": 0.2}``; a method's own take precedence.
 
     Raises:
-        ConfigError: If there is no such method or setting, or no method has one of ``settings``.
+        ConfigError: If there is no such method or setting, two methods are the same, or no method has one of
+            ``settings``.
     """
     own = {name: parse_method(name) for name in methods}
+    if len(own) < len(methods):
+        raise ConfigError(f"methods must differ, got {', '.join(methods)}")
     for name in settings or ():
         if not any(has_setting(entry["method"], name) for entry in own.values()):
             if len(used := {entry["method"] for entry in own.values()}) == 1:

@@ -144,8 +144,6 @@ def make_entries(
     if trials is not None and trials < 1:
         raise ConfigError(f"--trials must be at least 1, got {trials}")
     fixed = {text: parse_method(text) for text in methods}
-    if len(fixed) < len(methods):
-        raise ConfigError(f"methods must differ, got {', '.join(methods)}")
     configs = method_configs(base, methods, settings)
     spaces = _spaces(configs, fixed, grid)
     unused = {name: _unused_tilts(configs[name], space) for name, space in spaces.items()}

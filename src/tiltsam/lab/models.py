@@ -254,7 +254,7 @@ def build(name: str, data: Data, init: Literal["published", "torch"] = "publishe
         else:
             raise ConfigError(f"model must be mlp for rows of features, got {name!r}")
         if isinstance(model, (ImageEncoder, TextEncoder)) or name.startswith("timm:"):
-            _check_input_size(model, name, inputs)
+            _check_inputs(model, name, inputs)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     if init == "torch" and isinstance(model, ResNet | WideResNet):
@@ -291,15 +291,15 @@ def load_model(record: Record, data: Data) -> nn.Module:
 
 
 @torch.no_grad()
-def _check_input_size(model: nn.Module, name: str, inputs: Mapping[str, Tensor]) -> None:
-    """Run a model of another package on one example: each kind has its own error for a wrong size."""
+def _check_inputs(model: nn.Module, name: str, inputs: Mapping[str, Tensor]) -> None:
+    """Run a model of another package on two examples: each kind has its own errors for a wrong size, or for a batch."""
     if "image" in inputs:
         height, width = inputs["image"].shape[2:]
-        what, advice = f"images of {height}x{width}", "choose another --image-size"
+        what, advice = f"images of {height}x{width}", "choose another --image-size or --model"
     else:
-        what, advice = f"texts of {inputs['input_ids'].shape[1]} tokens", "lower --max-length"
+        what, advice = f"texts of {inputs['input_ids'].shape[1]} tokens", "lower --max-length or choose another --model"
     try:
-        model.eval()(*(x[:1] if x.dtype == torch.int64 else x[:1].float() for x in inputs.values()))
+        model.eval()(*(x[:2] if x.dtype == torch.int64 else x[:2].float() for x in inputs.values()))
     except (ValueError, IndexError, RuntimeError) as error:
         raise ConfigError(f"{name} cannot take {what} ({first_line(error)}): {advice}") from error
 

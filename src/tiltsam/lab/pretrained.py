@@ -89,9 +89,12 @@ def load_tokenizer(source: str) -> Any:
     """Load the tokenizer of a model, padding on the right.
 
     Raises:
-        DataError: If ``transformers`` is not installed, or there is no such tokenizer on this machine.
+        DataError: If ``transformers`` is not installed, or there is no such tokenizer on this machine, or it cannot
+            pad, as those of decoders.
     """
     tokenizer = _load(_transformers(source).AutoTokenizer, source, "tokenizer")
+    if tokenizer.pad_token is None:
+        raise DataError(f"the tokenizer of {source} has no padding token: choose an encoder, such as a BERT")
     tokenizer.padding_side = "right"
     return tokenizer
 
@@ -185,15 +188,21 @@ class ImageEncoder(_Pretrained):
 
 
 def _load(auto_class: Any, source: str, what: str, **options: Any) -> Any:
+    from huggingface_hub import snapshot_download
+
+    folder = source
+    if not Path(source).is_dir():
+        try:  # transformers looks for adapters on the hub unless it is given a folder
+            folder = snapshot_download(source, local_files_only=True)
+        except (OSError, ValueError) as error:
+            raise DataError(
+                f"no {what} {source!r} on this machine: it is neither a folder nor in the hub's cache; pass --download"
+            ) from error
     try:
         with _quiet():
-            return auto_class.from_pretrained(source, local_files_only=True, trust_remote_code=False, **options)
-    except (OSError, ValueError, KeyError) as error:
-        if Path(source).is_dir():
-            raise DataError(f"{source} has no usable {what}: {first_line(error)}") from error
-        raise DataError(
-            f"no {what} {source!r} on this machine: it is neither a folder nor in the hub's cache; pass --download"
-        ) from error
+            return auto_class.from_pretrained(folder, local_files_only=True, trust_remote_code=False, **options)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise DataError(f"{source} has no usable {what}: {first_line(error)}") from error
 
 
 def _transformers(source: str) -> Any:

@@ -154,12 +154,7 @@ class Record:
             RecordError: If the file is damaged.
         """
         path = self.folder / "environment.json"
-        if not path.exists():
-            return {}
-        environment = _read_json(path)
-        if not isinstance(environment.get("data", ""), str):
-            raise RecordError(f"{path} is damaged: remove it to resume")
-        return environment
+        return _read_json(path) if path.exists() else {}
 
     def check_data(self, fingerprint: str) -> None:
         """Raise if the run was started with other data.

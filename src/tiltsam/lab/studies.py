@@ -281,7 +281,7 @@ def _is_first(trial: FrozenTrial | Trial) -> bool:
 
 
 def _index(study: optuna.Study, number: int) -> int:
-    """Return the place of a trial, or of the one that it repeats, among those that repeat none."""
+    """Return the index of a trial among the first attempts; a retry has the index of the trial that it repeats."""
     trials = study.get_trials(deepcopy=False)
     while (repeated := trials[number].user_attrs.get("retry_of")) is not None:
         number = repeated

@@ -547,9 +547,6 @@ class Trainer:
         self.model.load_state_dict(checkpoint.model)
         self.optimizer.load_state_dict(checkpoint.optimizer)
         self.best_row = checkpoint.state.pop("best")
-        metric = self.data.metrics[0]
-        if self.best_row and not {f"validation_{metric}", f"test_{metric}"} <= self.best_row.keys():
-            raise ValueError(f"the best epoch has no {metric}")
         self._interrupted_epoch = EpochSeries(**checkpoint.state.pop("interrupted_epoch", {}))
         self.progress = Progress(**checkpoint.state)
         self._note_saved()

@@ -42,11 +42,10 @@ def test_glue_labels_as_numbers(tmp_path, model):
     assert load("glue/rte", tmp_path, model=model).test.targets.tolist() == [0, 1] * 10
 
 
-def test_glue_without_dev_set_warns(tmp_path, model):
+def test_glue_without_dev_set_is_refused(tmp_path):
     (glue(tmp_path, "qqp") / "dev.tsv").unlink()
-    with pytest.warns(UserWarning, match=r"dev\.tsv is missing.*train\.tsv"):
-        data = load("glue/qqp", tmp_path, model=model)
-    assert rows(data) == (16, 2, 2)
+    with pytest.raises(DataError, match=r"QQP/dev\.tsv is missing: pass --download"):
+        load("glue/qqp", tmp_path)
 
 
 def test_glue_qqp_skips_short_rows(tmp_path, model):

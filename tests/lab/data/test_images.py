@@ -45,6 +45,17 @@ def test_read_images_16_bit_grey(name, tmp_path):
     assert torch.equal(image, torch.from_numpy(levels // 256).to(torch.uint8).expand(3, 8, 8))
 
 
+@pytest.mark.parametrize("white", [1023, 65535])
+def test_read_images_16_bit_pgm(white, tmp_path):
+    levels = np.arange(64).reshape(8, 8) * white // 63
+    header = f"P5 8 8 {white}\n".encode()
+    (tmp_path / "grey.pgm").write_bytes(header + levels.astype(">u2").tobytes())
+    (image,) = read_images([tmp_path / "grey.pgm"], 8)
+    expected = torch.from_numpy(levels * 65535 // white // 256).expand(3, 8, 8)
+    assert (image.int() - expected).abs().max() <= 1
+    assert image.max() == 255
+
+
 @pytest.mark.parametrize("dtype", [np.float32, np.int32])
 def test_read_images_refuses_32_bit_grey(dtype, tmp_path):
     Image.fromarray(np.full((8, 8), 200, dtype)).save(tmp_path / "grey.tif")

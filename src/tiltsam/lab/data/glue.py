@@ -98,41 +98,29 @@ GLUE: dict[str, GlueTask] = {
 
 
 def glue(request: Request, *, name: str) -> Data:
-    """Load a task of GLUE. If the development set is missing, a tenth of the training set replaces it."""
+    """Load a task of GLUE."""
     task = GLUE[name]
     home = request.path / "glue"
     folders = (home / task.folder, home / name)
-    with_dev = [folder for folder in folders if any((folder / dev).exists() for dev in task.dev)]
-    existing = [folder for folder in folders if folder.is_dir() and not request.download]
-    folder = [*with_dev, *existing, folders[0]][0]
-    train = folder / task.train
-    dev = next((folder / name for name in task.dev if (folder / name).exists()), folder / task.dev[0])
-    no_dev = train.exists() and not dev.exists() and not request.download
+    existing = [folder / file for folder in folders for file in task.dev if (folder / file).exists()]
+    dev = [*existing, folders[0] / task.dev[0]][0]
+    train, folder = dev.with_name(task.train), dev.parent
     if name == "mrpc":
-        require(request, "glue/mrpc", [train] if no_dev else [train, dev], folder, prepare=_split_mrpc)
+        require(request, "glue/mrpc", [train, dev], folder, prepare=_split_mrpc)
     else:
-        require(request, f"glue/{name}", [train] if no_dev else [train, dev], home)
-    tables = [read_glue(train, task)]
-    if no_dev:
-        warnings.warn(
-            f"{dev} is missing: a tenth of {train.name} is the test set, so results are not comparable with published "
-            "ones",
-            stacklevel=2,
-        )
-    else:
-        tables.append(read_glue(dev, task))
+        require(request, f"glue/{name}", [train, dev], home)
+    tables = [read_glue(path, task) for path in (train, dev)]
     if task.classes:
         targets = [torch.tensor(table.classes(task.classes)) for table in tables]
     else:
         targets = [torch.tensor(table.values(), dtype=torch.float32) / 5 for table in tables]  # STS-B scores are 0…5
-    pool, *test = tokenize(request, tables, targets)
+    pool, test = tokenize(request, tables, targets)
     num_classes = len(task.classes) or 1
     return assemble(
         request,
         pool,
-        test[0] if test else None,
+        test,
         num_classes,
-        test_fraction=0.1,
         metrics=task.metrics,
         sources=tables[0].sources(),
         class_names=task.classes,

@@ -120,7 +120,7 @@ def _decode(path: Path, size: int) -> np.ndarray:
 def _to_rgb(path: Path, image: PIL.Image.Image) -> PIL.Image.Image:
     from PIL import Image
 
-    if image.mode.startswith("I;16"):
+    if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PPM"):  # Pillow scales PGM to 16 bits
         image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))  # Pillow would clip at 255
     elif image.mode in ("I", "F"):
         raise DataError(f"{path} must have 8 or 16 bits per channel, got mode {image.mode!r}")

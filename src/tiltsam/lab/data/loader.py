@@ -1,7 +1,7 @@
 """Shuffled, augmented and normalised training batches, made on the device on which the examples are.
 
 A batch of small images is little work for a GPU, and the host needs as long to launch the dozen kernels that shuffle,
-shift, flip and normalise one batch as for a hundred. So many batches are prepared together, and a step receives slices.
+shift, flip and normalise one batch as for a hundred. Therefore many batches are prepared at once, and sliced.
 """
 
 from __future__ import annotations
@@ -92,26 +92,23 @@ class TrainingBatches:
 
 
 # The functions below take images (n, channels, height, width), uint8 in 0…255 or floating point, and return a tensor of
-# the same shape. Random numbers are drawn on the generator's device: a CPU generator gives the same images everywhere,
-# a GPU generator saves a copy.
+# the same shape. The generator is on the device of the images.
 
 
 def crop(images: Tensor, generator: torch.Generator) -> Tensor:
     """Pad each image with 4 black pixels on each side and crop it back to its size at random, as usual for CIFAR."""
-    _check(images)
     padding = 4
     height, width = images.shape[2:]
     padded = F.pad(images, (padding,) * 4)
     # A view of all windows (n, channels, down, right, height, width): only one window per image is copied.
     windows = padded.unfold(2, height, 1).unfold(3, width, 1)
-    down, right = _integers(2 * padding + 1, (2, len(images)), images, generator)
+    down, right = torch.randint(2 * padding + 1, (2, len(images)), generator=generator, device=images.device)
     return windows[torch.arange(len(images), device=images.device), :, down, right].contiguous()
 
 
 def flip(images: Tensor, generator: torch.Generator) -> Tensor:
     """Mirror each image left to right with probability one half."""
-    _check(images)
-    heads = _integers(2, (len(images), 1, 1, 1), images, generator).bool()
+    heads = torch.randint(2, (len(images), 1, 1, 1), generator=generator, device=images.device).bool()
     return torch.where(heads, images.flip(3), images)
 
 
@@ -123,24 +120,10 @@ def normalise(images: Tensor, mean: Sequence[float] | Tensor, std: Sequence[floa
         mean: Mean of each channel, in [0, 1]. A tensor on the device saves a copy.
         std: Standard deviation of each channel, positive.
     """
-    _check(images)
-    if not len(mean) == len(std) == images.shape[1]:
-        raise ValueError(f"mean and std must have {images.shape[1]} entries, got {len(mean)} and {len(std)}")
     center = torch.as_tensor(mean, dtype=torch.float32, device=images.device).view(1, -1, 1, 1)
     scale = torch.as_tensor(std, dtype=torch.float32, device=images.device).view(1, -1, 1, 1)
     unit = 255.0 if images.dtype == torch.uint8 else 1.0
     return (images.float() - unit * center) / (unit * scale)
-
-
-def _integers(high: int, shape: tuple[int, ...], images: Tensor, generator: torch.Generator) -> Tensor:
-    """Draw uniformly from 0…high-1 on the generator's device, and move the result to that of the images."""
-    drawn = torch.randint(high, shape, generator=generator, device=generator.device)
-    return drawn.to(images.device, non_blocking=True)
-
-
-def _check(images: Tensor) -> None:
-    if images.dim() != 4:
-        raise ValueError(f"images must have shape (n, channels, height, width), got {tuple(images.shape)}")
 
 
 def _generator(device: torch.device | str, seed: int, epoch: int) -> torch.Generator:

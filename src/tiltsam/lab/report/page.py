@@ -349,7 +349,7 @@ def html_table(table: ReportTable) -> str:
     kinds = ["number" if numeric else "text" for numeric in table.numeric]
     heads = "".join(
         f'<th scope="col" aria-sort="none" class="{kinds[k]}">'
-        f'<button type="button">{escape(table.headings[k])}</button></th>'
+        f'<button type="button">{escape(_unbroken(table.headings[k]))}</button></th>'
         for k in kept
     )
     rows = "\n".join(
@@ -385,6 +385,11 @@ def _html_cell(cell: TableCell, kind: str, under: str) -> str:
 def _with_minus(text: str) -> str:
     """Return a text with minus signs, as wide as digits, in front of numbers; names of settings keep their hyphens."""
     return re.sub(r"(^|[\[( ])-(?=[\d.])", "\\1\N{MINUS SIGN}", text)
+
+
+def _unbroken(heading: str) -> str:
+    """Return a heading with hyphens at which ``(1e-3)`` and ``t-variance`` do not break."""
+    return re.sub(r"\b(1e|t)-", "\\1\N{NON-BREAKING HYPHEN}", heading)
 
 
 def _dot(method: str) -> str:

@@ -194,15 +194,17 @@ def test_page_with_lone_surrogate(tmp_path):
 def test_page_lists_problems(tmp_path):
     write_run(tmp_path, method="erm")
     write_run(tmp_path, method="sam", finished=False, lines=rows(2))
+    write_run(tmp_path, method="pgn", finished=False, lines=[])
     page = Page(write_report([tmp_path], tmp_path / "out", figures=False).page)
-    assert "1 item missing or damaged" in page.text
+    assert "2 items missing or damaged" in page.text
+    assert "pgn, seed 0: not finished, no epoch of 6 yet" in page.text
     assert "sam, seed 0: not finished, at epoch 2 of 6" in page.text
     assert "Not measured yet" in page.text
 
 
 def test_progress_without_a_limit_on_epochs(tmp_path):
     run = RunRecord(tmp_path, {"epochs": math.inf, "passes": 900.0}, [{"epoch": 2.0}])
-    assert run.progress == "epoch 2"
+    assert run.progress == "at epoch 2"
 
 
 def test_headline_verdicts(tmp_path):

@@ -110,6 +110,12 @@ def test_page_tables_equal_records(made):
     assert float(body[1][2]["data-value"]) == pytest.approx(sam - erm)
 
 
+def test_units_in_headings_do_not_break(made):
+    _, page = made
+    headings = [cell["text"] for cell in page.tables["flatness"][0]]
+    assert "variance at 0.01 (1e\N{NON-BREAKING HYPHEN}6)" in headings
+
+
 def test_page_curves_equal_records(made):
     runs, page = made
     data = page.data()

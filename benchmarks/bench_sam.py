@@ -40,7 +40,7 @@ class Clock:
 
 
 def copied_gradients(work: Workload) -> Callable[[], Tensor]:
-    """A closure that costs next to nothing."""
+    """Return a closure that costs next to nothing."""
     kept = [torch.randn_like(p) for p in work.model.parameters()]
 
     def closure() -> Tensor:

@@ -61,7 +61,7 @@ def rank_main(rank: int, args: argparse.Namespace, folder: str) -> None:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Seconds of each kind of step, as the slowest rank has them."""
+    """Return the seconds of each kind of step on the slowest rank."""
     with tempfile.TemporaryDirectory() as folder:
         os.environ["OMP_NUM_THREADS"] = "1"
         mp.spawn(rank_main, (args, folder), nprocs=args.ranks)  # type: ignore[attr-defined, no-untyped-call]

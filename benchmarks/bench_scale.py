@@ -250,7 +250,7 @@ class Clock:
 
 
 def measure(setting: Setting, work: Transformer, args: argparse.Namespace, clock: Clock) -> Iterator[dict[str, Any]]:
-    """The rows of a setting; one that runs out of memory or cannot be captured has ``failed`` instead of times."""
+    """Yield the rows of a setting; if one runs out of memory or cannot be captured, it has ``failed`` and no times."""
     inner = work.size.inner
     alone = {"eager": _measure(work, lambda: work.one_pass, inner, args.repeats, memory=False)["ms"]}
     yield {"step": "passes alone", "mode": "eager", "ms": alone["eager"], "passes": 1.0}
@@ -315,7 +315,7 @@ def _measure_method(work: Transformer, setting: Setting, name: str, mode: str, r
 def _measure(
     work: Transformer, make: Callable[[], Step], inner: int, repeats: int, *, memory: bool = True
 ) -> dict[str, Any]:
-    """Milliseconds of a step and peak bytes; on a CPU memory is counted by other steps, because counting is slow."""
+    """Return the milliseconds of a step and its peak bytes; on a CPU other steps count memory, because that is slow."""
     _clean(work)
     row: dict[str, Any] = {}
     if work.device.type == "cuda":

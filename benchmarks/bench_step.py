@@ -31,7 +31,7 @@ Step = Callable[[], object]
 
 
 def our_methods(samples: tuple[int, ...]) -> dict[str, tuple[str, dict[str, Any], float]]:
-    """Name, the method's key, its options, and its passes; a forward pass alone counts a third."""
+    """Return by name the method's key, its options and its passes; a forward pass alone counts a third."""
     found: dict[str, tuple[str, dict[str, Any], float]] = {
         "erm": ("erm", {}, 1),
         "sam": ("sam", {"rho": RHO}, 2),
@@ -59,7 +59,7 @@ def plain_step(work: Workload) -> Step:
 
 
 def peer_steps(work: Workload) -> dict[str, tuple[float, Step]]:
-    """What others would run, eagerly."""
+    """Return passes and eager steps of what others would run, by name."""
     loop, twin = sam_loop(work.sgd(), RHO), tsam_loop(work.sgd(), TILT, RHO, RADIUS, 3)
     found: dict[str, tuple[float, Step]] = {
         "SGD": (1, plain_step(work)),
@@ -74,7 +74,7 @@ def peer_steps(work: Workload) -> dict[str, tuple[float, Step]]:
 
 
 def time_network(network: str, precision: str, args: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
-    """All steps on one network; rows of name, mode, milliseconds and passes."""
+    """Time all steps on one network; return rows of name, mode, milliseconds and passes."""
     work = Workload(network, args.batch, device, precision)
     eager: dict[str, tuple[float, Step]] = {"one pass alone": (1, work.one_pass), **peer_steps(work)}
     for name, (key, options, passes) in ({} if args.captured_only else our_methods(args.samples)).items():
@@ -97,7 +97,7 @@ def time_network(network: str, precision: str, args: argparse.Namespace, device:
 
 
 def time_captured(work: Workload, args: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
-    """Each captured step against as many captured passes, one graph at a time so that memory stays small."""
+    """Time each captured step against as many captured passes, one graph at a time so that memory stays small."""
     alone = best_of({"": work.captured_passes(6)}, args.repeats, device, args.inner)[""] / 6
     rows = [_row("one pass alone", "captured", alone, 1, alone)]
     for name, (key, options, passes) in our_methods(args.samples).items():
@@ -140,7 +140,7 @@ def show(rows: list[dict[str, Any]], title: str) -> None:
 
 
 def measure_memory(args: argparse.Namespace, device: torch.device) -> None:
-    """In a fresh process: a few steps of one candidate, then its peak as JSON."""
+    """Take a few steps of one candidate and print the peak as JSON; run in a fresh process."""
     work = Workload(args.networks[0], args.memory_batch, device, args.precisions[0])
     kind, _, number = args.memory.partition(":")
     step: Step
@@ -159,7 +159,7 @@ def measure_memory(args: argparse.Namespace, device: torch.device) -> None:
 
 
 def compare_memory(args: argparse.Namespace, device: torch.device) -> dict[str, float]:
-    """Peak memory of fresh processes, s growing."""
+    """Return the peak memory of fresh processes in MiB, by candidate and number of samples."""
     names = ["sgd", "tsam:1", "tsam:3", "tsam:8", "tsam:32", "stored:3", "stored:8"]
     if device.type == "cuda":
         names += ["captured:1", "captured:3", "captured:32"]

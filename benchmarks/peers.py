@@ -11,7 +11,7 @@ Closure = Callable[[], Tensor]
 
 
 def sam_loop(base: torch.optim.Optimizer, rho: float) -> Callable[[Closure], Tensor]:
-    """SAM as people write it by hand: two passes, one copy of the weights, fused kernels, one norm."""
+    """Return a step of SAM as people write it by hand: two passes, one copy of the weights, fused kernels, one norm."""
     params = [p for group in base.param_groups for p in group["params"]]
 
     def step(closure: Closure) -> Tensor:
@@ -34,7 +34,7 @@ def sam_loop(base: torch.optim.Optimizer, rho: float) -> Callable[[Closure], Ten
 
 
 def tsam_loop(base: torch.optim.Optimizer, t: float, rho: float, radius: float, s: int) -> Callable[[Closure], Tensor]:
-    """Algorithm 2 written straight down: tensor by tensor, the s gradients stored and weighted at the end."""
+    """Return a step of Algorithm 2 as printed: tensor by tensor, the s gradients stored and weighted at the end."""
     params = [p for group in base.param_groups for p in group["params"]]
     dim = sum(p.numel() for p in params)
 
@@ -78,7 +78,7 @@ def tsam_loop(base: torch.optim.Optimizer, t: float, rho: float, radius: float, 
 def pytorch_optimizer_sam(
     params: list[torch.nn.Parameter], rho: float, lr: float
 ) -> Callable[[Closure], Tensor] | None:
-    """SAM of the package pytorch_optimizer, or ``None`` where it is not installed."""
+    """Return a step of SAM of the package pytorch_optimizer, or ``None`` if it is not installed."""
     try:
         from pytorch_optimizer import SAM
     except ImportError:

@@ -85,13 +85,13 @@ class Workload:
         return loss
 
     def one_pass(self) -> None:
-        """A forward and a backward, and nothing else."""
+        """Run a forward and a backward pass, and nothing else."""
         for p in self.model.parameters():
             p.grad = None
         self.closure()
 
     def captured_passes(self, count: int) -> Callable[[], None]:
-        """``count`` passes as one CUDA graph: the floor of a captured step."""
+        """Return ``count`` passes as one CUDA graph: the least that a captured step can cost."""
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):

@@ -657,8 +657,9 @@ def _two_tilts(args: argparse.Namespace) -> None:
                 display=display,
             )
         table = result_rows(study, result)
-        print_table(f"{study.title}: {count_of(seeds, 'seed')}, mean ± standard error", table)
-        text += f"### {study.title}\n\n{format_markdown(table)}\n\n"
+        title = study.title if args.scale == 1 else f"{study.title}, scale {args.scale:g}"
+        print_table(f"{title}: {count_of(seeds, 'seed')}, mean ± standard error", table)
+        text += f"### {title}\n\n{format_markdown(table)}\n\n"
         sweeps.append(result.path.parent)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "tables.md").write_text(text)

@@ -71,7 +71,9 @@ def test_write_figures_of_many_models_keeps_axes_visible(tmp_path: Path, monkeyp
     monkeypatch.setattr(Figure, "savefig", keep)
     flat = measure("", convnet(), cross_entropy, unequal_batches(), QUICK)
     names = [f"tsam epochs=6 lr=0.05 rho={rho} t=20 num_samples=1 seed 0" for rho in range(30)]
+    names += ["erm", "erm"]  # two runs with one name
     write_figures([dataclasses.replace(flat, name=name) for name in names], tmp_path)
+    names[-2:] = ["erm (1)", "erm (2)"]
     assert set(saved) == {"neighborhood", "spectrum", "slices"}
     for figure in saved.values():
         (legend,) = figure.legends

@@ -72,9 +72,9 @@ def test_reproduce_two_tilts_shows_what_is_silenced(tmp_path, capsys):
     assert main([*run, "--out", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     folder = tmp_path / "reproduced" / "two-tilts-noise-0.4"
-    assert "digits, 40% noisy labels: 1 seed, mean" in out
+    assert "digits, 40% noisy labels, scale 0.02: 1 seed, mean" in out
     table = (folder / "tables.md").read_text()
-    assert "digits, 40% noisy labels" in table
+    assert "digits, 40% noisy labels, scale 0.02" in table
     assert "ERM, averaged, tilt" in table
     assert "silenced precision" in table
     assert str(folder / "report.html") in out

@@ -27,6 +27,7 @@ from tiltsam.samplers import Center, Sampler
 __all__ = [
     "COMPARED",
     "DEFAULTS",
+    "NEEDED_LOSS",
     "NEEDED_OPTION",
     "TrainConfig",
     "allowed_types",
@@ -65,6 +66,9 @@ NEEDED_OPTION = {
     "split": "num_samples",
     "concurrent": "num_samples",
 }
+
+# Fields that only a certain loss has.
+NEEDED_LOSS = {"gce_q": "gce", "logit_tau": "logit-adjusted"}
 
 
 @dataclass(frozen=True)
@@ -217,7 +221,7 @@ class TrainConfig:
             raise ConfigError(f"delta must be None with t_schedule={self.t_schedule!r}, got {delta:g}")
 
     def _check_loss(self) -> None:
-        for name, loss in {"gce_q": "gce", "logit_tau": "logit-adjusted"}.items():
+        for name, loss in NEEDED_LOSS.items():
             if getattr(self, name) != DEFAULTS[name] and self.loss != loss:
                 raise ConfigError(f"{name} needs loss {loss}, got {self.loss}")
         if not 0 < self.gce_q <= 1:

@@ -11,6 +11,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -128,11 +129,13 @@ def write_figures(flats: Sequence[Flatness], folder: str | Path) -> list[Path]:
     """Write a PNG of each kind of measurement into ``folder``, created if missing; return the paths.
 
     ``neighborhood.png`` (mean and variance against the noise, plain and t-weighted), ``spectrum.png``, ``slices.png``.
+    Models with the same name, such as the runs of several seeds, are numbered.
     """
     from matplotlib.figure import Figure
 
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
+    flats = _numbered(flats)
     written: list[Path] = []
 
     def save(figure: Any, name: str) -> None:
@@ -160,6 +163,15 @@ def write_figures(flats: Sequence[Flatness], folder: str | Path) -> list[Path]:
             plot_slices(lines, _tidy(ax))
         save(figure, "slices.png")
     return written
+
+
+def _numbered(flats: Sequence[Flatness]) -> list[Flatness]:
+    times, seen = Counter(flat.name for flat in flats), Counter[str]()
+    numbered = []
+    for flat in flats:
+        seen[flat.name] += 1
+        numbered.append(replace(flat, name=f"{flat.name} ({seen[flat.name]})") if times[flat.name] > 1 else flat)
+    return numbered
 
 
 def _one_legend(figure: Any) -> None:

@@ -139,15 +139,18 @@ def format_mean(mean: Mean, digits: int | None = None, sign: Literal["", "+"] = 
     if not math.isfinite(mean.value):
         return "–"
     error = mean.error if math.isfinite(mean.error) else None
+    size, exponent = max(abs(mean.value), error or 0.0), False
     if digits is None:
         digits = _digits(error, 2) if error else 0 if float(mean.value).is_integer() else _digits(mean.value, 4)
-    if error is None or (error == 0 and digits == 0):  # a count that is the same in all runs needs no error
-        return f"{mean.value:{sign}.{digits}f}" if digits <= 4 else f"{mean.value:{sign}.3g}"
-    if digits <= 4:
-        return f"{mean.value:{sign}.{digits}f} ± {error:.{digits}f}"
-    power = math.floor(math.log10(max(abs(mean.value), error)))  # a variance of 1e-5 is shorter with an exponent
+        exponent = size >= 1e6
+    exponent = exponent or digits > 4  # a variance of 1e-5 is shorter with an exponent
+    if error is None or (error == 0 and digits <= 0):  # a count that is the same in all runs needs no error
+        return f"{mean.value:{sign}.3g}" if exponent else f"{mean.value:{sign}.{max(digits, 0)}f}"
+    if not exponent:
+        return f"{mean.value:{sign}.{max(digits, 0)}f} ± {error:.{max(digits, 0)}f}"
+    power = math.floor(math.log10(size))
     more = max(power + digits, 0)
-    return f"({mean.value / 10**power:{sign}.{more}f} ± {error / 10**power:.{more}f})e{power}"
+    return f"({mean.value / 10.0**power:{sign}.{more}f} ± {error / 10.0**power:.{more}f})e{power}"
 
 
 def format_score(result: Mapping[str, Any]) -> str:
@@ -162,8 +165,8 @@ def format_score(result: Mapping[str, Any]) -> str:
 
 
 def _digits(x: float, significant: int) -> int:
-    """Return the digits after the point that show this many significant ones."""
-    return max(significant - 1 - math.floor(math.log10(abs(x))), 0)
+    """Return the digits after the point that show this many significant ones; negative for large numbers."""
+    return significant - 1 - math.floor(math.log10(abs(x)))
 
 
 def count_of(number: int, noun: str) -> str:

@@ -281,6 +281,34 @@ def test_losses_are_measured_once(narrow, places, monkeypatch):
     assert reproduce(plan, **places).measured == found.measured
 
 
+def test_objectives_have_the_changed_settings(narrow, places):
+    recipe = find_recipe("losses").select(methods=["erm", "sam"])
+    plan = ReproductionPlan(recipe, seeds=1, scale=0.005, device="cpu")
+    (before,) = reproduce(plan, **places).measured
+    found = reproduce(dataclasses.replace(plan, changes={"sam:rho": 0.2}), **places)
+    (after,) = found.measured
+    (record,) = found.records(recipe.cells[0])
+    assert after["erm"]["train"]["SAM"] == pytest.approx(loss_uphill(record, places["root"], 0.2), rel=1e-4)
+    assert after["erm"]["train"]["ERM"] == before["erm"]["train"]["ERM"]
+    assert reproduce(plan, **places).measured == [before]
+
+
+def test_adding_a_method_measures_its_model_only(narrow, places, monkeypatch):
+    calls = []
+
+    def cross_runs(runs, *args, **options):
+        calls.append(set(runs))
+        return measure(runs, *args, **options)
+
+    measure = reproduce_module.cross_runs
+    monkeypatch.setattr(reproduce_module, "cross_runs", cross_runs)
+    for methods in (["erm"], ["erm", "sam"]):
+        recipe = find_recipe("losses").select(methods=methods)
+        (measured,) = reproduce(ReproductionPlan(recipe, seeds=1, scale=0.005, device="cpu"), **places).measured
+        assert set(measured) == set(methods)
+    assert calls == [{"erm"}, {"sam"}]
+
+
 def test_retrained_model_is_measured_again(narrow, places):
     plan = ReproductionPlan(find_recipe("losses").select(methods=["erm"]), seeds=1, scale=0.005, device="cpu")
     (before,) = reproduce(plan, **places).measured

@@ -220,6 +220,10 @@ def test_long_names_wrap(browser, tmp_path):
         "[...document.querySelectorAll('table[data-table=\"results\"] td.text')].map(c => c.clientWidth)"
     )
     assert max(widths) < 300  # the name of 90 letters wraps
+    browser.run("plots.forEach(plot => plot.open())")
+    legends = "[...document.querySelectorAll('.legend')].filter(legend => legend.textContent.includes('mmmm'))"
+    assert browser.run(f"{legends}.length") > 0
+    assert browser.run(f"{legends}.filter(legend => legend.scrollWidth > legend.clientWidth).length") == 0
 
 
 def test_short_log_axis_has_ticks(browser, tmp_path):

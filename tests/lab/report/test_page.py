@@ -110,6 +110,12 @@ def test_page_tables_equal_records(made):
     assert float(body[1][2]["data-value"]) == pytest.approx(sam - erm)
 
 
+def test_units_in_headings_do_not_break(made):
+    _, page = made
+    headings = [cell["text"] for cell in page.tables["flatness"][0]]
+    assert "variance at 0.01 (1e\N{NON-BREAKING HYPHEN}6)" in headings
+
+
 def test_page_curves_equal_records(made):
     runs, page = made
     data = page.data()
@@ -194,15 +200,17 @@ def test_page_with_lone_surrogate(tmp_path):
 def test_page_lists_problems(tmp_path):
     write_run(tmp_path, method="erm")
     write_run(tmp_path, method="sam", finished=False, lines=rows(2))
+    write_run(tmp_path, method="pgn", finished=False, lines=[])
     page = Page(write_report([tmp_path], tmp_path / "out", figures=False).page)
-    assert "1 item missing or damaged" in page.text
+    assert "2 items missing or damaged" in page.text
+    assert "pgn, seed 0: not finished, no epoch of 6 yet" in page.text
     assert "sam, seed 0: not finished, at epoch 2 of 6" in page.text
     assert "Not measured yet" in page.text
 
 
 def test_progress_without_a_limit_on_epochs(tmp_path):
     run = RunRecord(tmp_path, {"epochs": math.inf, "passes": 900.0}, [{"epoch": 2.0}])
-    assert run.progress == "epoch 2"
+    assert run.progress == "at epoch 2"
 
 
 def test_headline_verdicts(tmp_path):
@@ -228,6 +236,12 @@ def test_headline_verdicts(tmp_path):
     equal = headline_of("equal", erm=[0.5, 0.6], sam=[0.7, 0.8])
     assert equal.endswith("17.78 ahead of erm.")
     assert "17.78 ahead of erm over 1 common seed." in headline_of("uneven", erm=[0.5], sam=[0.7, 0.71])
+    assert headline_of("many", erm=[0.5, 0.51], sam=[0.7, 0.8], asam=[0.7, 0.8], pgn=[0.7, 0.8]).startswith(
+        "sam, asam and pgn have the highest test accuracy, 66.67 ± 4.44%. sam is 21.78 ahead of plain training (erm), "
+    )
+    assert headline_of("mixed", erm=[0.5, 0.52, 0.9], sam=[0.55, 0.56]).startswith(
+        "erm has the highest test accuracy, 56.89 ± 11.57%, but is 4.00 behind sam over 2 common seeds, 95% interval"
+    )
     plain = headline_of("plain", erm=[0.5, 0.51], sam=[0.7, 0.71], tsam=[0.72, 0.731])
     assert plain.startswith("tsam has the highest test accuracy, 64.49 ± 0.49%: 1.82 ahead of sam, ")
     assert "It is 19.60 ahead of plain training (erm), 95% interval" in plain
@@ -257,8 +271,8 @@ def test_headline_reports_methods_that_were_better_earlier(tmp_path):
     advice = "Train for less, lower lr, or tune."
     peaks = [0.1, 0.101]
     text = headline_of("all", erm=peaks, sam=[0.2, 0.201])
-    sentence = "methods were better at the best validation epoch than at the end: sam 82.72% (20.05 more), erm 72.72% "
-    assert text.endswith(f"All {sentence}(10.05 more). {advice}")
+    sentence = "methods were better at the best validation epoch than at the end: sam 82.72% (20.05 more) and "
+    assert text.endswith(f"All {sentence}erm 72.72% (10.05 more). {advice}")
     some = headline_of("some", erm=peaks, sam=[0.2, 0.201], asam=[0.0, 0.0])
     assert f"Some {sentence}" in some
     four = headline_of(
@@ -267,10 +281,21 @@ def test_headline_reports_methods_that_were_better_earlier(tmp_path):
     assert "pgn" in four
     assert "and 1 other." in four
     one = headline_of("one", erm=peaks, sam=[0.0, 0.0])
-    assert "erm was better at the best validation epoch than at the end: erm 72.72%" in one
+    assert f"erm was better at the best validation epoch than at the end: 72.72% (10.05 more). {advice}" in one
     assert advice not in headline_of("less", erm=[0.009, 0.0091], sam=[0.0, 0.0])  # less than a point
     assert advice not in headline_of("insignificant", erm=[0.0, 0.1], sam=[0.0, 0.0])
     assert advice not in headline_of("single", erm=[0.1], sam=[0.0])
+
+
+def test_headline_reports_diverged_runs(tmp_path):
+    for seed in range(3):
+        write_run(tmp_path, method="erm", seed=seed, lines=rows(3, 0.7 + 0.01 * seed))
+        folder = write_run(tmp_path, method="sam", seed=seed, lines=rows(3, 0.8), finished=seed == 0)
+        if seed:
+            (folder / "diverged.txt").write_text("the loss is nan")
+    text = headline(summarize(*read_runs([tmp_path]))[0])
+    assert text.startswith("sam has the highest test accuracy, 71.11%: 8.89 ahead of erm over 1 common seed.")
+    assert "The means leave out diverged runs: sam 2 of 3." in text
 
 
 def test_headline_names_differing_settings(tmp_path):
@@ -382,6 +407,13 @@ def test_task_facts_without_setup(tmp_path):
         "model": "auto or cnn",
         "budget": "6 epochs",
     }
+
+
+def test_task_facts_sort_numbers(tmp_path):
+    for method, epochs in (("erm", 118), ("sam", 60), ("pgn", 58.5)):
+        write_run(tmp_path, method=method, epochs=epochs)
+    (task,) = summarize(*read_runs([tmp_path]))
+    assert task_facts(task)["budget"] == "58.5 or 60 or 118 epochs"
 
 
 def test_page_noscript(made):

@@ -6,8 +6,9 @@ import statistics
 
 import pytest
 
-from helpers.report_runs import rows, write_run, write_runs
+from helpers.report_runs import flatness, rows, write_run, write_runs
 from tiltsam.lab.report import write_report
+from tiltsam.lab.report.figures import draw_figure
 from tiltsam.lab.report.plots import flatness_plots, task_plots
 from tiltsam.lab.report.runs import read_runs
 from tiltsam.lab.report.summary import summarize
@@ -124,3 +125,31 @@ def test_many_settings_show_the_best_of_each_method(tmp_path):
     (task,) = summarize(*read_runs([tmp_path]))
     shown = [s.name for s in task_plots(task)[0].curves if s.visible]
     assert shown == ["erm:lr=0.08", "sam:lr=0.08"]
+
+
+@pytest.mark.parametrize(("count", "visible", "note"), [(12, 12, "At 1, "), (14, 12, "Initially shown: the first 12")])
+def test_plot_without_a_chosen_setting_is_not_empty(tmp_path, count, visible, note):
+    write_run(tmp_path, method="tsam", num_samples=1, lines=rows(3, 0.9))  # the best: it has no effective samples
+    for number in range(count):
+        write_run(tmp_path, method="tsam", num_samples=2 + number, lines=rows(3, 0.5))
+    (task,) = summarize(*read_runs([tmp_path]))
+    (plot,) = [plot for plot in task_plots(task) if plot.name == "effective-samples"]
+    assert sum(curve.visible for curve in plot.curves) == visible
+    assert plot.note.startswith(note)
+
+
+def test_labels_of_a_regression_fit_the_figure(tmp_path, monkeypatch):
+    folder = write_run(tmp_path, flatness=flatness())
+    result = json.loads((folder / "result.json").read_text()) | {"metric": "pearson"}
+    (folder / "result.json").write_text(json.dumps(result))
+    (task,) = summarize(*read_runs([tmp_path]))
+    drawn = []
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda self, *a, **k: drawn.append(self))
+    for plot in flatness_plots(task.settings, task):
+        draw_figure(plot, tmp_path / plot.name)
+    for figure in drawn:
+        figure.canvas.draw()
+        (ax,) = figure.axes
+        for box in (ax.xaxis.label.get_window_extent(), ax.yaxis.label.get_window_extent()):
+            assert figure.bbox.x0 <= box.x0 < box.x1 <= figure.bbox.x1
+            assert figure.bbox.y0 <= box.y0 < box.y1 <= figure.bbox.y1

@@ -100,6 +100,19 @@ def test_differs_includes_options_of_some_methods(tmp_path):
     assert not {"rho", "t"} & task.shared.keys()
 
 
+def test_settings_of_a_loss_are_shown_for_that_loss(tmp_path):
+    for options in ({}, {"loss": "gce"}, {"loss": "gce", "gce_q": 0.4}, {"loss": "logit-adjusted"}):
+        write_run(tmp_path, method="erm", **options)
+    (task,) = summarize(*read_runs([tmp_path]))
+    assert [s.name for s in task.settings] == [
+        "erm",
+        "erm:loss=logit-adjusted",
+        "erm:loss=gce,gce_q=0.4",
+        "erm:loss=gce,gce_q=0.7",
+    ]
+    assert "logit_tau" not in task.shared
+
+
 def test_chosen_breaks_ties_by_validation_loss(tmp_path):
     for rho, loss in ((0.1, 1.1), (0.2, 0.9), (0.3, 1.0), (0.4, None)):
         lines = [{k: v for k, v in (row | {"validation_loss": loss}).items() if v is not None} for row in rows(3)]

@@ -23,8 +23,8 @@ from tiltsam.lab.errors import ConfigError, DataError, RecordError
 from tiltsam.lab.files import file_digest, write_json
 from tiltsam.lab.flags import format_value
 from tiltsam.lab.flatness import PAPER_STDS, Flatness, FlatnessPlan, cross_runs, measure_runs, save_flatness
-from tiltsam.lab.paper.recipes import Recipe, RecipeCell, cells_with
-from tiltsam.lab.paper.settings import column_config, training_examples
+from tiltsam.lab.paper.recipes import Recipe, RecipeCell, cells_with, losses
+from tiltsam.lab.paper.settings import training_examples
 from tiltsam.lab.records import Record
 
 __all__ = ["Reproduction", "ReproductionPlan", "check_size", "reproduce"]
@@ -259,36 +259,42 @@ def _measure(
     plan: ReproductionPlan, runs: dict[str, Record], load: Callable[[TrainConfig], Data], display: Display
 ) -> dict[str, dict[str, Any]]:
     """Return the measurements of the runs of one seed, by method, from their folders if they are there."""
-    kind = plan.recipe.kind
-    size = {} if kind == "losses" else {"examples": plan.num_examples, "draws": plan.num_draws}
-    keys = {}
-    for method, record in runs.items():
-        digest = file_digest(record.folder / "model.safetensors")
-        keys[method] = json.dumps({"kind": kind, "with": sorted(runs), **size, "model": digest})
+    what: dict[str, Any] = {"kind": plan.recipe.kind, "examples": plan.num_examples, "draws": plan.num_draws}
+    if plan.recipe.kind == "losses":
+        what = {"kind": plan.recipe.kind, "objectives": repr(_objectives(plan))}
+    digests = {method: file_digest(record.folder / "model.safetensors") for method, record in runs.items()}
+    keys = {method: json.dumps(what | {"model": digest}) for method, digest in digests.items()}
     saved = {method: _read(record) for method, record in runs.items()}
-    if all(keys[method] in numbers for method, numbers in saved.items()):
-        return {method: numbers[keys[method]] for method, numbers in saved.items()}
+    missing = {method: record for method, record in runs.items() if keys[method] not in saved[method]}
+    for method, numbers in (_measure_now(plan, missing, load, display) if missing else {}).items():
+        saved[method][keys[method]] = numbers
+        write_json(runs[method].folder / "reproduced.json", saved[method])
+    return {method: saved[method][keys[method]] for method in runs}
+
+
+def _measure_now(
+    plan: ReproductionPlan, runs: dict[str, Record], load: Callable[[TrainConfig], Data], display: Display
+) -> dict[str, dict[str, Any]]:
     measured: dict[str, dict[str, Any]] = {}
-    if kind == "losses":
+    if plan.recipe.kind == "losses":
         progress = display.measuring("losses under all objectives")
-        table = cross_runs(runs, _objectives(), device=plan.device, data=load, progress=progress)
+        table = cross_runs(runs, _objectives(plan), device=plan.device, data=load, progress=progress)
         for entry in table.entries:
             measured.setdefault(entry.model, {}).setdefault(entry.split, {})[entry.objective] = entry.loss
-    else:
-        options: dict[str, Any] = {"device": plan.device, "data": load, "display": display}
-        for flat, about in measure_runs(runs, examples=plan.num_examples, plan=_flatness_plan(plan), **options):
-            measured[flat.name] = _as_json(kind, flat)
-            # The report shows flatness.json; one that exists may hold more than a neighbourhood.
-            if kind == "neighborhood" and not (runs[flat.name].folder / "flatness.json").exists():
-                save_flatness(runs[flat.name], flat, about)
-    for method, record in runs.items():
-        write_json(record.folder / "reproduced.json", saved[method] | {keys[method]: measured[method]})
+        return measured
+    options: dict[str, Any] = {"device": plan.device, "data": load, "display": display}
+    for flat, about in measure_runs(runs, examples=plan.num_examples, plan=_flatness_plan(plan), **options):
+        measured[flat.name] = _as_json(plan.recipe.kind, flat)
+        # The report shows flatness.json; one that exists may hold more than a neighbourhood.
+        if plan.recipe.kind == "neighborhood" and not (runs[flat.name].folder / "flatness.json").exists():
+            save_flatness(runs[flat.name], flat, about)
     return measured
 
 
-def _objectives() -> dict[str, Objective]:
-    """Return the objectives that the three methods minimise."""
-    sam, tsam = (column_config("cifar100-resnet18", method).all_options() for method in ("sam", "tsam"))
+def _objectives(plan: ReproductionPlan) -> dict[str, Objective]:
+    """Return the objectives that the three methods minimise, with the settings that the plan changes."""
+    options = {cell.method: plan.configs(cell)[0].all_options() for cell in losses().cells}
+    sam, tsam = options["sam"], options["tsam"]
     return {
         "ERM": ErmLoss(),
         "SAM": SamLoss(sam["rho"]),

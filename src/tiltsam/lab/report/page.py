@@ -46,7 +46,7 @@ HOW_TO_READ = (
     "Curves are means over seeds with a band of one standard error, and thinner where a seed is missing. Click a name "
     "to hide or show its curve. To read values, point at a curve, tap it, or use the arrow keys on a plot."
 )
-MAX_EARLY = 3  # methods named that were better earlier
+MAX_NAMED = 3  # settings that a sentence lists
 LONG_WORD = 24  # characters; longer words, such as paths, may break anywhere
 
 
@@ -167,7 +167,8 @@ def task_facts(task: TaskSummary) -> dict[str, str]:
 
     def values(name: str) -> list[Any]:
         entries = [run.setup.get(name, run.config.get(name)) for run in task.runs]
-        return sorted({value for value in entries if isinstance(value, (str, float, int))}, key=str)
+        found = {value for value in entries if isinstance(value, (str, float, int))}
+        return sorted(found, key=lambda value: (isinstance(value, str), value))
 
     def sizes(name: str) -> list[int]:
         return [value for value in values(name) if isinstance(value, int) and value > 0]
@@ -217,27 +218,38 @@ def headline(task: TaskSummary) -> str:
         return "All runs diverged: there is nothing to compare."
     if not ranked:
         return "No run has finished yet. The curves show the progress so far."
-    (first, mean), *rest = ranked
+    first, mean = ranked[0]
+    tied = [s for s, other in ranked if mean.value - other.value < 0.005]
     score = f"{_format_score(mean)}{'%' if task.unit == '%' else ' (×100)'}"
-    plain, others = task.plain, ""
-    if plain is not None and plain not in [s for s, _ in ranked[:2]]:
-        others = f" It is {_lead(first, plain, f'plain training ({plain.full_name})')}."
-    others += _better_earlier(task, [s for s, _ in ranked])
-    if not rest:
+    if len(ranked) == 1:
         which = "best on validation" if task.has_validation(first) else "first (there is no validation score)"
         among = f"Of {len(task.settings)} settings, the {which}, " if len(task.settings) > len(compared) else ""
-        return f"{among}{first.full_name}{',' if among else ''} reaches a test {task.metric} of {score}.{others}"
-    second, next_mean = rest[0]
-    if mean.value - next_mean.value < 0.005:
-        text = f"{first.full_name} and {second.full_name} have the highest test {task.metric}, {score}.{others}"
+        text = f"{among}{first.full_name}{',' if among else ''} reaches a test {task.metric} of {score}."
+    elif len(tied) > 1:
+        text = f"{_listed([s.full_name for s in tied])} have the highest test {task.metric}, {score}."
     else:
-        text = f"{first.full_name} has the highest test {task.metric}, {score}: "
-        text += f"{_lead(first, second, second.full_name)}.{others}"
+        second = ranked[1][0]
+        behind = paired_difference(first.finals("score"), second.finals("score")).value < 0  # on the common seeds
+        text = f"{first.full_name} has the highest test {task.metric}, {score}{', but is' if behind else ':'} "
+        text += f"{_lead(first, second, second.full_name)}."
+    if task.plain is not None and task.plain not in [*tied, *(s for s, _ in ranked[:2])]:
+        subject = first.full_name if len(tied) > 1 else "It"
+        text += f" {subject} is {_lead(first, task.plain, f'plain training ({task.plain.full_name})')}."
+    text += _better_earlier(task, [s for s, _ in ranked]) + _diverged([s for s, _ in ranked])
+    if len(ranked) == 1:
+        return text
     if max(setting_mean.runs for _, setting_mean in ranked) == 1:
         text += " One seed gives no interval: use several."
     if len(task.settings) > len(compared):
         text += f" The comparison uses {task.selection}."
     return text + ("" if task.compare_settings else _uneven_tuning(task, [s for s, _ in ranked]))
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Return names as in ``a, b and c``; of many, the first few and the number of the others."""
+    if len(names) > MAX_NAMED:
+        names = [*names[:MAX_NAMED], count_of(len(names) - MAX_NAMED, "other")]
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
 def _format_score(mean: Mean) -> str:
@@ -271,15 +283,24 @@ def _better_earlier(task: TaskSummary, compared: Sequence[SettingSummary]) -> st
     if not early:
         return ""
     early.sort(reverse=True)
-    many = "All" if len(early) == len(compared) else "Some"
-    who = f"{early[0][2]} was" if len(early) == 1 else f"{many} methods were"
     unit = "%" if task.unit == "%" else ""
-    reached = [f"{name} {score:.2f}{unit} ({lost:.2f} more)" for lost, score, name in early[:MAX_EARLY]]
-    more = f" and {count_of(len(early) - MAX_EARLY, 'other')}" if len(early) > MAX_EARLY else ""
+    reached = [f"{score:.2f}{unit} ({lost:.2f} more)" for lost, score, _ in early]
+    if len(early) == 1:
+        who = f"{early[0][2]} was"
+    else:
+        who = f"{'All' if len(early) == len(compared) else 'Some'} methods were"
+        reached = [f"{name} {text}" for (_, _, name), text in zip(early, reached, strict=True)]
     return (
-        f" {who} better at the best validation epoch than at the end: {', '.join(reached)}{more}. "
+        f" {who} better at the best validation epoch than at the end: {_listed(reached)}. "
         "Train for less, lower lr, or tune."
     )
+
+
+def _diverged(compared: Sequence[SettingSummary]) -> str:
+    """Return a sentence if settings were ranked by the runs that are left because others diverged."""
+    counts = [(s, sum(run.state == "diverged" for run in s.runs)) for s in compared]
+    listed = [f"{s.full_name} {count} of {len(s.runs)}" for s, count in counts if count]
+    return f" The means leave out diverged runs: {_listed(listed)}." if listed else ""
 
 
 def _uneven_tuning(task: TaskSummary, compared: Sequence[SettingSummary]) -> str:
@@ -328,7 +349,7 @@ def html_table(table: ReportTable) -> str:
     kinds = ["number" if numeric else "text" for numeric in table.numeric]
     heads = "".join(
         f'<th scope="col" aria-sort="none" class="{kinds[k]}">'
-        f'<button type="button">{escape(table.headings[k])}</button></th>'
+        f'<button type="button">{escape(_unbroken(table.headings[k]))}</button></th>'
         for k in kept
     )
     rows = "\n".join(
@@ -364,6 +385,11 @@ def _html_cell(cell: TableCell, kind: str, under: str) -> str:
 def _with_minus(text: str) -> str:
     """Return a text with minus signs, as wide as digits, in front of numbers; names of settings keep their hyphens."""
     return re.sub(r"(^|[\[( ])-(?=[\d.])", "\\1\N{MINUS SIGN}", text)
+
+
+def _unbroken(heading: str) -> str:
+    """Return a heading with hyphens at which ``(1e-3)`` and ``t-variance`` do not break."""
+    return re.sub(r"\b(1e|t)-", "\\1\N{NON-BREAKING HYPHEN}", heading)
 
 
 def _dot(method: str) -> str:

@@ -25,7 +25,7 @@ DASHES: tuple[tuple[float, ...], ...] = ((), (7, 4), (2, 4), (9, 4, 2, 4), (15, 
 MIN_RELATIVE_DENSITY = 1e-6
 """Below this fraction of its maximum, an estimated spectral density is noise."""
 
-MAX_VISIBLE = 12  # settings; with more, a plot initially shows only the best of each method
+MAX_VISIBLE = 12  # curves; with more, a plot initially shows only the best of each method
 PRECISION = 7  # significant digits of the numbers in the page: more than float32 has
 
 X_LABELS = {"epoch": "epoch", "passes": "forward+backward passes", "seconds": "training time (s)"}
@@ -130,14 +130,16 @@ def _curve(setting: SettingSummary, x: Sequence[float], means: Sequence[Mean]) -
 
 
 def _limit_visible(plot: Plot, task: TaskSummary) -> Plot:
-    """With many settings, show only the best of each method on validation; the legend has the others."""
-    if len(task.settings) <= MAX_VISIBLE:
+    """With many curves, show only the best of each method on validation, or the first ones; the legend has the rest."""
+    names = [curve.name for curve in plot.curves]
+    if len(names) <= MAX_VISIBLE:
         return plot
-    best = {setting.name for setting in task.chosen}
-    curves = sorted((replace(c, visible=c.name in best) for c in plot.curves), key=lambda c: not c.visible)
+    shown, what = {setting.name for setting in task.chosen}.intersection(names), task.selection
+    if not shown:
+        shown, what = set(names[:MAX_VISIBLE]), f"the first {MAX_VISIBLE} curves"
+    curves = sorted((replace(c, visible=c.name in shown) for c in plot.curves), key=lambda c: not c.visible)
     hidden = sum(not c.visible for c in curves)
-    note = f"Initially shown: {task.selection}; {hidden} more in the legend. {plot.note}"
-    return replace(plot, curves=curves, note=note)
+    return replace(plot, curves=curves, note=f"Initially shown: {what}; {hidden} more in the legend. {plot.note}")
 
 
 def _effective_samples(task: TaskSummary) -> Plot:
@@ -261,7 +263,7 @@ def _spectrum(settings: Sequence[SettingSummary], unit: str) -> Plot:
         "spectrum",
         "Largest Hessian eigenvalues",
         "eigenvalue, largest first",
-        f"eigenvalue ({unit} per squared unit of weight)",
+        f"eigenvalue ({unit} / weight²)",
         curves,
         "Bars: one standard error over seeds.",
         ticks=[f"λ{i}" for i in range(1, most + 1)],
@@ -284,7 +286,7 @@ def _density(settings: Sequence[SettingSummary], unit: str) -> Plot:
     return Plot(
         "density",
         "Hessian spectral density",
-        f"eigenvalue ({unit} per squared unit of weight)",
+        f"eigenvalue ({unit} / weight²)",
         "density (fraction of eigenvalues per unit)",
         curves,
         "One run per setting, estimated by Lanczos: each Ritz value is smoothed by a narrow Gaussian.",

@@ -135,10 +135,10 @@ class RunRecord:
 
     @property
     def progress(self) -> str:
-        """How far training got, such as ``epoch 2 of 6``."""
+        """How far training got, such as ``at epoch 2 of 6``."""
         epochs: Any = self.config.get("epochs")
         of = f" of {epochs:g}" if is_number(epochs) and math.isfinite(epochs) else ""
-        return f"epoch {self.rows[-1]['epoch']:g}{of}" if self.rows else f"no epoch{of} finished"
+        return f"at epoch {self.rows[-1]['epoch']:g}{of}" if self.rows else f"no epoch{of} yet"
 
 
 class RunSet(NamedTuple):

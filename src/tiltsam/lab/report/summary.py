@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 import tiltsam
-from tiltsam.lab.config import DEFAULTS, NEEDED_OPTION, method_options, tilt_defaults
+from tiltsam.lab.config import DEFAULTS, NEEDED_LOSS, NEEDED_OPTION, method_options, tilt_defaults
 from tiltsam.lab.files import is_number
 from tiltsam.lab.flags import format_value
 from tiltsam.lab.palette import METHOD_COLORS, OTHER_COLOR
@@ -257,7 +257,7 @@ def _summarize_task(name: str, runs: list[RunRecord], problems: list[RunProblem]
             )
         )
         not_shared |= {*options, *differing}
-    shared = {k: v for body in values for k, v in body.items() if k not in not_shared}
+    shared = {k: v for k, v in values[0].items() if k in common and k not in not_shared}
     metric = _most_common(run.metric for run in runs if run.metric)
     problems = [
         *problems,
@@ -275,13 +275,14 @@ def _ordered_groups(runs: Iterable[RunRecord]) -> list[list[RunRecord]]:
         key = json.dumps([run.method, _values(run)], sort_keys=True, default=str)
         groups.setdefault(key, []).append(run)
     order = {method: i for i, method in enumerate(tiltsam.METHODS)}
+    values = {key: _values(group[0]) for key, group in groups.items()}
+    names = sorted({name for own in values.values() for name in own})
 
-    def position(group: list[RunRecord]) -> tuple[Any, ...]:
-        method, values = group[0].method, _values(group[0])
-        by_value = [(k, v if isinstance(v, float) else -math.inf, str(v)) for k, v in sorted(values.items())]
-        return order.get(method, len(order)), method, by_value
+    def position(key: str) -> tuple[Any, ...]:
+        method, own = groups[key][0].method, [values[key].get(name) for name in names]
+        return order.get(method, len(order)), method, [(v if isinstance(v, float) else -math.inf, str(v)) for v in own]
 
-    return sorted(groups.values(), key=position)
+    return [groups[key] for key in sorted(groups, key=position)]
 
 
 def _common_entry(runs: Sequence[RunRecord]) -> str:
@@ -293,8 +294,10 @@ def _common_entry(runs: Sequence[RunRecord]) -> str:
 def _values(run: RunRecord) -> dict[str, Any]:
     """Return what defines the run's setting: fields and options, by name. Missing fields are at their defaults."""
     options = _options(run)
+    values = options | DEFAULTS | run.config | {"noise": run.noise}
     left_out = {*NOT_A_SETTING, *(name for name, needed in NEEDED_OPTION.items() if needed not in options)}
-    values = {k: v for k, v in (options | DEFAULTS | run.config).items() if k not in left_out} | {"noise": run.noise}
+    left_out |= {name for name, loss in NEEDED_LOSS.items() if loss != values["loss"]}
+    values = {k: v for k, v in values.items() if k not in left_out}
     if is_number(values["example_tilt"]):  # a default that follows from the tilt is not a difference of its own
         defaults = tilt_defaults(values["example_tilt"], values["class_tilt"])
         values |= {name: None for name, default in defaults.items() if values[name] == default}
@@ -366,7 +369,7 @@ def _unfinished_runs(settings: Sequence[SettingSummary]) -> list[RunProblem]:
     for setting in settings:
         for run in setting.runs:
             if not run.finished:
-                why = f"diverged: {run.diverged}" if run.diverged else f"not finished, at {run.progress}"
+                why = f"diverged: {run.diverged}" if run.diverged else f"not finished, {run.progress}"
                 problems.append(RunProblem(f"{setting.name}, seed {run.seed}", why))
     return problems
 

@@ -67,6 +67,21 @@ NEEDED_OPTION = {
     "concurrent": "num_samples",
 }
 
+# Bounds of fields, where they are not None.
+_POSITIVE = ("epochs", "passes", "seconds", "lr", "batch_size", "clip", "every", "evaluate_every", "image_size")
+_UPPER_BOUNDS = {
+    "validation": 1,
+    "label_smoothing": 1,
+    "warmup": 1,
+    "noise": 1,
+    "rho_from": 1,
+    "example_ess": 1,
+    "example_tilt_warmup": 1,
+    "momentum": math.inf,
+    "weight_decay": math.inf,
+    "logit_tau": math.inf,
+}
+
 # Fields that only a certain loss has.
 NEEDED_LOSS = {"gce_q": "gce", "logit_tau": "logit-adjusted"}
 
@@ -186,14 +201,16 @@ class TrainConfig:
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)
         object.__setattr__(self, "options", self._changed_options())
-        positive = ("epochs", "passes", "seconds", "lr", "batch_size", "clip", "every", "evaluate_every", "image_size")
-        for name in positive:
+        self._check_bounds()
+        self._check_loss()
+        self._check_tilts()
+        self._check_passes()
+
+    def _check_bounds(self) -> None:
+        for name in _POSITIVE:
             if (value := getattr(self, name)) is not None and not value > 0:
                 raise ConfigError(f"{name} must be > 0, got {value}")
-        bounds = dict.fromkeys(
-            ("validation", "label_smoothing", "warmup", "noise", "rho_from", "example_ess", "example_tilt_warmup"), 1
-        )
-        for name, high in {**bounds, "momentum": math.inf, "weight_decay": math.inf}.items():
+        for name, high in _UPPER_BOUNDS.items():
             if (value := getattr(self, name)) is not None and not 0 <= value < high:
                 raise ConfigError(f"{name} must be in [0, {high}), got {value}")
         if self.optimizer != "sgd" and self.momentum != DEFAULTS["momentum"]:
@@ -204,21 +221,6 @@ class TrainConfig:
             raise ConfigError("one of epochs, passes or seconds must be finite")
         if not 0 <= self.seed < 2**63:
             raise ConfigError(f"seed must be in [0, 2^63), got {self.seed}")
-        if not 0 < self.ascent_fraction <= 1:
-            raise ConfigError(f"ascent_fraction must be in (0, 1], got {self.ascent_fraction}")
-        self._check_loss()
-        if not math.isfinite(self.example_tilt) or not math.isfinite(self.class_tilt or 0.0):
-            raise ConfigError(f"tilts must be finite, got {self.example_tilt} and {self.class_tilt}")
-        if (self.example_ess or self.example_tilt_warmup) and not self.example_tilt:
-            raise ConfigError("example_ess and example_tilt_warmup need an example_tilt, got 0")
-        if self.example_ess and self.class_tilt is not None:
-            raise ConfigError("example_ess cannot be combined with class_tilt")
-        if self.split and (self.options.get("share_ascent") or self.ascent_fraction < 1 or self.every > 1):
-            raise ConfigError("split=True cannot be combined with share_ascent, ascent_fraction or every")
-        if self.concurrent and self.options.get("share_ascent"):
-            raise ConfigError("concurrent=True cannot be combined with share_ascent: samples wait for it")
-        if self.t_schedule != "constant" and (delta := self.options.get("delta")) is not None:
-            raise ConfigError(f"delta must be None with t_schedule={self.t_schedule!r}, got {delta:g}")
 
     def _check_loss(self) -> None:
         for name, loss in NEEDED_LOSS.items():
@@ -226,10 +228,26 @@ class TrainConfig:
                 raise ConfigError(f"{name} needs loss {loss}, got {self.loss}")
         if not 0 < self.gce_q <= 1:
             raise ConfigError(f"gce_q must be in (0, 1], got {self.gce_q}")
-        if not 0 <= self.logit_tau < math.inf:
-            raise ConfigError(f"logit_tau must be in [0, inf), got {self.logit_tau}")
         if self.loss == "gce" and self.label_smoothing:
             raise ConfigError(f"label_smoothing must be 0 with loss gce, got {self.label_smoothing}")
+
+    def _check_tilts(self) -> None:
+        if not math.isfinite(self.example_tilt) or not math.isfinite(self.class_tilt or 0.0):
+            raise ConfigError(f"tilts must be finite, got {self.example_tilt} and {self.class_tilt}")
+        if (self.example_ess or self.example_tilt_warmup) and not self.example_tilt:
+            raise ConfigError("example_ess and example_tilt_warmup need an example_tilt, got 0")
+        if self.example_ess and self.class_tilt is not None:
+            raise ConfigError("example_ess cannot be combined with class_tilt")
+        if self.t_schedule != "constant" and (delta := self.options.get("delta")) is not None:
+            raise ConfigError(f"delta must be None with t_schedule={self.t_schedule!r}, got {delta:g}")
+
+    def _check_passes(self) -> None:
+        if not 0 < self.ascent_fraction <= 1:
+            raise ConfigError(f"ascent_fraction must be in (0, 1], got {self.ascent_fraction}")
+        if self.split and (self.options.get("share_ascent") or self.ascent_fraction < 1 or self.every > 1):
+            raise ConfigError("split=True cannot be combined with share_ascent, ascent_fraction or every")
+        if self.concurrent and self.options.get("share_ascent"):
+            raise ConfigError("concurrent=True cannot be combined with share_ascent: samples wait for it")
 
     def _changed_options(self) -> dict[str, Any]:
         """Check the names and types of the options, and return those that differ from their defaults."""

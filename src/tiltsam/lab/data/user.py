@@ -338,6 +338,23 @@ def read_npz(path: Path) -> Mapping[str, np.ndarray]:
 
 def _array_split(path: Path, arrays: Mapping[str, np.ndarray], x_name: str, y_name: str) -> Split:
     """Check a pair of arrays and convert them to tensors."""
+    _check_arrays(path, arrays, x_name, y_name)
+    x, y = arrays[x_name], arrays[y_name]
+    targets = torch.from_numpy(y.astype(np.float32 if y.dtype.kind == "f" else np.int64))
+    if x.ndim == 2:  # float64 until it is standardised: in float32 a column may differ only by rounding
+        return Split({"x": torch.from_numpy(x.astype(np.float32 if x.dtype == np.float32 else np.float64))}, targets)
+    if x.dtype != np.uint8 or x.ndim > 4:
+        hint = ': save (255 * x).astype("uint8") of values in [0, 1]' if x.dtype.kind == "f" else ""
+        raise DataError(f"{path}: {x_name} must be {INPUTS}, got {x.dtype} of shape {x.shape}{hint}")
+    if x.ndim == 3:
+        x = x[:, None]
+    elif _channels_are_last(x.shape):
+        x = x.transpose(0, 3, 1, 2)
+    return Split({"image": torch.from_numpy(np.ascontiguousarray(x))}, targets)
+
+
+def _check_arrays(path: Path, arrays: Mapping[str, np.ndarray], x_name: str, y_name: str) -> None:
+    """Check that two arrays exist, fit each other, and are finite numbers; and that classes are numbered from 0."""
     for name in (x_name, y_name):
         if name not in arrays:
             found = ", ".join(arrays)[:200] or "no arrays"
@@ -362,17 +379,6 @@ def _array_split(path: Path, arrays: Mapping[str, np.ndarray], x_name: str, y_na
                 raise DataError(
                     f"{path}: classes in {y_name} must be numbered from 0 without large gaps, got {label}: {NUMBERED}"
                 )
-    targets = torch.from_numpy(y.astype(np.float32 if y.dtype.kind == "f" else np.int64))
-    if x.ndim == 2:  # float64 until it is standardised: in float32 a column may differ only by rounding
-        return Split({"x": torch.from_numpy(x.astype(np.float32 if x.dtype == np.float32 else np.float64))}, targets)
-    if x.dtype != np.uint8 or x.ndim > 4:
-        hint = ': save (255 * x).astype("uint8") of values in [0, 1]' if x.dtype.kind == "f" else ""
-        raise DataError(f"{path}: {x_name} must be {INPUTS}, got {x.dtype} of shape {x.shape}{hint}")
-    if x.ndim == 3:
-        x = x[:, None]
-    elif _channels_are_last(x.shape):
-        x = x.transpose(0, 3, 1, 2)
-    return Split({"image": torch.from_numpy(np.ascontiguousarray(x))}, targets)
 
 
 def _channels_are_last(shape: tuple[int, ...]) -> bool:

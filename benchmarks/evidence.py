@@ -27,7 +27,7 @@ SPLIT, TILTS, TILTS_CIFAR = "2026-11-15_digits_split", "2026-11-17_two_tilts", "
 TILTS_MINILM = "2026-11-18_two_tilts_minilm"
 START, BASELINES = "2026-11-18_digits_start", "2026-11-18_digits_baselines"
 PROTOCOL, CLEAN, SAMPLING = "2026-11-18_protocol", "2026-11-19_protocol_clean", "2026-11-18_digits_sampling"
-TILTS_DIGITS = "2026-11-18_two_tilts_digits"
+TILTS_DIGITS, VIT = "2026-11-18_two_tilts_digits", "2026-11-19_digits_vit"
 RHOS = (0.3, 0.4, 0.5, 0.6, 0.7)
 METRICS = {"accuracy": ("score", 100, 2), "test loss": ("test_loss", 1, 3)}  # key of a result, factor, digits
 
@@ -85,6 +85,11 @@ def first_study(folder: str) -> Runs:
 def two_tilts(folder: str) -> Runs:
     """Return the runs of a folder of the record of ``tiltsam reproduce two-tilts``."""
     return in_folder(TILTS_DIGITS, f"digits/{folder}")
+
+
+def vit(folder: str) -> Runs:
+    """Return the runs of a folder of the record of a vision transformer on digits."""
+    return in_folder(VIT, f"digits/{folder}")
 
 
 def parts(number: int, rho: float) -> Runs:
@@ -212,6 +217,8 @@ DIFFERENCES: dict[str, dict[str, list[Comparison]]] = {
                 baseline("sam", 0.0, "cosine", lr=0.03, rho=0.4),
                 baseline("erm", 0.0, "cosine", lr=0.006),
             ),
+            ("digits_vit, cosine schedules", vit("sam-a5edead15e"), vit("erm-dbe5280b25")),
+            ("digits_vit, averaged weights", vit("sam-0fa5cdda77"), vit("erm-a411f1853f")),
             ("RTE", minilm("glue-rte/sam-b423ca7fb9"), minilm("glue-rte/erm-1f471a06e2")),
             ("MRPC", minilm("glue-mrpc/sam-06188ba257"), minilm("glue-mrpc/erm-386d96b0fa")),
             ("STS-B", minilm("glue-stsb/sam-f070023a97"), minilm("glue-stsb/erm-6aba6ff916")),
@@ -273,6 +280,8 @@ DIFFERENCES: dict[str, dict[str, list[Comparison]]] = {
                 Runs("tsam folder=digits/tsam-f5f5ec895b", (BASELINES,)),
                 baseline("sam", 0.2, lr=0.01, rho=0.4),
             ),
+            ("digits_vit, clean, cosine, other lr and ρ", vit("tsam-75ea524173"), vit("sam-a5edead15e")),
+            ("digits_vit, clean, averaged", vit("tsam-6bd1ea0757"), vit("sam-0fa5cdda77")),
             ("RTE, other lr and ρ", minilm("glue-rte/tsam-cbfdaa4c47"), minilm("glue-rte/sam-b423ca7fb9")),
             ("MRPC", minilm("glue-mrpc/tsam-e4bb0d6537"), minilm("glue-mrpc/sam-06188ba257")),
             ("STS-B, another ρ", minilm("glue-stsb/tsam-018e36e72b"), minilm("glue-stsb/sam-f070023a97")),
@@ -358,6 +367,8 @@ DIFFERENCES: dict[str, dict[str, list[Comparison]]] = {
         "averaged, constant rate − final weights, cosine schedule": [
             ("CIFAR-100, ERM", ERM_AVERAGED, ERM_COSINE),
             ("CIFAR-100, SAM", SAM_AVERAGED, SAM_COSINE),
+            ("digits_vit, clean, ERM", vit("erm-a411f1853f"), vit("erm-dbe5280b25")),
+            ("digits_vit, clean, SAM, other lr and ρ", vit("sam-0fa5cdda77"), vit("sam-a5edead15e")),
         ],
         "averaged ERM − SAM": [
             ("CIFAR-100", ERM_AVERAGED, SAM),

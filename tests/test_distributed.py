@@ -117,6 +117,14 @@ def test_fsdp_drops_gathered_weights_on_error(ranks):
         assert after == pytest.approx(at_theta, abs=1e-12)
 
 
+@pytest.mark.parametrize("inside", [False, True], ids=["between", "inside"])
+@pytest.mark.parametrize("method", ["sam", "tsam", "momentumsam"])
+def test_fsdp_drops_weights_gathered_by_an_evaluation(ranks, method, inside):
+    wanted = jobs.evaluated_between(0, method, 4, inside, sharded=False)
+    for found in ranks(jobs.evaluated_between, method, 4, inside):
+        torch.testing.assert_close(found, wanted, **CLOSE)
+
+
 def test_fsdp_drops_gathered_averaged_weights(ranks):
     model = jobs.mlp()
     wanted = jobs.outputs_by_step(model, tiltsam.SAM(jobs.sgd(model.parameters())), 4)

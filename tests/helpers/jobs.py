@@ -366,6 +366,29 @@ def raise_after_forward(rank):
         return passes, loss().item()
 
 
+def evaluated_between(rank, method, steps, inside, sharded=True):
+    """Train a model whose root FSDP leaves gathered by an evaluation: after each step, or in the closure."""
+    model, parts = mlp(), dist.get_world_size() if sharded else 1
+    if sharded:
+        fsdp.fully_shard(model, mesh=init_device_mesh("cpu", (parts,)))
+    optimizer, found = BY_NAME[method](sgd(model.parameters()), model=model), []
+    for step in range(steps):
+        x, y = batch(step, rank, parts)
+
+        def closure(x=x, y=y):
+            loss = nn.functional.cross_entropy(model(x), y)
+            loss.backward()
+            if inside:
+                with torch.no_grad():
+                    model(x)
+            return loss
+
+        optimizer.step(closure)
+        with torch.no_grad():
+            found.append(model(batch(0)[0]))
+    return torch.stack(found)
+
+
 def averaged_outputs(rank, steps):
     """Return outputs with averaged weights, of a model whose root FSDP leaves gathered after a forward pass."""
     model = fsdp.fully_shard(mlp(), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))

@@ -106,6 +106,8 @@ class ParameterSpace(TensorLists):
         """
         if self.sharding.needs_views:
             self._point = self._local_tensors()  # p.data may be another tensor than at the last step
+        if self.sharding.mesh is not None:
+            reshard(self.model_state.model)  # an evaluation before the step may have left weights gathered at θ
         self._perturbation_norm = self.zero
         self.gradient_mean.begin_step()
         self.evaluator.begin_step(closures, ascent_closure, scaler)

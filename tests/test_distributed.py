@@ -111,10 +111,14 @@ def test_fsdp_with_adamw_equals_one_process(ranks, method):
     torch.testing.assert_close(found[0], jobs.alone(method, "adamw", 4), **CLOSE)
 
 
-def test_fsdp_drops_gathered_weights_on_error(ranks):
-    for (at_theta, perturbed), after in ranks(jobs.raise_after_forward):
+@pytest.mark.parametrize("place", ["forward", "after"])
+def test_fsdp_drops_gathered_weights_on_error(ranks, place):
+    for (at_theta, perturbed), after in ranks(jobs.raise_in_a_pass, place):
         assert abs(perturbed - at_theta) > 0.1
         assert after == pytest.approx(at_theta, abs=1e-12)
+    for before, averaged, after in ranks(jobs.raise_with_averaged_weights, place):
+        assert (averaged - before).abs().max() > 1e-3
+        assert torch.equal(after, before)
 
 
 @pytest.mark.parametrize("inside", [False, True], ids=["between", "inside"])

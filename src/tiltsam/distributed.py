@@ -316,11 +316,19 @@ def local_gradient(p: Tensor) -> Tensor:
     return local_part(grad)
 
 
-def reshard(model: torch.nn.Module | None) -> None:
-    """Let FSDP drop gathered copies of its weights, which a forward pass without backward leaves behind."""
+def reshard(model: torch.nn.Module | None, *, after_error: bool = False) -> None:
+    """Let FSDP drop gathered copies of its weights, which a forward pass without backward leaves behind.
+
+    Args:
+        model: The model.
+        after_error: Whether a forward pass may have raised: inside one ``module.reshard()`` keeps the copies of the
+            root. A state dict has sharded weights only, so FSDP drops all copies before it makes one.
+    """
     for module in model.modules() if model is not None else ():
         if callable(drop := getattr(module, "reshard", None)):
             drop()
+            if after_error:
+                module.state_dict()
 
 
 def _extremes(x: Tensor, groups: Sequence[Group]) -> tuple[Tensor, Tensor]:

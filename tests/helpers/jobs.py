@@ -342,8 +342,23 @@ def exit_in_step(rank, kind):
     return None
 
 
-def raise_after_forward(rank):
-    """Run out of memory between forward and backward, at perturbed weights that FSDP has just gathered."""
+def fail(model, x, place):
+    """Run out of memory inside a forward pass of a model, or after it."""
+
+    def raise_error(*_):
+        raise MemoryError
+
+    hook = model[-1].register_forward_hook(raise_error) if place == "forward" else None
+    try:
+        model(x)
+        raise_error()
+    finally:
+        if hook is not None:
+            hook.remove()
+
+
+def raise_in_a_pass(rank, place):
+    """Fail at perturbed weights that FSDP has just gathered; return the losses."""
     model = fsdp.fully_shard(mlp(), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     optimizer = tiltsam.SAM(sgd(model.parameters()), rho=5.0, model=model)
     x, y = batch(0)
@@ -353,10 +368,12 @@ def raise_after_forward(rank):
         return nn.functional.cross_entropy(model(x), y)
 
     def closure():
+        if len(passes) == 1:
+            with torch.no_grad():
+                passes.append(loss().item())
+            fail(model, x, place)
         value = loss()
         passes.append(value.item())
-        if len(passes) == 2:
-            raise MemoryError
         value.backward()
         return value
 
@@ -364,6 +381,20 @@ def raise_after_forward(rank):
         optimizer.step(closure)
     with torch.no_grad():
         return passes, loss().item()
+
+
+def raise_with_averaged_weights(rank, place):
+    """Fail at averaged weights; return the outputs before and after."""
+    model = fsdp.fully_shard(mlp(), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    average, x = tiltsam.WeightAverage(model), batch(0)[0]
+    average.update()
+    train(model, tiltsam.SAM(sgd(model.parameters()), model=model), range(2))
+    with torch.no_grad():
+        before = model(x)
+        with suppress(MemoryError), average.applied():
+            averaged = model(x)
+            fail(model, x, place)
+        return before, averaged, model(x)
 
 
 def evaluated_between(rank, method, steps, inside, sharded=True):

@@ -120,14 +120,14 @@ class WeightAverage:
                 "sharded or loaded with assign=True"
             )
         own = {name: p.detach().clone() for name, p in self._parameters.items()}
-        already = self._applied
+        already, failed = self._applied, False
         buffers = BufferSnapshot()
         buffers.save(self.model.modules())
 
         def restore() -> None:
             _write(self._parameters, own)
             buffers.restore()
-            reshard(self.model)
+            reshard(self.model, after_error=failed)
             self._applied = already
 
         try:
@@ -137,6 +137,7 @@ class WeightAverage:
             yield self.model
             restore()
         except BaseException:  # also an interrupt in restore itself, which may be repeated
+            failed = True
             uninterrupted(restore)
             raise
 

@@ -176,7 +176,7 @@ class ParameterSpace(TensorLists):
                     p.grad = grad
                 self.gradient_mean.discard()
                 if self.sharding.mesh is not None:
-                    reshard(self.model_state.model)  # FSDP must not reuse copies gathered at the perturbed weights
+                    reshard(self.model_state.model, after_error=True)  # copies gathered at the perturbed weights
                 self._gradients_before = None
             if self.is_unfinished:
                 self.model_state.roll_back()

@@ -111,6 +111,15 @@ def test_fsdp_with_adamw_equals_one_process(ranks, method):
     torch.testing.assert_close(found[0], jobs.alone(method, "adamw", 4), **CLOSE)
 
 
+def test_fsdp_refuses_ignored_gradients_that_are_not_averaged(ranks):
+    found = ranks(jobs.ignored_by_fsdp, True, 4)
+    assert same([weights for weights, _ in found])
+    torch.testing.assert_close(found[0][0], jobs.alone("tsam", "sgd", 4), **CLOSE)
+    for weights, error in ranks(jobs.ignored_by_fsdp, False, 4):
+        assert "ignores" in error
+        assert torch.equal(weights, jobs.flat(jobs.mlp()))
+
+
 @pytest.mark.parametrize("place", ["forward", "after"])
 def test_fsdp_drops_gathered_weights_on_error(ranks, place):
     for (at_theta, perturbed), after in ranks(jobs.raise_in_a_pass, place):

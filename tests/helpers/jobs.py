@@ -148,6 +148,18 @@ def gradients_not_averaged(rank, kind, clip):
     return error, same and optimizer.param_groups[0]["steps_taken"] == 0
 
 
+def ignored_by_fsdp(rank, averaged, steps):
+    """Train with a bias that FSDP leaves whole, whose gradient the closure averages; return weights and error."""
+    model, size = mlp(), dist.get_world_size()
+    bias = model[0].bias
+    if averaged:
+        bias.register_post_accumulate_grad_hook(lambda p: dist.all_reduce(p.grad.div_(size)))
+    fsdp.fully_shard(model, mesh=init_device_mesh("cpu", (size,)), ignored_params={bias})
+    optimizer = BY_NAME["tsam"](sgd(model.parameters()), model=model)
+    error = error_of(lambda: train(model, optimizer, range(steps), rank, size))
+    return flat(model), error
+
+
 def clip_gradients(model):
     nn.utils.clip_grad_norm_(model.parameters(), 0.01)  # a hook must not return its result
 

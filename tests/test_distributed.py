@@ -111,6 +111,13 @@ def test_fsdp_with_adamw_equals_one_process(ranks, method):
     torch.testing.assert_close(found[0], jobs.alone(method, "adamw", 4), **CLOSE)
 
 
+def test_fsdp_without_model_warns(ranks):
+    """The gathered weights can be dropped only through the model; without an ascent there is nothing to drop."""
+    assert all(not found for found in ranks(jobs.sharded_without_model, "erm"))
+    for (message,) in ranks(jobs.sharded_without_model, "tsam"):
+        assert "model=" in message
+
+
 def test_fsdp_refuses_ignored_gradients_that_are_not_averaged(ranks):
     found = ranks(jobs.ignored_by_fsdp, True, 4)
     assert same([weights for weights, _ in found])

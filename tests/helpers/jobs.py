@@ -148,6 +148,15 @@ def gradients_not_averaged(rank, kind, clip):
     return error, same and optimizer.param_groups[0]["steps_taken"] == 0
 
 
+def sharded_without_model(rank, method):
+    """Return the warnings of a step."""
+    model = sharded_model(init_device_mesh("cpu", (dist.get_world_size(),)))
+    optimizer = BY_NAME[method](sgd(model.parameters()))
+    with warnings.catch_warnings(record=True) as found:
+        train(model, optimizer, range(1), rank, dist.get_world_size())
+    return [str(warning.message) for warning in found]
+
+
 def ignored_by_fsdp(rank, averaged, steps):
     """Train with a bias that FSDP leaves whole, whose gradient the closure averages; return weights and error."""
     model, size = mlp(), dist.get_world_size()

@@ -145,10 +145,11 @@ def test_fsdp_drops_weights_gathered_by_an_evaluation(ranks, method, inside):
         torch.testing.assert_close(found, wanted, **CLOSE)
 
 
-def test_fsdp_drops_gathered_averaged_weights(ranks):
+@pytest.mark.parametrize("whole", [False, True], ids=["sharded", "partly"])
+def test_fsdp_drops_gathered_averaged_weights(ranks, whole):
     model = jobs.mlp()
     wanted = jobs.outputs_by_step(model, tiltsam.SAM(jobs.sgd(model.parameters())), 4)
-    for found in ranks(jobs.averaged_outputs, 4):
+    for found in ranks(jobs.averaged_outputs, 4, whole):
         torch.testing.assert_close(found, wanted, **CLOSE)
 
 

@@ -157,15 +157,20 @@ def sharded_without_model(rank, method):
     return [str(warning.message) for warning in found]
 
 
-def ignored_by_fsdp(rank, averaged, steps):
-    """Train with a bias that FSDP leaves whole, whose gradient the closure averages; return weights and error."""
+def partly_sharded(averaged):
+    """Return a model with a bias that FSDP leaves whole; its gradient is averaged by a hook, or not at all."""
     model, size = mlp(), dist.get_world_size()
     bias = model[0].bias
     if averaged:
         bias.register_post_accumulate_grad_hook(lambda p: dist.all_reduce(p.grad.div_(size)))
-    fsdp.fully_shard(model, mesh=init_device_mesh("cpu", (size,)), ignored_params={bias})
+    return fsdp.fully_shard(model, mesh=init_device_mesh("cpu", (size,)), ignored_params={bias})
+
+
+def ignored_by_fsdp(rank, averaged, steps):
+    """Train a partly sharded model; return weights and error."""
+    model = partly_sharded(averaged)
     optimizer = BY_NAME["tsam"](sgd(model.parameters()), model=model)
-    error = error_of(lambda: train(model, optimizer, range(steps), rank, size))
+    error = error_of(lambda: train(model, optimizer, range(steps), rank, dist.get_world_size()))
     return flat(model), error
 
 
@@ -441,9 +446,12 @@ def evaluated_between(rank, method, steps, inside, sharded=True):
     return torch.stack(found)
 
 
-def averaged_outputs(rank, steps):
+def averaged_outputs(rank, steps, whole):
     """Return outputs with averaged weights, of a model whose root FSDP leaves gathered after a forward pass."""
-    model = fsdp.fully_shard(mlp(), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    if whole:
+        model = partly_sharded(averaged=True)
+    else:
+        model = fsdp.fully_shard(mlp(), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     return outputs_by_step(model, tiltsam.SAM(sgd(model.parameters()), model=model), steps)
 
 

@@ -111,16 +111,45 @@ def test_fsdp_with_adamw_equals_one_process(ranks, method):
     torch.testing.assert_close(found[0], jobs.alone(method, "adamw", 4), **CLOSE)
 
 
-def test_fsdp_drops_gathered_weights_on_error(ranks):
-    for (at_theta, perturbed), after in ranks(jobs.raise_after_forward):
+def test_fsdp_without_model_warns(ranks):
+    """The gathered weights can be dropped only through the model; without an ascent there is nothing to drop."""
+    assert all(not found for found in ranks(jobs.sharded_without_model, "erm"))
+    for (message,) in ranks(jobs.sharded_without_model, "tsam"):
+        assert "model=" in message
+
+
+def test_fsdp_refuses_ignored_gradients_that_are_not_averaged(ranks):
+    found = ranks(jobs.ignored_by_fsdp, True, 4)
+    assert same([weights for weights, _ in found])
+    torch.testing.assert_close(found[0][0], jobs.alone("tsam", "sgd", 4), **CLOSE)
+    for weights, error in ranks(jobs.ignored_by_fsdp, False, 4):
+        assert "ignores" in error
+        assert torch.equal(weights, jobs.flat(jobs.mlp()))
+
+
+@pytest.mark.parametrize("place", ["forward", "after"])
+def test_fsdp_drops_gathered_weights_on_error(ranks, place):
+    for (at_theta, perturbed), after in ranks(jobs.raise_in_a_pass, place):
         assert abs(perturbed - at_theta) > 0.1
         assert after == pytest.approx(at_theta, abs=1e-12)
+    for before, averaged, after in ranks(jobs.raise_with_averaged_weights, place):
+        assert (averaged - before).abs().max() > 1e-3
+        assert torch.equal(after, before)
 
 
-def test_fsdp_drops_gathered_averaged_weights(ranks):
+@pytest.mark.parametrize("inside", [False, True], ids=["between", "inside"])
+@pytest.mark.parametrize("method", ["sam", "tsam", "momentumsam"])
+def test_fsdp_drops_weights_gathered_by_an_evaluation(ranks, method, inside):
+    wanted = jobs.evaluated_between(0, method, 4, inside, sharded=False)
+    for found in ranks(jobs.evaluated_between, method, 4, inside):
+        torch.testing.assert_close(found, wanted, **CLOSE)
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["sharded", "partly"])
+def test_fsdp_drops_gathered_averaged_weights(ranks, whole):
     model = jobs.mlp()
     wanted = jobs.outputs_by_step(model, tiltsam.SAM(jobs.sgd(model.parameters())), 4)
-    for found in ranks(jobs.averaged_outputs, 4):
+    for found in ranks(jobs.averaged_outputs, 4, whole):
         torch.testing.assert_close(found, wanted, **CLOSE)
 
 

@@ -84,7 +84,7 @@ class Ranks:
         self._data: list[Group] = []
         self._samples: Group | None = None
         self._ddp: DistributedDataParallel | None = None
-        self._gradients_checked = sharding.mesh is not None  # FSDP averages gradients itself, and ranks hold parts
+        self._gradients_checked = False
         if parallel is None or not (dist.is_available() and dist.is_initialized()):
             if sharding.groups:
                 raise ValueError("parallel must not be None with sharded parameters: omit it")
@@ -148,6 +148,9 @@ class Ranks:
         """
         if self._gradients_checked or not self._data:
             return
+        params = [p for p in params if not is_sharded(p)]  # FSDP averages those itself, and ranks hold parts
+        if not params:
+            return
         numbers = torch.zeros(2, dtype=torch.float64, device=params[0].device)  # the projection, the squared norm
         for i, p in enumerate(params):
             if p.grad is not None:
@@ -161,8 +164,8 @@ class Ranks:
         if ((high - low) > 1e-6 * high[1]).any():
             raise ValueError(
                 "gradients differ among the ranks that see different batches, so their weights would drift apart: let "
-                "the closure call the DistributedDataParallel module, not the model inside it, or pass parallel=None "
-                "if each process trains on its own"
+                "the closure call the DistributedDataParallel module, not the model inside it, average gradients of "
+                "parameters that FSDP ignores, or pass parallel=None if each process trains on its own"
             )
         self._gradients_checked = bool(high[1] > 0)
 
@@ -316,11 +319,19 @@ def local_gradient(p: Tensor) -> Tensor:
     return local_part(grad)
 
 
-def reshard(model: torch.nn.Module | None) -> None:
-    """Let FSDP drop gathered copies of its weights, which a forward pass without backward leaves behind."""
+def reshard(model: torch.nn.Module | None, *, after_error: bool = False) -> None:
+    """Let FSDP drop gathered copies of its weights, which a forward pass without backward leaves behind.
+
+    Args:
+        model: The model.
+        after_error: Whether a forward pass may have raised: inside one ``module.reshard()`` keeps the copies of the
+            root. A state dict has sharded weights only, so FSDP drops all copies before it makes one.
+    """
     for module in model.modules() if model is not None else ():
         if callable(drop := getattr(module, "reshard", None)):
             drop()
+            if after_error:
+                module.state_dict()
 
 
 def _extremes(x: Tensor, groups: Sequence[Group]) -> tuple[Tensor, Tensor]:

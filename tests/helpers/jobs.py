@@ -148,6 +148,32 @@ def gradients_not_averaged(rank, kind, clip):
     return error, same and optimizer.param_groups[0]["steps_taken"] == 0
 
 
+def sharded_without_model(rank, method):
+    """Return the warnings of a step."""
+    model = sharded_model(init_device_mesh("cpu", (dist.get_world_size(),)))
+    optimizer = BY_NAME[method](sgd(model.parameters()))
+    with warnings.catch_warnings(record=True) as found:
+        train(model, optimizer, range(1), rank, dist.get_world_size())
+    return [str(warning.message) for warning in found]
+
+
+def partly_sharded(averaged):
+    """Return a model with a bias that FSDP leaves whole; its gradient is averaged by a hook, or not at all."""
+    model, size = mlp(), dist.get_world_size()
+    bias = model[0].bias
+    if averaged:
+        bias.register_post_accumulate_grad_hook(lambda p: dist.all_reduce(p.grad.div_(size)))
+    return fsdp.fully_shard(model, mesh=init_device_mesh("cpu", (size,)), ignored_params={bias})
+
+
+def ignored_by_fsdp(rank, averaged, steps):
+    """Train a partly sharded model; return weights and error."""
+    model = partly_sharded(averaged)
+    optimizer = BY_NAME["tsam"](sgd(model.parameters()), model=model)
+    error = error_of(lambda: train(model, optimizer, range(steps), rank, dist.get_world_size()))
+    return flat(model), error
+
+
 def clip_gradients(model):
     nn.utils.clip_grad_norm_(model.parameters(), 0.01)  # a hook must not return its result
 
@@ -342,8 +368,23 @@ def exit_in_step(rank, kind):
     return None
 
 
-def raise_after_forward(rank):
-    """Run out of memory between forward and backward, at perturbed weights that FSDP has just gathered."""
+def fail(model, x, place):
+    """Run out of memory inside a forward pass of a model, or after it."""
+
+    def raise_error(*_):
+        raise MemoryError
+
+    hook = model[-1].register_forward_hook(raise_error) if place == "forward" else None
+    try:
+        model(x)
+        raise_error()
+    finally:
+        if hook is not None:
+            hook.remove()
+
+
+def raise_in_a_pass(rank, place):
+    """Fail at perturbed weights that FSDP has just gathered; return the losses."""
     model = fsdp.fully_shard(mlp(), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     optimizer = tiltsam.SAM(sgd(model.parameters()), rho=5.0, model=model)
     x, y = batch(0)
@@ -353,10 +394,12 @@ def raise_after_forward(rank):
         return nn.functional.cross_entropy(model(x), y)
 
     def closure():
+        if len(passes) == 1:
+            with torch.no_grad():
+                passes.append(loss().item())
+            fail(model, x, place)
         value = loss()
         passes.append(value.item())
-        if len(passes) == 2:
-            raise MemoryError
         value.backward()
         return value
 
@@ -366,9 +409,49 @@ def raise_after_forward(rank):
         return passes, loss().item()
 
 
-def averaged_outputs(rank, steps):
-    """Return outputs with averaged weights, of a model whose root FSDP leaves gathered after a forward pass."""
+def raise_with_averaged_weights(rank, place):
+    """Fail at averaged weights; return the outputs before and after."""
     model = fsdp.fully_shard(mlp(), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    average, x = tiltsam.WeightAverage(model), batch(0)[0]
+    average.update()
+    train(model, tiltsam.SAM(sgd(model.parameters()), model=model), range(2))
+    with torch.no_grad():
+        before = model(x)
+        with suppress(MemoryError), average.applied():
+            averaged = model(x)
+            fail(model, x, place)
+        return before, averaged, model(x)
+
+
+def evaluated_between(rank, method, steps, inside, sharded=True):
+    """Train a model whose root FSDP leaves gathered by an evaluation: after each step, or in the closure."""
+    model, parts = mlp(), dist.get_world_size() if sharded else 1
+    if sharded:
+        fsdp.fully_shard(model, mesh=init_device_mesh("cpu", (parts,)))
+    optimizer, found = BY_NAME[method](sgd(model.parameters()), model=model), []
+    for step in range(steps):
+        x, y = batch(step, rank, parts)
+
+        def closure(x=x, y=y):
+            loss = nn.functional.cross_entropy(model(x), y)
+            loss.backward()
+            if inside:
+                with torch.no_grad():
+                    model(x)
+            return loss
+
+        optimizer.step(closure)
+        with torch.no_grad():
+            found.append(model(batch(0)[0]))
+    return torch.stack(found)
+
+
+def averaged_outputs(rank, steps, whole):
+    """Return outputs with averaged weights, of a model whose root FSDP leaves gathered after a forward pass."""
+    if whole:
+        model = partly_sharded(averaged=True)
+    else:
+        model = fsdp.fully_shard(mlp(), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     return outputs_by_step(model, tiltsam.SAM(sgd(model.parameters()), model=model), steps)
 
 

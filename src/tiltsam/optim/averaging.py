@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tiltsam.distributed import reshard
+from tiltsam.distributed import local_part, reshard
 from tiltsam.optim.sharpness_aware import SharpnessAware
 from tiltsam.optim.validation import instances
 from tiltsam.space.model_state import BufferSnapshot, uninterrupted
@@ -92,8 +92,8 @@ class WeightAverage:
             _write(self._average, self._parameters)
             return
         share = (self.power + 1) / (self.count + self.power)
-        average = list(self._average.values())
-        weights = [p.to(a.dtype) for p, a in zip(self._parameters.values(), average, strict=True)]
+        average = [local_part(a) for a in self._average.values()]  # FSDP may leave some parameters whole
+        weights = [local_part(p).to(a.dtype) for p, a in zip(self._parameters.values(), average, strict=True)]
         torch._foreach_lerp_(average, weights, share)
 
     def _check_not_perturbed(self) -> None:
@@ -120,14 +120,14 @@ class WeightAverage:
                 "sharded or loaded with assign=True"
             )
         own = {name: p.detach().clone() for name, p in self._parameters.items()}
-        already = self._applied
+        already, failed = self._applied, False
         buffers = BufferSnapshot()
         buffers.save(self.model.modules())
 
         def restore() -> None:
             _write(self._parameters, own)
             buffers.restore()
-            reshard(self.model)
+            reshard(self.model, after_error=failed)
             self._applied = already
 
         try:
@@ -137,6 +137,7 @@ class WeightAverage:
             yield self.model
             restore()
         except BaseException:  # also an interrupt in restore itself, which may be repeated
+            failed = True
             uninterrupted(restore)
             raise
 

@@ -44,6 +44,7 @@ from tiltsam.optim.validation import (
     warn_low_precision,
     warn_missing_model,
     warn_missing_scaler,
+    warn_sharded_without_model,
     warn_split_samples_without_model,
 )
 from tiltsam.samplers import Sampler
@@ -409,6 +410,8 @@ class SharpnessAware(Optimizer):
             warn_missing_model(step.space.params)
         if self.model is None and step.space.ranks.splits_samples:
             warn_split_samples_without_model()
+        if self.model is None and step.space.sharding.groups and step.sampler.moves:
+            warn_sharded_without_model()
         if step.space.evaluator.changes_weights and step.sampler.moves:
             warn_changed_weights(type(self).__name__)
         if step.scaler is None:

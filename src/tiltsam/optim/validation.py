@@ -34,6 +34,7 @@ __all__ = [
     "warn_low_precision",
     "warn_missing_model",
     "warn_missing_scaler",
+    "warn_sharded_without_model",
     "warn_split_samples_without_model",
 ]
 
@@ -213,6 +214,14 @@ def warn_missing_model(params: Sequence[Tensor]) -> None:
             f"{type(layers[0]).__name__} updates its running statistics at every pass of a step, also at perturbed "
             "weights: pass model=, or buffers_once=False if that is intended"
         )
+
+
+def warn_sharded_without_model() -> None:
+    """Warn that weights which FSDP has gathered are dropped through the model."""
+    warn(
+        "parameters are sharded without model=: a pass may run with weights that FSDP gathered in an evaluation before "
+        "it; pass model="
+    )
 
 
 def warn_split_samples_without_model() -> None:

@@ -106,6 +106,8 @@ class Evaluator:
             if before:
                 self.changes_weights = before != self._versions()
         self.model_state.end_pass()
+        if self.sharding.mesh is not None:
+            reshard(self.model_state.model)  # the closure may have run a forward pass after the backward pass
         if self.scaler is not None and self.scaler._scale is None:  # set by scale()
             raise RuntimeError("with scaler= the closure must call scaler.scale(loss).backward()")
         self.num_forwards += 1

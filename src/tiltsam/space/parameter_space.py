@@ -106,6 +106,8 @@ class ParameterSpace(TensorLists):
         """
         if self.sharding.needs_views:
             self._point = self._local_tensors()  # p.data may be another tensor than at the last step
+        if self.sharding.mesh is not None:
+            reshard(self.model_state.model)  # an evaluation before the step may have left weights gathered at θ
         self._perturbation_norm = self.zero
         self.gradient_mean.begin_step()
         self.evaluator.begin_step(closures, ascent_closure, scaler)
@@ -174,7 +176,7 @@ class ParameterSpace(TensorLists):
                     p.grad = grad
                 self.gradient_mean.discard()
                 if self.sharding.mesh is not None:
-                    reshard(self.model_state.model)  # FSDP must not reuse copies gathered at the perturbed weights
+                    reshard(self.model_state.model, after_error=True)  # copies gathered at the perturbed weights
                 self._gradients_before = None
             if self.is_unfinished:
                 self.model_state.roll_back()

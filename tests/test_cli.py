@@ -47,6 +47,10 @@ def test_demo_compares_methods_averages_and_tilts(tmp_path, capsys):
         (("toys", "--in"), "--in"),
         (("train", "digits", "--resume"), "--resume; the same command resumes without it"),
         (("toys", "--resume"), "--resume\n"),
+        (("train", "digits", "--lr-schedule", "cosine"), "; did you mean --schedule?\n"),
+        (("train", "digits", "--batch_size", "8"), "; did you mean --batch-size?\n"),
+        (("compare", "digits", "--workers", "2"), "--workers 2\n"),
+        (("train", "digits", "--gpu"), "--gpu\n"),
     ],
 )
 def test_usage_errors_exit_2(arguments, says, capsys):

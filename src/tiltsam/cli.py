@@ -30,6 +30,9 @@ from tiltsam.lab.shutdown import (
 __all__ = ["main"]
 
 TRIALS_HELP = "include the trials of sweeps (default: only the runs that tested their choices)"
+SYNONYMS = {"tau": "example-tilt", "lr-schedule": "schedule", "lr-scheduler": "schedule"}
+"""Names of flags in other programs, for the hint of an error."""
+
 
 
 class _Command(argparse.ArgumentParser):
@@ -111,10 +114,10 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if unknown:  # print the usage of the command, not that of tiltsam
         command = commands[args.command]
         flags = [flag.partition("=")[0] for flag in unknown if flag.startswith("--")]
-        known = command._option_string_actions
-        flags = ["--example-tilt" if flag == "--tau" else flag for flag in flags]
-        close = [difflib.get_close_matches(flag, known, 1) for flag in flags]
-        hint = f"; did you mean {' and '.join(found[0] for found in close)}?" if close and all(close) else ""
+        known = [flag[2:] for flag in command._option_string_actions if flag.startswith("--")]
+        names = [SYNONYMS.get(flag[2:], flag[2:]) for flag in flags]
+        close = [difflib.get_close_matches(name, known, 1) for name in names]
+        hint = f"; did you mean {' and '.join('--' + found[0] for found in close)}?" if close and all(close) else ""
         if "--resume" in flags and args.command in RESUMES:
             hint = RESUMES[args.command] + " without it"
         command.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")

@@ -205,6 +205,25 @@ def test_exit_with_triton_prints_no_leaks():
     assert not subprocess.run([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True).stderr
 
 
+ASCII = {"LC_ALL": "POSIX", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+
+
+def test_ascii_output_shows_question_marks():
+    environment = {**os.environ, **ASCII, "PYTHONIOENCODING": "ascii"}
+    command = [sys.executable, "-m", "tiltsam", "methods"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "one pass at ?, bitwise" in done.stdout
+
+
+def test_toml_file_is_utf8_in_any_locale(tmp_path):
+    (tmp_path / "study.toml").write_text('task = "café"\nmethods = ["erm"]\n', encoding="utf-8")
+    command = [sys.executable, "-m", "tiltsam", "sweep", str(tmp_path / "study.toml")]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **ASCII})
+    assert (done.returncode, done.stderr.partition(":")[0]) == (2, "tiltsam sweep")
+    assert "unknown task 'caf" in done.stderr
+
+
 @pytest.mark.parametrize("arguments", [["methods"], ["--help"]])
 def test_closed_output_is_not_an_error(arguments):
     reader, writer = os.pipe()

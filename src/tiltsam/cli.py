@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import inspect
+import io
 import math
 import os
 import signal
@@ -29,10 +30,10 @@ from tiltsam.lab.shutdown import (
 
 __all__ = ["main"]
 
-TRIALS_HELP = "include the trials of sweeps (default: only the runs that tested their choices)"
 SYNONYMS = {"tau": "example-tilt", "lr-schedule": "schedule", "lr-scheduler": "schedule"}
 """Names of flags in other programs, for the hint of an error."""
 
+TRIALS_HELP = "include the trials of sweeps (default: only the runs that tested their choices)"
 
 
 class _Command(argparse.ArgumentParser):
@@ -45,6 +46,8 @@ class _Command(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     command = ""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # an ASCII or Latin-1 terminal or file shows ? for ± or λ
     try:
         with reraise_dropped_interrupts():
             args = _parse(argv)
@@ -131,7 +134,7 @@ def _read_arguments(path: Path, parser: argparse.ArgumentParser) -> list[str]:
         UserError: If the file cannot be read, or has a table in a table.
     """
     try:
-        content = tomllib.loads(path.read_text())
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
     if not isinstance(content.get("task"), str):
@@ -665,7 +668,7 @@ def _two_tilts(args: argparse.Namespace) -> None:
         text += f"### {title}\n\n{format_markdown(table)}\n\n"
         sweeps.append(result.path.parent)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "tables.md").write_text(text)
+    (folder / "tables.md").write_text(text, encoding="utf-8")
     print(f"tables: {folder / 'tables.md'}")
     print(write_report(sweeps, folder, compare_settings=True).message())
 

@@ -47,6 +47,10 @@ def test_demo_compares_methods_averages_and_tilts(tmp_path, capsys):
         (("toys", "--in"), "--in"),
         (("train", "digits", "--resume"), "--resume; the same command resumes without it"),
         (("toys", "--resume"), "--resume\n"),
+        (("train", "digits", "--lr-schedule", "cosine"), "; did you mean --schedule?\n"),
+        (("train", "digits", "--batch_size", "8"), "; did you mean --batch-size?\n"),
+        (("compare", "digits", "--workers", "2"), "--workers 2\n"),
+        (("train", "digits", "--gpu"), "--gpu\n"),
     ],
 )
 def test_usage_errors_exit_2(arguments, says, capsys):
@@ -199,6 +203,25 @@ def test_exit_with_triton_prints_no_leaks():
     pytest.importorskip("triton")
     code = "import triton._C.libtriton; from tiltsam.cli import main; main(['methods'])"
     assert not subprocess.run([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True).stderr
+
+
+ASCII = {"LC_ALL": "POSIX", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+
+
+def test_ascii_output_shows_question_marks():
+    environment = {**os.environ, **ASCII, "PYTHONIOENCODING": "ascii"}
+    command = [sys.executable, "-m", "tiltsam", "methods"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "one pass at ?, bitwise" in done.stdout
+
+
+def test_toml_file_is_utf8_in_any_locale(tmp_path):
+    (tmp_path / "study.toml").write_text('task = "café"\nmethods = ["erm"]\n', encoding="utf-8")
+    command = [sys.executable, "-m", "tiltsam", "sweep", str(tmp_path / "study.toml")]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **ASCII})
+    assert (done.returncode, done.stderr.partition(":")[0]) == (2, "tiltsam sweep")
+    assert "unknown task 'caf" in done.stderr
 
 
 @pytest.mark.parametrize("arguments", [["methods"], ["--help"]])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import inspect
+import io
 import math
 import os
 import signal
@@ -29,6 +30,9 @@ from tiltsam.lab.shutdown import (
 
 __all__ = ["main"]
 
+SYNONYMS = {"tau": "example-tilt", "lr-schedule": "schedule", "lr-scheduler": "schedule"}
+"""Names of flags in other programs, for the hint of an error."""
+
 TRIALS_HELP = "include the trials of sweeps (default: only the runs that tested their choices)"
 
 
@@ -42,6 +46,8 @@ class _Command(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     command = ""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # an ASCII or Latin-1 terminal or file shows ? for ± or λ
     try:
         with reraise_dropped_interrupts():
             args = _parse(argv)
@@ -111,10 +117,10 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if unknown:  # print the usage of the command, not that of tiltsam
         command = commands[args.command]
         flags = [flag.partition("=")[0] for flag in unknown if flag.startswith("--")]
-        known = command._option_string_actions
-        flags = ["--example-tilt" if flag == "--tau" else flag for flag in flags]
-        close = [difflib.get_close_matches(flag, known, 1) for flag in flags]
-        hint = f"; did you mean {' and '.join(found[0] for found in close)}?" if close and all(close) else ""
+        known = [flag[2:] for flag in command._option_string_actions if flag.startswith("--")]
+        names = [SYNONYMS.get(flag[2:], flag[2:]) for flag in flags]
+        close = [difflib.get_close_matches(name, known, 1) for name in names]
+        hint = f"; did you mean {' and '.join('--' + found[0] for found in close)}?" if close and all(close) else ""
         if "--resume" in flags and args.command in RESUMES:
             hint = RESUMES[args.command] + " without it"
         command.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
@@ -128,7 +134,7 @@ def _read_arguments(path: Path, parser: argparse.ArgumentParser) -> list[str]:
         UserError: If the file cannot be read, or has a table in a table.
     """
     try:
-        content = tomllib.loads(path.read_text())
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
     if not isinstance(content.get("task"), str):
@@ -662,7 +668,7 @@ def _two_tilts(args: argparse.Namespace) -> None:
         text += f"### {title}\n\n{format_markdown(table)}\n\n"
         sweeps.append(result.path.parent)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "tables.md").write_text(text)
+    (folder / "tables.md").write_text(text, encoding="utf-8")
     print(f"tables: {folder / 'tables.md'}")
     print(write_report(sweeps, folder, compare_settings=True).message())
 

@@ -18,6 +18,7 @@ from tiltsam.lab.compare import compare
 from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.data import load
 from tiltsam.lab.errors import DataError, RecordError
+from tiltsam.lab.files import write_json
 from tiltsam.lab.flatness import FlatnessPlan, find_runs, measure_runs, save_flatness
 from tiltsam.lab.records import Record, read_metrics
 from tiltsam.lab.report import write_report
@@ -268,3 +269,10 @@ def test_damaged_result_is_refused(content, tmp_path):
     (tmp_path / "result.json").write_bytes(content)
     with pytest.raises(RecordError, match=r"result.json is damaged: remove it to train again"):
         Record(tmp_path).result()
+
+
+def test_failed_write_names_the_file(tmp_path):
+    path = tmp_path / "missing" / "page.json"
+    with pytest.raises(FileNotFoundError) as error:
+        write_json(path, {})
+    assert error.value.filename == str(path)

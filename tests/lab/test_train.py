@@ -889,7 +889,11 @@ def test_logit_adjustment_helps_rare_classes(tmp_path):
             {"example_tilt": -50.0, "example_ess": 0.0, "example_tilt_warmup": 0.0},
             r"^example_tilt -50 leaves .* [0-9]% of the batch: .* or set --example-ess$",
         ),
-        ({"example_tilt": -50.0, "class_tilt": -50.0}, r"^example_tilt -50 with class_tilt -50 .* towards 0$"),
+        ({"example_tilt": -50.0, "class_tilt": -50.0}, r"^example_tilt -50 with class_tilt -50 .* both towards 0$"),
+        (
+            {"example_tilt": 0.0, "class_tilt": 50.0},
+            r"^example_tilt 0 with class_tilt 50 .* move class_tilt towards 0$",
+        ),
     ],
 )
 def test_small_example_ess_warns_once(tilts, message, tmp_path):

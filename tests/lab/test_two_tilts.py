@@ -73,7 +73,7 @@ def test_reproduce_two_tilts_shows_what_is_silenced(tmp_path, capsys):
     out = capsys.readouterr().out
     folder = tmp_path / "reproduced" / "two-tilts-noise-0.4"
     assert "digits, 40% noisy labels, scale 0.02: 1 seed, mean" in out
-    table = (folder / "tables.md").read_text()
+    table = (folder / "tables.md").read_text(encoding="utf-8")
     assert "digits, 40% noisy labels, scale 0.02" in table
     assert "ERM, averaged, tilt" in table
     assert "silenced precision" in table

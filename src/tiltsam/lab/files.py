@@ -48,13 +48,18 @@ LARGEST = 1e100  # accepted number: the squares of larger ones overflow, and flo
 
 @contextmanager
 def drafted(path: Path) -> Iterator[Path]:
-    """Yield a temporary path next to a file; rename it to the file at the end, or remove it after an error."""
+    """Yield a temporary path next to a file; rename it to the file at the end, or remove it after an error.
+
+    An OSError of the temporary file names the file.
+    """
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         yield draft
         draft.rename(path)
-    except BaseException:
+    except BaseException as error:
         draft.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename is not None and Path(error.filename) == draft:
+            error.filename = str(path)
         raise
 
 

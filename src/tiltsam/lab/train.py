@@ -406,10 +406,11 @@ class Trainer:
         self._warned_small_ess = True
         tilt, between = self.config.example_tilt, self.config.class_tilt
         name = f"example_tilt {tilt:g}" if between is None else f"example_tilt {tilt:g} with class_tilt {between:g}"
-        bound = " or set --example-ess" if between is None else ""  # which cannot be combined with class_tilt
+        remedy = "move example_tilt towards 0 or set --example-ess"
+        if between is not None:  # it cannot be combined with --example-ess
+            remedy = f"move {'both' if tilt else 'class_tilt'} towards 0"
         warnings.warn(
-            f"{name} leaves an effective sample size of {means['example_ess']:.0%} of the batch: move example_tilt "
-            f"towards 0{bound}",
+            f"{name} leaves an effective sample size of {means['example_ess']:.0%} of the batch: {remedy}",
             RuntimeWarning,
             stacklevel=2,
         )

@@ -391,6 +391,7 @@ def test_npz_warns_of_an_ignored_validation_set(tmp_path):
         ({"x": np.zeros((9, 2)), "y": np.eye(9, dtype=int)}, r"\(9, 9\): save y\.argmax\(1\)"),
         ({"x": np.array(1.0), "y": np.zeros((3, 2))}, r"got \(\) and \(3, 2\)$"),
         ({"x": np.zeros((9, 2)), "y": np.zeros((9, 1))}, r"\(9, 1\): save y\.ravel\(\)"),
+        ({"x": np.zeros(9), "y": np.zeros(9)}, r"\(9,\): save x\.reshape\(-1, 1\)"),
         ({"x": np.zeros((3, 2)), "y": np.arange(3)}, "got 3"),
         (
             {"x_train": np.zeros((3, 2)), "y_train": np.arange(3), "x_test": np.zeros((3, 4)), "y_test": np.arange(3)},

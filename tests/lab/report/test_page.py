@@ -233,6 +233,7 @@ def test_headline_verdicts(tmp_path):
     assert headline_of("tie", erm=[0.7, 0.8], sam=[0.7, 0.8]) == (
         "erm and sam have the highest test accuracy, 66.67 ± 4.44%."
     )
+    assert headline_of("wider", erm=[0.7, 0.8], sam=[0.6, 0.9]) == "sam and erm have the highest test accuracy, 66.67%."
     equal = headline_of("equal", erm=[0.5, 0.6], sam=[0.7, 0.8])
     assert equal.endswith("17.78 ahead of erm.")
     assert "17.78 ahead of erm over 1 common seed." in headline_of("uneven", erm=[0.5], sam=[0.7, 0.71])

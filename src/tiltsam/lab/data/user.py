@@ -366,6 +366,8 @@ def _check_arrays(path: Path, arrays: Mapping[str, np.ndarray], x_name: str, y_n
         if x.ndim >= 2 and y.ndim == 2 and len(x) == len(y) and y.shape[1]:
             remedy = f"{y_name}.argmax(1) of one-hot classes" if y.shape[1] > 1 else f"{y_name}.ravel()"
             shapes += f": save {remedy}"
+        elif x.ndim == 1 and x.shape == y.shape:
+            shapes += f": save {x_name}.reshape(-1, 1) of a single feature"
         raise DataError(f"{path}: {x_name} and {y_name} must have shapes (n, …) and (n,) with n > 0, {shapes}")
     if y.dtype.kind not in "iubf" or x.dtype.kind not in "iubf":
         hint = f": {NUMBERED}" if y.dtype.kind in "US" else ""

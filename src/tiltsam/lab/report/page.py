@@ -220,12 +220,15 @@ def headline(task: TaskSummary) -> str:
         return "No run has finished yet. The curves show the progress so far."
     first, mean = ranked[0]
     tied = [s for s, other in ranked if mean.value - other.value < 0.005]
-    score = f"{_format_score(mean)}{'%' if task.unit == '%' else ' (×100)'}"
+    unit = "%" if task.unit == "%" else " (×100)"
+    score = f"{_format_score(mean)}{unit}"
     if len(ranked) == 1:
         which = "best on validation" if task.has_validation(first) else "first (there is no validation score)"
         among = f"Of {len(task.settings)} settings, the {which}, " if len(task.settings) > len(compared) else ""
         text = f"{among}{first.full_name}{',' if among else ''} reaches a test {task.metric} of {score}."
     elif len(tied) > 1:
+        if len({_format_score(s.final("score", 100)) for s in tied}) > 1:  # equal means, other standard errors
+            score = f"{mean.value:.2f}{unit}"
         text = f"{_listed([s.full_name for s in tied])} have the highest test {task.metric}, {score}."
     else:
         second = ranked[1][0]

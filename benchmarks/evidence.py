@@ -194,6 +194,11 @@ DIFFERENCES: dict[str, dict[str, list[Comparison]]] = {
                 Runs("erm lr=0.001 average=false", (BELOW,)),
             ),
             ("digits_baselines", baseline("sam", 0.2, lr=0.01, rho=0.4), baseline("erm", 0.2, lr=0.001)),
+            (
+                "digits_baselines, cosine schedules",
+                baseline("sam", 0.2, "cosine", lr=0.03, rho=0.6),
+                baseline("erm", 0.2, "cosine", lr=0.003),
+            ),
             ("two_tilts_digits", two_tilts("sam-6e427c7e4c"), two_tilts("erm-78fb112f91")),
             ("two_tilts_digits, 40%", two_tilts("sam-354c0692ce"), two_tilts("erm-dc6a8f6204")),
             (
@@ -206,6 +211,18 @@ DIFFERENCES: dict[str, dict[str, list[Comparison]]] = {
                 Runs("sam lr=0.03 rho=0.8 average=true", (CNN,)),
                 Runs("erm lr=0.001 average=true", (CNN,)),
             ),
+            (
+                "digits_below, averaged weights",
+                Runs("sam lr=0.01 rho=0.5 average=true", (BELOW,)),
+                Runs("erm lr=0.001 average=true", (BELOW,)),
+            ),
+            (
+                "digits_baselines, averaged weights",
+                Runs("sam folder=digits/sam-c6ac755015", (BASELINES,)),
+                Runs("erm folder=digits/erm-3b2b6e60fc", (BASELINES,)),
+            ),
+            ("two_tilts_digits, averaged weights", two_tilts("sam-498026f454"), two_tilts("erm-f499f8495e")),
+            ("two_tilts_digits, 40%, averaged weights", two_tilts("sam-e3ce884108"), two_tilts("erm-b7051100d7")),
             ("MiniLM, SST-2", SST2_SAM, SST2_ERM),
             ("MiniLM, QNLI", QNLI_SAM, QNLI_ERM),
         ],
@@ -282,6 +299,12 @@ DIFFERENCES: dict[str, dict[str, list[Comparison]]] = {
             ),
             ("digits_vit, clean, cosine, other lr and ρ", vit("tsam-75ea524173"), vit("sam-a5edead15e")),
             ("digits_vit, clean, averaged", vit("tsam-6bd1ea0757"), vit("sam-0fa5cdda77")),
+            ("digits_sampling, R 4", sampled("d31a20aab2"), Runs("sam folder=digits/sam-7978dcfda4", (SAMPLING,))),
+            (
+                "digits_baselines, cosine, another lr",
+                Runs("tsam folder=digits/tsam-92ee3d44d9", (BASELINES,)),
+                baseline("sam", 0.2, "cosine", lr=0.03, rho=0.6),
+            ),
             ("RTE, other lr and ρ", minilm("glue-rte/tsam-cbfdaa4c47"), minilm("glue-rte/sam-b423ca7fb9")),
             ("MRPC", minilm("glue-mrpc/tsam-e4bb0d6537"), minilm("glue-mrpc/sam-06188ba257")),
             ("STS-B, another ρ", minilm("glue-stsb/tsam-018e36e72b"), minilm("glue-stsb/sam-f070023a97")),

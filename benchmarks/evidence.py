@@ -223,6 +223,8 @@ DIFFERENCES: dict[str, dict[str, list[Comparison]]] = {
             ),
             ("two_tilts_digits, averaged weights", two_tilts("sam-498026f454"), two_tilts("erm-f499f8495e")),
             ("two_tilts_digits, 40%, averaged weights", two_tilts("sam-e3ce884108"), two_tilts("erm-b7051100d7")),
+            ("digits_vit, cosine schedules", vit("sam-7b88592a35"), vit("erm-1aa31af89e")),
+            ("digits_vit, averaged weights", vit("sam-20234b2877"), vit("erm-7a5adaa8e5")),
             ("MiniLM, SST-2", SST2_SAM, SST2_ERM),
             ("MiniLM, QNLI", QNLI_SAM, QNLI_ERM),
         ],
@@ -299,6 +301,8 @@ DIFFERENCES: dict[str, dict[str, list[Comparison]]] = {
             ),
             ("digits_vit, clean, cosine, other lr and ρ", vit("tsam-75ea524173"), vit("sam-a5edead15e")),
             ("digits_vit, clean, averaged", vit("tsam-6bd1ea0757"), vit("sam-0fa5cdda77")),
+            ("digits_vit, cosine, another lr", vit("tsam-e8f73bae03"), vit("sam-7b88592a35")),
+            ("digits_vit, averaged", vit("tsam-9d3ddb4b38"), vit("sam-20234b2877")),
             ("digits_sampling, R 4", sampled("d31a20aab2"), Runs("sam folder=digits/sam-7978dcfda4", (SAMPLING,))),
             (
                 "digits_baselines, cosine, another lr",
@@ -392,6 +396,8 @@ DIFFERENCES: dict[str, dict[str, list[Comparison]]] = {
             ("CIFAR-100, SAM", SAM_AVERAGED, SAM_COSINE),
             ("digits_vit, clean, ERM", vit("erm-a411f1853f"), vit("erm-dbe5280b25")),
             ("digits_vit, clean, SAM, other lr and ρ", vit("sam-0fa5cdda77"), vit("sam-a5edead15e")),
+            ("digits_vit, ERM, another lr", vit("erm-7a5adaa8e5"), vit("erm-1aa31af89e")),
+            ("digits_vit, SAM, another lr", vit("sam-20234b2877"), vit("sam-7b88592a35")),
         ],
         "averaged ERM − SAM": [
             ("CIFAR-100", ERM_AVERAGED, SAM),

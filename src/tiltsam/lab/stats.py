@@ -139,15 +139,16 @@ def format_mean(mean: Mean, digits: int | None = None, sign: Literal["", "+"] = 
     if not math.isfinite(mean.value):
         return "–"
     error = mean.error if math.isfinite(mean.error) else None
-    size, exponent = max(abs(mean.value), error or 0.0), False
+    size = max(abs(mean.value), error or 0.0)
+    scientific = digits is None and size >= 1e6
     if digits is None:
         digits = _digits(error, 2) if error else 0 if float(mean.value).is_integer() else _digits(mean.value, 4)
-        exponent = size >= 1e6
-    exponent = exponent or digits > 4  # a variance of 1e-5 is shorter with an exponent
-    if error is None or (error == 0 and digits <= 0):  # a count that is the same in all runs needs no error
-        return f"{mean.value:{sign}.3g}" if exponent else f"{mean.value:{sign}.{max(digits, 0)}f}"
-    if not exponent:
-        return f"{mean.value:{sign}.{max(digits, 0)}f} ± {error:.{max(digits, 0)}f}"
+    scientific = scientific or digits > 4  # a variance of 1e-5 is shorter with an exponent
+    shown = max(digits, 0)
+    if error is None or (error == 0 and shown == 0):  # a count that is the same in all runs needs no error
+        return f"{mean.value:{sign}.3g}" if scientific else f"{mean.value:{sign}.{shown}f}"
+    if not scientific:
+        return f"{mean.value:{sign}.{shown}f} ± {error:.{shown}f}"
     power = math.floor(math.log10(size))
     more = max(power + digits, 0)
     return f"({mean.value / 10.0**power:{sign}.{more}f} ± {error / 10.0**power:.{more}f})e{power}"

@@ -54,8 +54,13 @@ Comparison: TypeAlias = tuple[str, Runs, Runs]
 
 
 @cache
+def _all_runs(record: str) -> list[dict[str, Any]]:
+    return list(read_runs(RECORDS / record / "runs.jsonl.gz"))
+
+
+@cache
 def _finished(record: str) -> list[dict[str, Any]]:
-    return [run for run in read_runs(RECORDS / record / "runs.jsonl.gz") if "result" in run]
+    return [run for run in _all_runs(record) if "result" in run]
 
 
 def digits_tilts(method: str, noise: float, tilt: float = 0.0, warmup: float = 0.0, **chosen: float) -> Runs:
@@ -565,7 +570,7 @@ def paper_table(record: str, column: str, rows: Sequence[tuple[str | None, str, 
 
 def _run_cells(record: str, query: str) -> list[str]:
     """Return the cells of a run: test accuracy at the end, at the best epoch and in the last five; loss; ECE."""
-    (run,) = select_runs(read_runs(RECORDS / record / "runs.jsonl.gz"), query).values()
+    (run,) = select_runs(_all_runs(record), query).values()
     accuracies = [100 * row["test_accuracy"] for row in run["metrics"]]
     last, best = run["metrics"][-1], max(run["metrics"], key=lambda row: row["test_accuracy"])
     stopped = "" if "result" in run else f", stopped at {last['epoch']:g}"

@@ -1,5 +1,7 @@
 """The benchmarks measure what their labels say."""
 
+import contextlib
+import io
 import json
 import re
 from dataclasses import replace
@@ -75,9 +77,16 @@ def test_differences_are_paired_by_seed(capsys):
             differences.main([str(RECORDS / "2026-11-16_digits_below"), query])
 
 
-def test_evidence_page_has_the_tables_and_intervals_of_the_records(capsys):
-    evidence.main([])
-    tables, printed = capsys.readouterr().out.split("\nevidence_", 1)
+@pytest.fixture(scope="module")
+def evidence_output():
+    """Return what ``evidence.py`` prints."""
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        evidence.main([])
+    return output.getvalue()
+
+
+def test_evidence_page_has_the_tables_and_intervals_of_the_records(evidence_output):
+    tables, printed = evidence_output.split("\nevidence_", 1)
     page = (RECORDS.parents[1] / "docs" / "evidence.md").read_text()
     for table in tables.strip().split("\n\n"):
         assert table in page
@@ -87,9 +96,8 @@ def test_evidence_page_has_the_tables_and_intervals_of_the_records(capsys):
 
 
 @pytest.mark.parametrize("name", ["reproduce", "example-tilt"])
-def test_pages_have_the_intervals_of_the_records(name, capsys):
-    evidence.main([])
-    printed = capsys.readouterr().out + (RECORDS / "2026-11-18_two_tilts_digits" / "two-tilts.md").read_text()
+def test_pages_have_the_intervals_of_the_records(name, evidence_output):
+    printed = evidence_output + (RECORDS / "2026-11-18_two_tilts_digits" / "two-tilts.md").read_text()
     page = (RECORDS.parents[1] / "docs" / f"{name}.md").read_text()
     intervals = re.findall(r"\[[−+]\d+\.\d\d, [−+]\d+\.\d\d\]", page)
     assert len(intervals) > 5

@@ -77,10 +77,19 @@ def test_captured_model_state_restores_buffers_unless_concurrent(concurrent, cal
     assert model.calls == calls
 
 
+class SlowGraph(torch.cuda.CUDAGraph):
+    """A graph whose capture has to wait on its own stream, as on a busy GPU."""
+
+    def capture_begin(self, *args, **kwargs):
+        torch.cuda._sleep(10**8)
+        super().capture_begin(*args, **kwargs)
+
+
 @cuda
-def test_captured_passes_draw_alike_and_as_eager_ones():
+@pytest.mark.parametrize("graph_type", [torch.cuda.CUDAGraph, SlowGraph])
+def test_captured_passes_draw_alike_and_as_eager_ones(graph_type):
     x = torch.ones(64, device="cuda")
-    graph = torch.cuda.CUDAGraph()
+    graph = graph_type()
     torch.nn.functional.dropout(x)  # initialises the generator
     random = CapturedRandom(graph, x.device, 2)
     try:

@@ -26,6 +26,7 @@ class CapturedRandom:
 
     def __init__(self, graph: torch.cuda.CUDAGraph, device: torch.device, num_passes: int) -> None:
         index = device.index if device.index is not None else torch.cuda.current_device()
+        self._device = device
         self._default = torch.cuda.default_generators[index]
         self._own_state = self._default.graphsafe_get_state()
         # A capture locks the state that the default generator is in. Let that be a copy, so that a capture that fails
@@ -42,8 +43,12 @@ class CapturedRandom:
             self._default.graphsafe_set_state(self._passes[number])
 
     def end_capture(self) -> None:
-        """Switch the default generator back to its own state."""
+        """Switch the default generator back to its own state, and wait for the GPU.
+
+        A capture writes the seeds on its own stream. On a busy GPU that could come after a replay has written its own.
+        """
         self._default.graphsafe_set_state(self._own_state)
+        torch.cuda.synchronize(self._device)
 
     @contextmanager
     def replaying(self) -> Iterator[None]:

@@ -27,6 +27,7 @@ SPLIT, TILTS, TILTS_CIFAR = "2026-11-15_digits_split", "2026-11-17_two_tilts", "
 TILTS_MINILM = "2026-11-18_two_tilts_minilm"
 START, BASELINES = "2026-11-18_digits_start", "2026-11-18_digits_baselines"
 PROTOCOL, CLEAN, SAMPLING = "2026-11-18_protocol", "2026-11-19_protocol_clean", "2026-11-18_digits_sampling"
+CHOSEN, LONGER = "2026-11-20_protocol_noisy", "2026-11-20_protocol_longer"
 TILTS_DIGITS, VIT = "2026-11-18_two_tilts_digits", "2026-11-19_digits_vit"
 RHOS = (0.3, 0.4, 0.5, 0.6, 0.7)
 METRICS = {"accuracy": ("score", 100, 2), "test loss": ("test_loss", 1, 3)}  # key of a result, factor, digits
@@ -533,49 +534,71 @@ def format_row(cells: Sequence[str]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-PROTOCOL_NOISY = [
-    ("erm", "ERM", "", "erm"),
-    ("sam", "SAM", "ρ 0.1", "sam rho=0.1"),
-    (None, "SAM", "ρ 0.2", "sam rho=0.2"),
-    (None, "TSAM, s=1", "ρ 0.1", "tsam num_samples=1 rho=0.1"),
-    (None, "TSAM, s=1", "ρ 0.2", "tsam num_samples=1 rho=0.2"),
-    (None, "TSAM, s=3", "ρ 0.1, t 0", "tsam num_samples=3 t=0"),
-    (None, "TSAM, s=3", "ρ 0.1, t 20", "tsam num_samples=3 t=20"),
-    ("s=3", "TSAM, s=3", "t 1", None),
-    ("s=5", "TSAM, s=5", "t 1", None),
-    ("esam1", "ESAM1", "", None),
+class PaperRow(NamedTuple):
+    """A row of the paper's table, and our run."""
+
+    paper: str | None
+    """Its name in the paper; None if it is not in it."""
+    label: str
+    settings: str
+    record: str = ""
+    query: str = ""
+    """Selects the run; empty: not run."""
+    epochs: float | None = None
+    """Show the run after so many epochs; None: at its end. The learning rate is constant."""
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """Return the run's evaluations."""
+        (run,) = select_runs(_all_runs(self.record), self.query).values()
+        return [row for row in run["metrics"] if self.epochs is None or row["epoch"] <= self.epochs]
+
+
+PAPER_CLEAN = [
+    PaperRow("erm", "ERM", "lr 0.01", CLEAN, "erm epochs=100.0 lr=0.01"),
+    PaperRow("sam", "SAM", "lr 0.01, ρ 0.05", CLEAN, "sam epochs=100.0"),
+    PaperRow(None, "TSAM, s=1", "lr 0.03, ρ 0.1", CLEAN, "tsam epochs=100.0"),
+    PaperRow("s=3", "TSAM, s=3", "t 20"),
+    PaperRow("s=5", "TSAM, s=5", "t 20"),
+    PaperRow(None, "SAM, 200 epochs", "lr 0.01, ρ 0.05", LONGER, "sam epochs=300.0", 200),
+    PaperRow("esam1", "ESAM1: SAM, 300 epochs", "lr 0.01, ρ 0.05", LONGER, "sam epochs=300.0"),
+    PaperRow(None, "ERM, cosine", "lr 0.1", CLEAN, "erm epochs=100.0 lr=0.1"),
+    PaperRow(None, "SAM, cosine, 50 epochs", "lr 0.1, ρ 0.1", LONGER, "sam schedule=cosine"),
 ]
-PROTOCOL_CLEAN = [
-    ("erm", "ERM", "lr 0.01", "erm epochs=100.0 lr=0.01"),
-    (None, "ERM, cosine", "lr 0.1", "erm epochs=100.0 lr=0.1"),
-    ("sam", "SAM", "lr 0.01, ρ 0.05", "sam epochs=100.0"),
-    (None, "TSAM, s=1", "lr 0.03, ρ 0.1", "tsam epochs=100.0"),
-    ("s=3", "TSAM, s=3", "t 20", None),
-    ("s=5", "TSAM, s=5", "t 20", None),
-    ("esam1", "ESAM1", "", None),
+PAPER_NOISY = [
+    PaperRow("erm", "ERM", "lr 0.02", CHOSEN, "erm epochs=100.0"),
+    PaperRow("sam", "SAM", "lr 0.03, ρ 0.1", CHOSEN, "sam epochs=100.0"),
+    PaperRow(None, "TSAM, s=1", "lr 0.03, ρ 0.1", CHOSEN, "tsam epochs=100.0"),
+    PaperRow("s=3", "TSAM, s=3", "t 1"),
+    PaperRow("s=5", "TSAM, s=5", "t 1"),
+    PaperRow("esam1", "ESAM1", ""),
+    PaperRow(None, "ERM", "lr 0.01", PROTOCOL, "erm"),
+    PaperRow(None, "SAM", "lr 0.01, ρ 0.1", PROTOCOL, "sam rho=0.1"),
+    PaperRow(None, "TSAM, s=1", "lr 0.01, ρ 0.1", PROTOCOL, "tsam num_samples=1 rho=0.1"),
+    PaperRow(None, "TSAM, s=3", "lr 0.01, ρ 0.1, t 0", PROTOCOL, "tsam num_samples=3 t=0"),
+    PaperRow(None, "TSAM, s=3", "lr 0.01, ρ 0.1, t 20", PROTOCOL, "tsam num_samples=3 t=20"),
+    PaperRow(None, "SAM, 90 epochs", "lr 0.01, ρ 0.2", PROTOCOL, "sam rho=0.2"),
+    PaperRow(None, "TSAM, s=1, 80 epochs", "lr 0.01, ρ 0.2", PROTOCOL, "tsam num_samples=1 rho=0.2"),
 ]
 
 
-def paper_table(record: str, column: str, rows: Sequence[tuple[str | None, str, str, str | None]]) -> list[str]:
-    """Return a column of the paper next to our runs with its settings: its row, our label, settings and query."""
+def paper_table(column: str, rows: Sequence[PaperRow]) -> list[str]:
+    """Return a column of the paper's tables next to our runs with its settings."""
     printed = {**IMAGES[column], **SAMPLES[column]}
     heading = ["method", "settings", "paper", "ours", "best epoch", "last five", "test loss", "ECE"]
     lines = [format_row(heading), "|---" * len(heading) + "|"]
-    for name, label, settings, query in rows:
-        paper = "–" if name is None else f"{printed[name][0].value:.2f}"
-        ours = ["not run", "", "", "", ""] if query is None else _run_cells(record, query)
-        lines.append(format_row([label, settings, paper, *ours]))
+    for row in rows:
+        paper = "–" if row.paper is None else f"{printed[row.paper][0].value:.2f}"
+        ours = _cells(row.metrics()) if row.query else ["not run", "", "", "", ""]
+        lines.append(format_row([row.label, row.settings, paper, *ours]))
     return lines
 
 
-def _run_cells(record: str, query: str) -> list[str]:
+def _cells(metrics: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the cells of a run: test accuracy at the end, at the best epoch and in the last five; loss; ECE."""
-    (run,) = select_runs(_all_runs(record), query).values()
-    accuracies = [100 * row["test_accuracy"] for row in run["metrics"]]
-    last, best = run["metrics"][-1], max(run["metrics"], key=lambda row: row["test_accuracy"])
-    stopped = "" if "result" in run else f", stopped at {last['epoch']:g}"
+    accuracies = [100 * row["test_accuracy"] for row in metrics]
+    last, best = metrics[-1], max(metrics, key=lambda row: row["test_accuracy"])
     return [
-        f"{accuracies[-1]:.2f}{stopped}",
+        f"{accuracies[-1]:.2f}",
         f"{max(accuracies):.2f} ({best['epoch']:g})",
         f"{mean_of(accuracies[-5:]).value:.2f}",
         f"{last['test_loss']:.3f}",
@@ -732,8 +755,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--figures", type=Path, help="folder for evidence_*.png")
     args = parser.parse_args(argv)
-    print(*paper_table(CLEAN, "cifar100-resnet18", PROTOCOL_CLEAN), "", sep="\n")
-    print(*paper_table(PROTOCOL, "noisy-resnet18", PROTOCOL_NOISY), "", *main_table(), sep="\n")
+    print(*paper_table("cifar100-resnet18", PAPER_CLEAN), "", sep="\n")
+    print(*paper_table("noisy-resnet18", PAPER_NOISY), "", *main_table(), sep="\n")
     for name, groups in DIFFERENCES.items():
         print(f"\nevidence_{name}.png: score, test loss (seeds)")
         for heading, comparisons in groups.items():

@@ -153,6 +153,12 @@ def test_fsdp_drops_gathered_averaged_weights(ranks, whole):
         torch.testing.assert_close(found, wanted, **CLOSE)
 
 
+def test_sharded_average_of_another_rank_is_refused(ranks, tmp_path):
+    first, *others = ranks(jobs.average_of_first_rank, str(tmp_path / "average.pt"))
+    assert first is None
+    assert all("torch.distributed.checkpoint" in error for error in others)
+
+
 @pytest.mark.parametrize("kind", ["ddp", "fsdp", "hybrid"])
 def test_meshes_of_two_dimensions(four_ranks, kind):
     found = four_ranks(jobs.train_on_mesh, kind, 4)

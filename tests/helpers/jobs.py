@@ -423,6 +423,16 @@ def raise_with_averaged_weights(rank, place):
         return before, averaged, model(x)
 
 
+def average_of_first_rank(rank, path):
+    """Load what the first rank saved of a sharded average; return the error. The parts of both ranks have one shape."""
+    model = fsdp.fully_shard(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    average = tiltsam.WeightAverage(model)
+    if rank == 0:
+        torch.save(average.state_dict(), path)
+    dist.barrier()
+    return error_of(lambda: average.load_state_dict(torch.load(path)))
+
+
 def evaluated_between(rank, method, steps, inside, sharded=True):
     """Train a model whose root FSDP leaves gathered by an evaluation: after each step, or in the closure."""
     model, parts = mlp(), dist.get_world_size() if sharded else 1

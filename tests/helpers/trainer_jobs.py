@@ -1,12 +1,15 @@
 """Jobs that train with each trainer on two ranks."""
 
+import os
 import warnings
+from contextlib import contextmanager
 from unittest import mock
 
 import pytest
+import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from helpers.jobs import flat as gathered
+from helpers.jobs import dcp
 from helpers.trainers import (
     BATCH,
     CLIP,
@@ -79,7 +82,7 @@ def in_lightning(rank, folder, parts, sharded=False):
     model = Model()
     trainer.fit(model, DataLoader(Rows(), batch_size=BATCH // 2 // parts, sampler=sampler))
     assert trainer.world_size == 2
-    return gathered(model.net) if sharded else flat(model.net)
+    return flat(model.net)
 
 
 def in_accelerate(rank, folder, parts, together=False):
@@ -119,3 +122,86 @@ def in_transformers(rank, folder, parts):
     t.train()
     assert t.args.world_size == 2
     return flat(t.model)
+
+
+# ---------------------------------------------------------------- FSDP2
+
+
+@contextmanager
+def sharding(rank):
+    """Let Accelerate use FSDP2 on a CPU: it asks for several accelerators."""
+    as_rank(rank, 2)
+    os.environ |= {"ACCELERATE_TORCH_DEVICE": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType
+
+    from helpers.accelerate_training import reset_state
+
+    reset_state()
+    found = ("gloo", DistributedType.MULTI_GPU)
+    with mock.patch.object(PartialState, "_prepare_backend", return_value=found):
+        yield
+    reset_state()
+
+
+def in_accelerate_fsdp2(rank, folder, method, scaled, options):
+    """Train with an evaluation before each step, which leaves the root's weights gathered; resume at step 8.
+
+    Returns:
+        Weights and averaged weights of the whole run, and of the resumed one.
+    """
+    with sharding(rank):
+        from accelerate.utils import DataLoaderConfiguration, FullyShardedDataParallelPlugin
+
+        from helpers.accelerate_training import Training
+
+        def start():
+            training = Training(
+                method,
+                scaler=torch.amp.GradScaler("cpu", init_scale=1024.0) if scaled else None,
+                fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2),
+                dataloader_config=DataLoaderConfiguration(split_batches=True),
+                **options,
+            )
+            training.accelerator._custom_objects.clear()  # the average is saved by itself, as docs/trainers.md says
+            return training
+
+        def run(training):
+            while training.done < STEPS:
+                with torch.no_grad():
+                    training.model(Rows(dtype=options.get("dtype", torch.float64)).x)
+                training.run(training.done + 1, CLIP)
+                if training.done == 8:
+                    training.accelerator.save_state(folder)
+                    dcp.save({"average": training.average.state_dict()}, checkpoint_id=f"{folder}/average")
+            trained = flat(training.model)
+            with training.average.applied():
+                return trained, flat(training.model)
+
+        whole = run(start())
+        resumed = start()
+        assert resumed.accelerator.is_fsdp2
+        resumed.accelerator.load_state(folder)
+        average = resumed.average.state_dict()
+        dcp.load({"average": average}, checkpoint_id=f"{folder}/average")
+        resumed.average.load_state_dict(average)
+        resumed.done = 8
+        return whole, run(resumed)
+
+
+def in_transformers_fsdp2(rank, folder, options):
+    """Train with an evaluation after each step; resume at step 8; return the weights of both runs."""
+    with sharding(rank):
+        from helpers.transformers_trainer import trainer
+
+        def start():
+            fsdp = {"fsdp": True, "fsdp_config": {"version": 2}, "ddp_backend": "gloo"}
+            batch = options["per_device_train_batch_size"] // 2
+            return trainer(folder, **options | fsdp | {"per_device_train_batch_size": batch})
+
+        whole = start()
+        whole.train()
+        assert whole.accelerator.is_fsdp2
+        resumed = start()
+        resumed.train(resume_from_checkpoint=f"{folder}/checkpoint-8")
+        return flat(whole.model), flat(resumed.model)

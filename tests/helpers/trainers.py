@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from helpers.cases import METHODS
+from helpers.jobs import flat
 
 BY_NAME = {m.name: m for m in METHODS}
 BATCH, STEPS = 12, 20
@@ -101,10 +102,6 @@ def averages(power=8):
 
 def clip_(model, norm):
     nn.utils.clip_grad_norm_(model.parameters(), norm)
-
-
-def flat(model):
-    return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
 def example(name):

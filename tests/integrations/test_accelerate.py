@@ -1,5 +1,7 @@
 """Accelerate equals the loop written by hand, with accumulation, clipping, float16 and resume."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
@@ -60,6 +62,22 @@ def test_accelerate_accumulation_equals_the_full_batch(parts):
     training = loop.Training(parts=parts)
     assert_close(training.run(clip=CLIP), plain(clip=CLIP)[0])
     assert training.calls == STEPS * parts * training.optimizer.optimizer.info.num_forwards
+
+
+@pytest.mark.parametrize(("each", "unsynchronized"), [(False, 2), (True, 0)])
+def test_sync_each_batch(each, unsynchronized, monkeypatch):
+    training, entered = loop.Training("erm", parts=3), []
+    accelerator = training.accelerator
+    accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = each
+
+    def no_sync(model):
+        if accelerator.sync_gradients:  # entered by step, not by accumulate
+            entered.append(model)
+        return nullcontext()
+
+    monkeypatch.setattr(accelerator, "no_sync", no_sync)
+    training.run(1)
+    assert len(entered) == unsynchronized
 
 
 def test_loss_of_a_window_is_that_of_the_full_batch():

@@ -41,6 +41,7 @@ def step(
     accumulates, inside ``with accelerator.accumulate(model)`` as usual. A step sees all batches of its window in every
     pass and equals a step on one large batch; they are held in memory until then. With DDP, prepare the model first and
     pass the result as ``model=`` to the optimizer: ranks then average gradients once a pass, not after each batch.
+    With FSDP2, prepare both together, as Accelerate requires, and pass the bare model as ``model=``.
 
     Args:
         accelerator: The accelerator.
@@ -76,6 +77,7 @@ def step(
     if max_grad_norm is not None:
         check_positive("max_grad_norm", max_grad_norm)
     check_distribution(accelerator)
+    method.model = prepared_model(accelerator, method.model)
     window = _waiting.setdefault(method, [])
     window.append(batch)
     if not accelerator.sync_gradients:
@@ -118,12 +120,20 @@ def check_distribution(accelerator: Accelerator) -> None:
         raise ValueError("FSDP 1 flattens parameters and is not supported: use DDP, or set fsdp_version=2")
 
 
+def prepared_model(accelerator: Accelerator, model: torch.nn.Module | None) -> torch.nn.Module | None:
+    """Return the compiled module, which FSDP2 shards, if the accelerator compiled the model; else the model."""
+    compiled = (m for m in accelerator._models if model is not None and getattr(m, "_orig_mod", None) is model)
+    return next(compiled, model)
+
+
 def without_sync(accelerator: Accelerator, model: torch.nn.Module | None) -> ExitStack:
-    """Return a context in which ranks do not average gradients.
+    """Return a context in which ranks do not average gradients, unless ``sync_each_batch`` is set.
 
     An accelerator keeps models as they were before it wrapped them for DDP, so the DDP module is found in ``model``.
     """
     stack, ddp = ExitStack(), find_ddp(model)
+    if accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False):
+        return stack
     for module in accelerator._models if ddp is None else [ddp]:
         stack.enter_context(accelerator.no_sync(module))
     return stack

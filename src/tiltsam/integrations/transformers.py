@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import Trainer
 
-from tiltsam.integrations.accelerate import check_distribution, without_sync
+from tiltsam.integrations.accelerate import check_distribution, prepared_model, without_sync
 from tiltsam.optim import SharpnessAware
 
 __all__ = ["SharpnessAwareTrainer", "SharpnessAwareTrainerMixin"]
@@ -105,6 +105,8 @@ class SharpnessAwareTrainerMixin:
         if not accelerator.sync_gradients:
             return torch.zeros((), device=accelerator.device)
         check_distribution(accelerator)
+        assert self.sharpness_aware is not None
+        self.sharpness_aware.model = prepared_model(accelerator, self.sharpness_aware.model)
         one_batch = super().training_step  # type: ignore[misc]
 
         def closure() -> Tensor:
@@ -115,7 +117,6 @@ class SharpnessAwareTrainerMixin:
                     total = total + one_batch(model, micro_batch, num_items_in_batch)
             return total
 
-        assert self.sharpness_aware is not None
         try:
             return self.sharpness_aware.compute_gradient(closure, scaler=accelerator.scaler)
         finally:

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tiltsam.distributed import local_part, reshard
+from tiltsam.distributed import is_sharded, local_part, reshard
 from tiltsam.optim.sharpness_aware import SharpnessAware
 from tiltsam.optim.validation import instances
 from tiltsam.space.model_state import BufferSnapshot, uninterrupted
@@ -149,7 +149,7 @@ class WeightAverage:
         """Load a state dict of a model with the same parameter names and shapes, and of the same power.
 
         Raises:
-            ValueError: If names, shapes or the power differ.
+            ValueError: If names, shapes or the power differ, or if sharded weights are those of another rank.
         """
         if "average" not in state:
             raise ValueError(f"state must be that of a WeightAverage, got the keys {', '.join(list(state)[:3])}")
@@ -159,6 +159,11 @@ class WeightAverage:
             raise ValueError("names or shapes of the averaged parameters differ from those of the model")
         if state["power"] != self.power:
             raise ValueError(f"power must be {self.power}, got a state of power {state['power']}")
+        if any(_part(a) != _part(self._average[name]) for name, a in loaded.items() if is_sharded(a)):
+            raise ValueError(
+                "the state has another rank's parts of the averaged weights: save and load it by "
+                "torch.distributed.checkpoint"
+            )
         self.count = int(state["count"])
         _write(self._average, loaded)
 
@@ -166,6 +171,11 @@ class WeightAverage:
 def _parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters that can be averaged, by name."""
     return {name: p for name, p in model.named_parameters() if p.is_floating_point() or p.is_complex()}
+
+
+def _part(a: Any) -> list[int] | None:
+    """Return which part of a sharded tensor this is, by its rank in each dimension of the mesh."""
+    return list(a.device_mesh.get_coordinate()) if is_sharded(a) else None
 
 
 def _write(places: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:

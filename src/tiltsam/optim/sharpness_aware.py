@@ -579,9 +579,12 @@ class SharpnessAware(Optimizer):
             self._valid.clear()
 
     @property
-    def _step_supports_amp_scaling(self) -> _RefusesScalerStep:
-        """Read by ``GradScaler.step``: its truth value raises with the lines to write."""
-        return _RefusesScalerStep(type(self).__name__)
+    def _step_supports_amp_scaling(self) -> _RefusesScalerStep | bool:
+        """Read by ``GradScaler.step``: its truth value raises with the lines to write.
+
+        Accelerate creates the state of a checkpoint through the scaler: such a step is allowed.
+        """
+        return not is_state_initialization(self.param_groups) and _RefusesScalerStep(type(self).__name__)
 
     # ---------------------------------------------------------------- torch.optim.Optimizer, shared with the base
 

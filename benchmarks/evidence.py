@@ -560,7 +560,8 @@ PAPER_CLEAN = [
     PaperRow("s=3", "TSAM, s=3", "t 20"),
     PaperRow("s=5", "TSAM, s=5", "t 20"),
     PaperRow(None, "SAM, 200 epochs", "lr 0.01, ρ 0.05", LONGER, "sam epochs=300.0", 200),
-    PaperRow("esam1", "ESAM1: SAM, 300 epochs", "lr 0.01, ρ 0.05", LONGER, "sam epochs=300.0"),
+    PaperRow(None, "SAM, 300 epochs", "lr 0.01, ρ 0.05", LONGER, "sam epochs=300.0"),
+    PaperRow("esam1", "ESAM1", ""),
     PaperRow(None, "ERM, cosine", "lr 0.1", CLEAN, "erm epochs=100.0 lr=0.1"),
     PaperRow(None, "SAM, cosine, 50 epochs", "lr 0.1, ρ 0.1", LONGER, "sam schedule=cosine"),
 ]

@@ -138,7 +138,6 @@ class SharpnessAware(Optimizer):
         # Optimizer.__init__ would create its own groups and state. Its unpickling path sets up the rest of an
         # Optimizer (hooks, the profiled step) around ours.
         Optimizer.__setstate__(self, {"defaults": {**base.defaults}})
-        self._zero_grad_profile_name = f"Optimizer.zero_grad#{type(self).__name__}.zero_grad"
         initial = {**settings, "seed": seed, "steps_taken": 0}
         self._hyperparameters = Hyperparameters(base, type(self).__name__, initial)
         self._setting_names = [name for name in settings if name != "rho"]

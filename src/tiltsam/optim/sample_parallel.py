@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -15,14 +15,13 @@ __all__ = ["average_samples_over_ranks"]
 
 
 def average_samples_over_ranks(
-    space: ParameterSpace, sampler: Sampler, num_samples: int, make_weighting: Callable[[], Weighting | None]
+    space: ParameterSpace, sampler: Sampler, num_samples: int, weighting: Weighting | None
 ) -> StepRecord:
     """Draw this rank's samples and average the gradients of all ranks, weighted.
 
     The counterpart of :meth:`SharpnessAware.average_samples`; afterwards all ranks have the same record and mean.
     """
     samples = space.ranks.my_samples(num_samples, independent=sampler.independent)
-    weighting = make_weighting()
     record = StepRecord(None if weighting is None else weighting.subset(samples))
     if samples:
         common = sampler.begin(space)
@@ -32,7 +31,7 @@ def average_samples_over_ranks(
             space.add_to_mean(draw, record.add(draw, space.perturbation_norm()), single=False)
     else:
         _skip_samples(space)
-    return _join_samples(space, record, samples, StepRecord(make_weighting(), reported=record), num_samples)
+    return _join_samples(space, record, samples, StepRecord(weighting, reported=record), num_samples)
 
 
 def _skip_samples(space: ParameterSpace) -> None:

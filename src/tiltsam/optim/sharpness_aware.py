@@ -348,12 +348,10 @@ class SharpnessAware(Optimizer):
 
         :meta private:
         """
+        weighting = self.weighting(space) if num_samples > 1 else None
         if space.ranks.splits_samples:
-            several = num_samples > 1
-            return average_samples_over_ranks(
-                space, sampler, num_samples, lambda: self.weighting(space) if several else None
-            )
-        record = space.step_record(self.weighting(space) if num_samples > 1 else None, num_samples)
+            return average_samples_over_ranks(space, sampler, num_samples, weighting)
+        record = space.step_record(weighting, num_samples)
         common = sampler.begin(space)
         for j in range(num_samples):
             space.begin_sample(j)

@@ -40,8 +40,7 @@ class GradientMean:
         self._memory: Gradient = [None] * len(params)
         self._buffers: list[Tensor] = []  # flat buffers behind the memory
         self._single: Gradient | None = None  # the gradient of a step with one sample
-        self._seen: list[bool] = []
-        self.begin_step()
+        self._seen = [False] * len(params)
 
     def begin_step(self) -> None:
         """Reset the mean.

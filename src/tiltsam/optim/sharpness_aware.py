@@ -55,7 +55,7 @@ from tiltsam.space.sampler_state import SamplerState
 from tiltsam.space.step_record import FixedWeights, StepRecord, Weighting
 from tiltsam.space.validation import check_count, check_nonnegative, warn
 
-__all__ = ["SharpnessAware", "Step", "StepInfo"]
+__all__ = ["SharpnessAware", "Step"]
 
 DETECTED = Parallel()  # the processes of DDP, FSDP2 or torch.distributed
 _MAX_PENDING = 256  # samples whose validity is kept before it is summed up
@@ -331,15 +331,15 @@ class SharpnessAware(Optimizer):
         record = self.average_samples(space, step.sampler, step.num_samples)
         loss = record.loss()
         space.end_passes()
-        passes = space.evaluator
+        evaluator = space.evaluator
         return StepInfo(
             loss,
             record.table,
             record.sampler_info,
             valid=record.valid,
-            num_forwards=passes.num_forwards,
-            num_backwards=passes.num_backwards,
-            num_ascents=passes.num_ascents,
+            num_forwards=evaluator.num_forwards,
+            num_backwards=evaluator.num_backwards,
+            num_ascents=evaluator.num_ascents,
             num_parts=len(step.closures),
         )
 

@@ -318,11 +318,22 @@ class SharpnessAware(Optimizer):
                     p.grad = None  # otherwise the base keeps applying the gradient from before it was frozen
         space.generators.begin_step(self._hyperparameters["seed"], self._hyperparameters["steps_taken"])
         sampler, num_samples = self.plan()
-        if len(closures) != 1:
-            self._check_parts(len(closures), sampler, num_samples, has_ascent_closure=ascent_closure is not None)
         if scaler is not None and not scaler.is_enabled():
             scaler = None
-        return Step(space, sampler, num_samples, closures, ascent_closure, scaler)
+        step = Step(space, sampler, num_samples, closures, ascent_closure, scaler)
+        if len(closures) != 1:
+            self._check_parts(step)
+        return step
+
+    def _check_parts(self, step: Step) -> None:
+        """Raise ValueError unless each sample can have its own closure."""
+        sampler, num_samples = step.sampler, step.num_samples
+        if len(step.closures) != num_samples or not sampler.independent:
+            each = sampler.independent and num_samples > 1
+            takes = f"one closure, or one for each of its {num_samples} samples" if each else "one closure"
+            raise ValueError(f"{type(self).__name__} takes {takes}; got {len(step.closures)}")
+        if sampler.share_ascent and step.ascent_closure is None:
+            raise ValueError("a shared ascent needs ascent_closure if each sample has its own closure")
 
     def _aggregate(self, step: Step) -> StepInfo:
         """Run all passes of a step and restore the weights; the gradient is in ``step.space.gradient_mean``."""
@@ -481,15 +492,6 @@ class SharpnessAware(Optimizer):
         :meta private:
         """
         return self._space is not None and self._space.weights_saved
-
-    def _check_parts(self, number: int, sampler: Sampler, num_samples: int, *, has_ascent_closure: bool) -> None:
-        """Raise ValueError unless each sample can have its own closure."""
-        if number != num_samples or not sampler.independent:
-            each = sampler.independent and num_samples > 1
-            takes = f"one closure, or one for each of its {num_samples} samples" if each else "one closure"
-            raise ValueError(f"{type(self).__name__} takes {takes}; got {number}")
-        if sampler.share_ascent and not has_ascent_closure:
-            raise ValueError("a shared ascent needs ascent_closure if each sample has its own closure")
 
     # ---------------------------------------------------------------- the space and what a step measured
 

@@ -8,7 +8,7 @@ import torch
 
 from tiltsam.samplers import Sampler
 from tiltsam.space.parameter_space import ParameterSpace
-from tiltsam.space.protocol import Draw
+from tiltsam.space.protocol import Draw, draw_at
 from tiltsam.space.step_record import StepRecord, Weighting
 
 __all__ = ["average_samples_over_ranks"]
@@ -40,8 +40,7 @@ def _skip_samples(space: ParameterSpace) -> None:
     The pass advances this rank's random state as on the other ranks and shows which parameters have a gradient.
     """
     space.reset_to_center()
-    at = space.evaluate()
-    nothing = Draw(at.loss, at.gradient, at.norm, torch.zeros_like(at.finite), at.loss)
+    nothing = draw_at(space.evaluate())._replace(valid=space.false)
     space.add_to_mean(nothing, space.zero, single=False)
 
 

@@ -292,7 +292,7 @@ def trace(
         *weighted_mean(samples),
         layers={
             layer: weighted_mean(table[:, [column[name] for name in names]].sum(1))
-            for layer, names in _by_layer(surface.names).items()
+            for layer, names in _names_by_layer(surface.names).items()
         },
         samples=samples,
         substitutes=tuple(hessian.substitutes),
@@ -394,11 +394,11 @@ def by_layer(measure: Callable[..., T], model: nn.Module, *args: Any, **kwargs: 
         >>> list(found), found["2"].values.shape
         (['0', '2'], torch.Size([1]))
     """
-    layers = _by_layer(trainable(model))
+    layers = _names_by_layer(trainable(model))
     return {layer: measure(model, *args, parameters=names, **kwargs) for layer, names in layers.items()}
 
 
-def _by_layer(names: Iterable[str]) -> dict[str, list[str]]:
+def _names_by_layer(names: Iterable[str]) -> dict[str, list[str]]:
     """Group parameter names by the module that owns them."""
     layers: dict[str, list[str]] = {}
     for name in names:

@@ -239,20 +239,21 @@ class Sharding:
     """
 
     def __init__(self, params: Sequence[Tensor]) -> None:
-        meshes = {p.device_mesh for p in params if is_sharded(p)}  # type: ignore[attr-defined]
+        sharded: list[Any] = [p for p in params if is_sharded(p)]
+        meshes = {p.device_mesh for p in sharded}
         if len(meshes) > 1:
             raise ValueError(f"all parameters must be on one device mesh, got {len(meshes)}")
         self.mesh: Any = next(iter(meshes), None)
         self._specs: list[Any] = [p if is_sharded(p) else None for p in params]
-        self._dims = sorted({i for p in params if is_sharded(p) for i in _sharded_dims(p)})
-        self.groups: list[Group] = [self.mesh.get_group(i) for i in self._dims] if self.mesh is not None else []
+        dims = sorted({i for p in sharded for i in _sharded_dims(p)})
+        self.groups: list[Group] = [self.mesh.get_group(i) for i in dims] if self.mesh is not None else []
         """The groups whose ranks hold different parts."""
         self.needs_views = self.mesh is not None or any(p.is_complex() for p in params)
         """Whether this process computes with local, real views instead of the parameters themselves."""
-        for p in params:
-            if is_sharded(p) and p.is_complex():
+        for p in sharded:
+            if p.is_complex():
                 raise ValueError("sharded parameters must be real, got a complex one")
-            if is_sharded(p) and _sharded_dims(p) not in ([], self._dims):
+            if _sharded_dims(p) not in ([], dims):
                 raise ValueError("parameters sharded over different dimensions of their mesh are not supported")
 
     def is_split(self, i: int) -> bool:
@@ -279,12 +280,12 @@ class Sharding:
 
     def normal_(self, i: int, x: Tensor, generator: torch.Generator) -> None:
         """Fill the local part of parameter ``i`` with its part of the noise that one process would draw."""
-        spec = self._specs[i]
-        if spec is None or not self.is_split(i):
+        if not self.is_split(i):
             x.normal_(generator=generator)
             return
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+        spec = self._specs[i]
         whole = torch.empty(spec.shape, dtype=x.dtype, device=x.device).normal_(generator=generator)
         shape, offset = compute_local_shape_and_global_offset(spec.shape, spec.device_mesh, spec.placements)
         x.copy_(whole[tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))])

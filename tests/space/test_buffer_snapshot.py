@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from tiltsam.space.model_state import BufferSnapshot, restored_buffers, uninterrupted, writable_buffers
+from tiltsam.space.model_state import BufferSnapshot, ModelState, restored_buffers, uninterrupted
 
 
 class Buffers(nn.Module):
@@ -136,8 +136,8 @@ def test_restored_buffers(error):
 
 def test_writable_buffers():
     model = Buffers()
-    assert [b.data_ptr() for b in writable_buffers(model)] == [model.floats.data_ptr(), model.integers.data_ptr()]
-    assert writable_buffers(None) == []
+    assert [b.data_ptr() for b in ModelState(model).buffers()] == [model.floats.data_ptr(), model.integers.data_ptr()]
+    assert ModelState().buffers() == []
 
 
 @pytest.mark.parametrize("signal", [KeyboardInterrupt, SystemExit])

@@ -64,6 +64,14 @@ def test_add_counts_missing_gradients_as_zero():
     assert mean_of(space)[3] is None
 
 
+def test_scale_skips_missing_gradients():
+    """Here all of one dtype are missing."""
+    space = ParameterSpace([[nn.Parameter(torch.ones(2, dtype=dtype)) for dtype in (torch.float32, torch.float64)]])
+    space.gradient_mean.set([torch.full((2,), 3.0), None])
+    space.gradient_mean.scale_(torch.tensor(2.0))
+    assert mean_of(space) == [6.0, None]
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_add_ignores_an_invalid_gradient(value):
     space = space_of(1)

@@ -158,11 +158,6 @@ def _length(batches: Any) -> int | None:
         return None
 
 
-def _eager() -> AbstractContextManager[Any]:
-    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
-    return stance
-
-
 # Name: the pattern of the error that a kernel without a second derivative raises, and a context without that kernel.
 _SUBSTITUTES: dict[str, tuple[str, Callable[[], AbstractContextManager[Any]]]] = {
     "the math kernel for scaled dot-product attention": (
@@ -173,5 +168,8 @@ _SUBSTITUTES: dict[str, tuple[str, Callable[[], AbstractContextManager[Any]]]] =
         r"_cudnn_rnn|cudnn RNN backward",
         lambda: torch.backends.cudnn.flags(enabled=False),
     ),
-    "eager execution of compiled code": (r"aot_autograd|donated buffer", _eager),
+    "eager execution of compiled code": (
+        r"aot_autograd|donated buffer",
+        lambda: torch.compiler.set_stance("force_eager"),
+    ),
 }

@@ -25,9 +25,8 @@ class CapturedRandom:
     """
 
     def __init__(self, graph: torch.cuda.CUDAGraph, device: torch.device, num_passes: int) -> None:
-        index = device.index if device.index is not None else torch.cuda.current_device()
         self._device = device
-        self._default = torch.cuda.default_generators[index]
+        self._default = torch.cuda.default_generators[device.index]
         self._own_state = self._default.graphsafe_get_state()
         # A capture locks the state that the default generator is in. Let that be a copy, so that a capture that fails
         # does not leave the default generator unusable.

@@ -357,7 +357,6 @@ class LineSearchSAM(SharpnessAware):
         parallel: Parallel | None = DETECTED,
         skip_nonfinite: bool = False,
     ) -> None:
-        check_count("num_points", num_points)
         super().__init__(
             base,
             LineSearch(num_points),

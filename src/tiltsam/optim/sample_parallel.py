@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from tiltsam.samplers import Sampler
 from tiltsam.space.parameter_space import ParameterSpace
-from tiltsam.space.protocol import Draw
+from tiltsam.space.protocol import Draw, draw_at
 from tiltsam.space.step_record import StepRecord, Weighting
 
 __all__ = ["average_samples_over_ranks"]
 
 
 def average_samples_over_ranks(
-    space: ParameterSpace, sampler: Sampler, num_samples: int, make_weighting: Callable[[], Weighting | None]
+    space: ParameterSpace, sampler: Sampler, num_samples: int, weighting: Weighting | None
 ) -> StepRecord:
     """Draw this rank's samples and average the gradients of all ranks, weighted.
 
     The counterpart of :meth:`SharpnessAware.average_samples`; afterwards all ranks have the same record and mean.
     """
     samples = space.ranks.my_samples(num_samples, independent=sampler.independent)
-    weighting = make_weighting()
     record = StepRecord(None if weighting is None else weighting.subset(samples))
     if samples:
         common = sampler.begin(space)
@@ -32,7 +31,7 @@ def average_samples_over_ranks(
             space.add_to_mean(draw, record.add(draw, space.perturbation_norm()), single=False)
     else:
         _skip_samples(space)
-    return _join_samples(space, record, samples, StepRecord(make_weighting(), reported=record), num_samples)
+    return _join_samples(space, record, samples, StepRecord(weighting, reported=record), num_samples)
 
 
 def _skip_samples(space: ParameterSpace) -> None:
@@ -41,8 +40,7 @@ def _skip_samples(space: ParameterSpace) -> None:
     The pass advances this rank's random state as on the other ranks and shows which parameters have a gradient.
     """
     space.reset_to_center()
-    at = space.evaluate()
-    nothing = Draw(at.loss, at.gradient, at.norm, torch.zeros_like(at.finite), at.loss)
+    nothing = draw_at(space.evaluate())._replace(valid=space.false)
     space.add_to_mean(nothing, space.zero, single=False)
 
 

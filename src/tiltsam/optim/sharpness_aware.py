@@ -55,7 +55,7 @@ from tiltsam.space.sampler_state import SamplerState
 from tiltsam.space.step_record import FixedWeights, StepRecord, Weighting
 from tiltsam.space.validation import check_count, check_nonnegative, warn
 
-__all__ = ["SharpnessAware", "Step", "StepInfo"]
+__all__ = ["SharpnessAware", "Step"]
 
 DETECTED = Parallel()  # the processes of DDP, FSDP2 or torch.distributed
 _MAX_PENDING = 256  # samples whose validity is kept before it is summed up
@@ -138,7 +138,6 @@ class SharpnessAware(Optimizer):
         # Optimizer.__init__ would create its own groups and state. Its unpickling path sets up the rest of an
         # Optimizer (hooks, the profiled step) around ours.
         Optimizer.__setstate__(self, {"defaults": {**base.defaults}})
-        self._zero_grad_profile_name = f"Optimizer.zero_grad#{type(self).__name__}.zero_grad"
         initial = {**settings, "seed": seed, "steps_taken": 0}
         self._hyperparameters = Hyperparameters(base, type(self).__name__, initial)
         self._setting_names = [name for name in settings if name != "rho"]
@@ -319,11 +318,22 @@ class SharpnessAware(Optimizer):
                     p.grad = None  # otherwise the base keeps applying the gradient from before it was frozen
         space.generators.begin_step(self._hyperparameters["seed"], self._hyperparameters["steps_taken"])
         sampler, num_samples = self.plan()
-        if len(closures) != 1:
-            self._check_parts(len(closures), sampler, num_samples, has_ascent_closure=ascent_closure is not None)
         if scaler is not None and not scaler.is_enabled():
             scaler = None
-        return Step(space, sampler, num_samples, closures, ascent_closure, scaler)
+        step = Step(space, sampler, num_samples, closures, ascent_closure, scaler)
+        if len(closures) != 1:
+            self._check_parts(step)
+        return step
+
+    def _check_parts(self, step: Step) -> None:
+        """Raise ValueError unless each sample can have its own closure."""
+        sampler, num_samples = step.sampler, step.num_samples
+        if len(step.closures) != num_samples or not sampler.independent:
+            each = sampler.independent and num_samples > 1
+            takes = f"one closure, or one for each of its {num_samples} samples" if each else "one closure"
+            raise ValueError(f"{type(self).__name__} takes {takes}; got {len(step.closures)}")
+        if sampler.share_ascent and step.ascent_closure is None:
+            raise ValueError("a shared ascent needs ascent_closure if each sample has its own closure")
 
     def _aggregate(self, step: Step) -> StepInfo:
         """Run all passes of a step and restore the weights; the gradient is in ``step.space.gradient_mean``."""
@@ -332,15 +342,15 @@ class SharpnessAware(Optimizer):
         record = self.average_samples(space, step.sampler, step.num_samples)
         loss = record.loss()
         space.end_passes()
-        passes = space.evaluator
+        evaluator = space.evaluator
         return StepInfo(
             loss,
             record.table,
             record.sampler_info,
             valid=record.valid,
-            num_forwards=passes.num_forwards,
-            num_backwards=passes.num_backwards,
-            num_ascents=passes.num_ascents,
+            num_forwards=evaluator.num_forwards,
+            num_backwards=evaluator.num_backwards,
+            num_ascents=evaluator.num_ascents,
             num_parts=len(step.closures),
         )
 
@@ -349,12 +359,10 @@ class SharpnessAware(Optimizer):
 
         :meta private:
         """
+        weighting = self.weighting(space) if num_samples > 1 else None
         if space.ranks.splits_samples:
-            several = num_samples > 1
-            return average_samples_over_ranks(
-                space, sampler, num_samples, lambda: self.weighting(space) if several else None
-            )
-        record = space.step_record(self.weighting(space) if num_samples > 1 else None, num_samples)
+            return average_samples_over_ranks(space, sampler, num_samples, weighting)
+        record = space.step_record(weighting, num_samples)
         common = sampler.begin(space)
         for j in range(num_samples):
             space.begin_sample(j)
@@ -484,15 +492,6 @@ class SharpnessAware(Optimizer):
         :meta private:
         """
         return self._space is not None and self._space.weights_saved
-
-    def _check_parts(self, number: int, sampler: Sampler, num_samples: int, *, has_ascent_closure: bool) -> None:
-        """Raise ValueError unless each sample can have its own closure."""
-        if number != num_samples or not sampler.independent:
-            each = sampler.independent and num_samples > 1
-            takes = f"one closure, or one for each of its {num_samples} samples" if each else "one closure"
-            raise ValueError(f"{type(self).__name__} takes {takes}; got {number}")
-        if sampler.share_ascent and not has_ascent_closure:
-            raise ValueError("a shared ascent needs ascent_closure if each sample has its own closure")
 
     # ---------------------------------------------------------------- the space and what a step measured
 

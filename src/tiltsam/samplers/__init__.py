@@ -21,10 +21,11 @@ method name theirs in ``only_for``.
 """
 
 from tiltsam.samplers.ascent import AdaptiveAscent, Ascent, CenterThenAscent, LineSearch, RandomAscent
-from tiltsam.samplers.base import Draw, Sampler, Start, draw_after_ascent, draw_at
+from tiltsam.samplers.base import Sampler, Start
 from tiltsam.samplers.hmc import HMC
 from tiltsam.samplers.noise import Center, Gaussian, Uniform
 from tiltsam.samplers.variants import FriendlyAscent, MomentumAscent, PowerAscent, ReusedAscent, SurrogateGap
+from tiltsam.space.protocol import Draw, draw_after_ascent, draw_at
 
 __all__ = [
     "HMC",

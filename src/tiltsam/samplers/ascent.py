@@ -7,9 +7,9 @@ from typing import ClassVar
 
 import torch
 
-from tiltsam.samplers.base import Draw, Sampler, Start, draw_after_ascent, draw_at
+from tiltsam.samplers.base import Sampler, Start
 from tiltsam.samplers.noise import Uniform
-from tiltsam.space.protocol import EPS, Evaluation, Space
+from tiltsam.space.protocol import EPS, Draw, Evaluation, Space, draw_after_ascent, draw_at
 from tiltsam.space.validation import check_count
 
 __all__ = ["AdaptiveAscent", "Ascent", "CenterThenAscent", "LineSearch", "RandomAscent"]

@@ -1,13 +1,13 @@
-"""The base classes of samplers, and what a sampler returns."""
+"""The base classes of samplers."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar
 
-from tiltsam.space.protocol import Draw, Space, draw_after_ascent, draw_at
+from tiltsam.space.protocol import Draw, Space, draw_at
 
-__all__ = ["Draw", "Sampler", "Start", "draw_after_ascent", "draw_at"]
+__all__ = ["Sampler", "Start"]
 
 
 class Sampler(ABC):

@@ -21,8 +21,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from tiltsam.samplers.base import Draw, Sampler, draw_at
-from tiltsam.space.protocol import Evaluation, Space, Spread, Vector
+from tiltsam.samplers.base import Sampler
+from tiltsam.space.protocol import Draw, Evaluation, Space, Spread, Vector, draw_at
 from tiltsam.space.validation import check_count, check_positive
 
 __all__ = ["HMC"]

@@ -8,8 +8,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from tiltsam.samplers.base import Draw, Sampler, draw_after_ascent, draw_at
-from tiltsam.space.protocol import EPS, Evaluation, Space, Vector
+from tiltsam.samplers.base import Sampler
+from tiltsam.space.protocol import EPS, Draw, Evaluation, Space, Vector, draw_after_ascent, draw_at
 
 __all__ = ["FriendlyAscent", "MomentumAscent", "PowerAscent", "ReusedAscent", "SurrogateGap"]
 

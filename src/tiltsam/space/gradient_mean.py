@@ -40,8 +40,7 @@ class GradientMean:
         self._memory: Gradient = [None] * len(params)
         self._buffers: list[Tensor] = []  # flat buffers behind the memory
         self._single: Gradient | None = None  # the gradient of a step with one sample
-        self._seen: list[bool] = []
-        self.begin_step()
+        self._seen = [False] * len(params)
 
     def begin_step(self) -> None:
         """Reset the mean.
@@ -134,7 +133,8 @@ class GradientMean:
         """Multiply the mean by a scalar."""
         tensors = self.tensors
         for block in self._blocks:
-            torch._foreach_mul_([x for i in block.indices if (x := tensors[i]) is not None], factor.to(block.device))
+            if here := [x for i in block.indices if (x := tensors[i]) is not None]:
+                torch._foreach_mul_(here, factor.to(block.device))
 
     def sum_over_ranks(self, weight: Tensor, seen: list[bool]) -> None:
         """Replace the mean by the sum over the ranks that share samples, this rank's multiplied by ``weight``."""

@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from tiltsam.space.tensor_lists import is_expanded
 
-__all__ = ["BufferSnapshot", "ModelState", "restored_buffers", "uninterrupted", "writable_buffers"]
+__all__ = ["BufferSnapshot", "ModelState", "restored_buffers", "uninterrupted"]
 
 # Only these implementations of forward are known to respect track_running_stats = False.
 _RESPECT_TRACKING = (_BatchNorm.forward, torch.nn.SyncBatchNorm.forward)
@@ -56,7 +56,8 @@ class ModelState:
 
     def buffers(self) -> list[Tensor]:
         """Return the model's buffers that can be written to."""
-        return writable_buffers(self.model)
+        buffers = self.model.buffers() if self.model is not None else ()
+        return [b for part in _by_device_and_dtype(buffers) for b in part]
 
     def changes_other_buffers(self) -> bool:
         """Return whether the last step's first pass changed buffers that are not BatchNorm's. Waits for the device."""
@@ -195,11 +196,6 @@ def restored_buffers(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         uninterrupted(snapshot.restore)
-
-
-def writable_buffers(model: nn.Module | None) -> list[Tensor]:
-    """Return the model's buffers that can be written to, grouped by device and dtype."""
-    return [b for part in _by_device_and_dtype(model.buffers() if model is not None else ()) for b in part]
 
 
 def uninterrupted(action: Callable[[], None]) -> None:

@@ -59,9 +59,8 @@ class ParameterSpace(TensorLists):
             raise ValueError("no trainable parameters: every tensor is frozen (requires_grad=False) or empty")
         check_storage(self.params)
         self.model_state = model_state if model_state is not None else ModelState()
-        sharding = Sharding(self.params)
+        self.sharding = sharding = Sharding(self.params)
         self.ranks = Ranks(parallel, self.model_state.model, sharding)
-        self.sharding = sharding
         here = self._local_tensors()
         self.ranks.check_same_weights(here)
         dtype = torch.float64 if any(x.dtype == torch.float64 for x in here) else torch.float32

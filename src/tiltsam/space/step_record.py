@@ -86,7 +86,7 @@ class StepRecord:
 
     def add(self, draw: Draw, perturbation_norm: Tensor) -> Tensor:
         """Add a sample; return its share of the total weight so far."""
-        self._draws.append(Draw(draw.loss, None, draw.gradient_norm, draw.valid, draw.start_loss, draw.info))
+        self._draws.append(draw._replace(gradient=None))
         self._perturbation_norms.append(perturbation_norm)
         self.valid.append(draw.valid)
         self._shares.append(draw.valid if self._weighting is None else self._weighting.add(draw.loss, draw.valid))

@@ -114,12 +114,6 @@ def zero_unless_(x: list[Tensor], mask: Tensor) -> None:
     torch._foreach_mul_([a.view(bits) for a in x], mask.to(bits))
 
 
-def select_(x: list[Tensor], y: list[Tensor], mask: Tensor) -> None:
-    """``x <- y`` if the scalar ``mask`` is true."""
-    for a, b in zip(x, y, strict=True):
-        a.copy_(torch.where(mask, b, a))
-
-
 def norms(x: list[Tensor], dtype: torch.dtype) -> Tensor:
     """Return the Euclidean norm of each tensor, accumulated in ``dtype``.
 
@@ -240,12 +234,9 @@ class TensorLists:
 
     def scale_(self, x: OptionalTensors, scale: Tensor) -> None:
         """See :class:`Space`."""
-        if scale.dim() > 0:
-            for block, a, _ in self._pairs(x, x, by_group=True):
-                torch._foreach_mul_(a, scale[block.group].to(block.device))
-            return
-        for block, a, _ in self._pairs(x, x):
-            torch._foreach_mul_(a, scale.to(block.device))
+        by_group = scale.dim() > 0
+        for block, a, _ in self._pairs(x, x, by_group=by_group):
+            torch._foreach_mul_(a, (scale[block.group] if by_group else scale).to(block.device))
 
     def add_(self, x: list[Any], y: OptionalTensors, alpha: float = 1.0) -> None:
         """See :class:`Space`. A tensor is missing afterwards only if it is missing in both."""
@@ -277,11 +268,7 @@ class TensorLists:
         for i, (a, b) in enumerate(zip(x, y, strict=True)):
             if a is None and b is not None:
                 x[i] = torch.zeros_like(b)
-        for block, here, there in self._pairs(x, y):
-            select_(here, there, mask.to(block.device))
-        for a, b in zip(x, y, strict=True):
-            if a is not None and b is None:
-                zero_unless_([a], ~mask.to(a.device))
+        self.map_(x, lambda a, b, chosen: torch.where(chosen, b, a), y, mask)
 
     def map_(self, x: OptionalTensors, function: Callable[..., Tensor], *others: OptionalTensors | Tensor) -> None:
         """See :class:`Space`. Tensors missing in ``x`` are skipped; those missing in ``others`` count as zero."""

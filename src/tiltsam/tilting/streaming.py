@@ -174,9 +174,7 @@ def tilted_loss(losses: Tensor, t: Tilt) -> Tensor:
         >>> tilted_loss(torch.tensor([1.0, 3.0]), t=1e6)
         tensor(3.0000)
     """
-    sign, size = _split_sign(t)
-    tilt = StreamingTilt(size)
-    tilt.add(sign * _nonempty(losses))
+    sign, _, tilt = _tilt_over(losses, t)
     return sign * tilt.loss()
 
 
@@ -192,17 +190,13 @@ def tilted_weights(losses: Tensor, t: Tilt, valid: Tensor | None = None) -> Tens
         >>> tilted_weights(torch.tensor([0.0, 0.0]), t=5.0)
         tensor([0.5000, 0.5000])
     """
-    sign, size = _split_sign(t)
-    losses, tilt = sign * _nonempty(losses), StreamingTilt(size)
-    tilt.add(losses, valid)
+    _, losses, tilt = _tilt_over(losses, t, valid)
     return tilt.weights(losses, valid)
 
 
 def tilted_mean(x: Tensor, t: Tilt) -> Tensor:
     """Return the tilted mean ``sum w x`` with ``w`` proportional to ``exp(t * x)`` (Definition 3.4)."""
-    sign, size = _split_sign(t)
-    tilt = StreamingTilt(size)
-    tilt.add(sign * _nonempty(x))
+    sign, _, tilt = _tilt_over(x, t)
     return sign * tilt.mean()
 
 
@@ -212,10 +206,7 @@ def tilted_var(x: Tensor, t: Tilt) -> Tensor:
     A point is *t-sharper* than another if the tilted variance of the losses around it is larger. Computed about
     the mean, not as ``sum w x^2 - mean^2``, which loses all digits when losses are large and close together.
     """
-    sign, size = _split_sign(t)
-    tilt = StreamingTilt(size)
-    losses = sign * _nonempty(x)
-    tilt.add(losses)
+    _, losses, tilt = _tilt_over(x, t)
     weights = tilt.weights(losses)
     # A loss without weight may be infinite: 0 times inf would be NaN.
     return (weights * torch.where(weights > 0, losses - tilt.mean(), 0.0).square()).sum()
@@ -241,17 +232,18 @@ def to_working_dtype(losses: Tensor) -> Tensor:
     return losses if losses.dtype == torch.float64 else losses.float()
 
 
-def _split_sign(t: Tilt) -> tuple[float | Tensor, Tilt]:
-    """Return the sign and the size of a tilt: one of negative losses stands for a negative tilt."""
-    if isinstance(t, Tensor):
-        return torch.where(t < 0, -1.0, 1.0), t.abs()
-    return (-1.0, -t) if t < 0 else (1.0, t)
+def _tilt_over(losses: Tensor, t: Tilt, valid: Tensor | None = None) -> tuple[Tensor | float, Tensor, StreamingTilt]:
+    """Return ``sign``, ``sign * losses`` and a tilt to which these were added.
 
-
-def _nonempty(losses: Tensor) -> Tensor:
+    The sign is 1, or that of a tensor ``t``: StreamingTilt takes negative numbers, but tensors ``>= 0`` only.
+    """
+    sign, size = (torch.where(t < 0, -1.0, 1.0), t.abs()) if isinstance(t, Tensor) else (1.0, t)
+    tilt = StreamingTilt(size)
     if losses.numel() == 0:
         raise ValueError("losses must have at least one element, got an empty tensor")
-    return to_working_dtype(losses)
+    losses = sign * to_working_dtype(losses)
+    tilt.add(losses, valid)
+    return sign, losses, tilt
 
 
 def _finite(x: Tensor) -> Tensor:

@@ -26,6 +26,15 @@ def test_slices_of_quadratic_are_parabolas() -> None:
     torch.testing.assert_close(plane.losses, plane.x.square() + 0.5 * plane.y[:, None].square())
 
 
+def test_slice_2d_warns_of_parallel_directions() -> None:
+    model = convnet()
+    x, y = random_direction(model), random_direction(model, index=1)
+    slice_2d(model, cross_entropy, unequal_batches(), x, y, num_points=2)
+    for parallel in (x, {name: -2 * part for name, part in x.items()}):
+        with pytest.warns(UserWarning, match=r"random_direction\(model, index=1\)"):
+            slice_2d(model, cross_entropy, unequal_batches(), x, parallel, num_points=2)
+
+
 def test_slice_along_eigenvector_curves_by_eigenvalue() -> None:
     model, data = convnet(), unequal_batches()
     found = top_eigenvalues(model, cross_entropy, data, k=1, tol=1e-6)

@@ -160,7 +160,7 @@ def slice_2d(
     """Return the loss at ``theta + a * direction_x + b * direction_y`` on a square grid.
 
     Cost: ``num_points ** 2`` forward passes over the data; memory: one copy of the weights. The directions are not
-    orthogonalised; random ones in many dimensions nearly are.
+    orthogonalised; ``random_direction(model)`` and ``random_direction(model, index=1)`` nearly are.
 
     Args:
         model: The model at ``theta``. Measured in eval mode and restored.
@@ -178,7 +178,12 @@ def slice_2d(
 
     Raises:
         ValueError: If the data is empty, a loss is not finite, or a direction does not fit the model.
+
+    Warns:
+        UserWarning: If the directions are parallel.
     """
+    if _are_parallel(direction_x, direction_y):
+        warn("the directions are parallel: the second random one is random_direction(model, index=1)", UserWarning)
     x, y = _positions("span_x", span_x, num_points), _positions("span_y", span_y, num_points)
     points = [(a, b) for b in y.tolist() for a in x.tolist()]
     losses = _losses_at(model, loss_fn, batches, [direction_x, direction_y], points, seed, size_of, progress)
@@ -248,6 +253,13 @@ def between(
             if progress is not None:
                 progress(i + 1, num_points)
     return Slice1D(positions, losses, label)
+
+
+def _are_parallel(a: Direction, b: Direction) -> bool:
+    """Return whether two directions span a line. Parts in which they have different names or shapes do not count."""
+    inner = sum(float((x * b[name]).sum()) for name, x in a.items() if name in b and x.shape == b[name].shape)
+    norms = [math.hypot(*(float(x.norm()) for x in direction.values())) for direction in (a, b)]
+    return abs(inner) > (1 - 1e-6) * norms[0] * norms[1]
 
 
 def _losses_at(

@@ -372,12 +372,12 @@ def test_frozen_parameters_are_ignored(measure: Any) -> None:
 @every
 @pytest.mark.parametrize(
     ("batches", "message"),
-    [([], "batches"), ([(torch.ones(0, 1),) * 2], "got 0 for batch 0")],
+    [([], "batches"), ([(torch.ones(0, 2), torch.ones(0, 1))], "got 0 for batch 0")],
     ids=["no batch", "empty batch"],
 )
 def test_bad_batches_raise(measure: Any, batches: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        measure(nn.Linear(1, 1), mse, batches)
+        measure(nn.Linear(2, 1), mse, batches)
 
 
 def test_tensor_batch_raises_in_supervised() -> None:
@@ -461,7 +461,7 @@ def test_sharded_parameter_raises(tmp_path: Path) -> None:
 @every
 def test_loss_per_example_raises(measure: Any) -> None:
     with pytest.raises(ValueError, match=r"got \(2, 1\)"):
-        measure(nn.Linear(1, 1), lambda model, batch: model(batch[0]), [(torch.ones(2, 1), torch.ones(2, 1))])
+        measure(nn.Linear(2, 1), lambda model, batch: model(batch[0]), [(torch.ones(2, 2), torch.ones(2, 1))])
 
 
 @every

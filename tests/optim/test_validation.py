@@ -35,6 +35,8 @@ def test_bad_base_and_model():
         tiltsam.SAM(torch.optim.SparseAdam(params))
     with pytest.raises(TypeError, match=r"model .*list"):
         tiltsam.SAM(sgd(params), model=params)
+    with pytest.raises(TypeError, match=r"model .*list: wrap them in a torch\.nn\.ModuleList"):
+        tiltsam.SAM(sgd(params), model=[Problem().model, Problem().model])
     with pytest.raises(TypeError, match=r"rho must not be a module; write SAM\(base, model=model\)"):
         tiltsam.SAM(sgd(params), rho=Problem().model)
     with pytest.raises(TypeError, match=r"sampler .*HMC"):

@@ -91,12 +91,13 @@ class SharpnessAware(Optimizer):
         base: An *instance* of a torch optimizer.
         sampler: Where to evaluate.
         settings: Settings of the method and their initial values; a callable is a schedule, evaluated at each step.
-        model: Pass it for models with BatchNorm or dropout: buffers are then updated once a step, at its first pass,
-            and all passes of a step use the same dropout masks (on CPU and CUDA devices).
+        model: All that the closure runs; several modules in one ``nn.ModuleList``. Pass it for models with BatchNorm:
+            buffers are then updated once a step, at its first pass.
         seed: Seed of the noise. All noise derives from (seed, step, sample): a resumed run draws what an uninterrupted
             one would have drawn, and the global random state is never used.
         buffers_once: Whether ``model``'s buffers keep the values of the first pass.
-        same_dropout: Whether all passes use the same dropout masks.
+        same_dropout: Whether all passes start from the same random state of torch (CPU and CUDA), so that dropout masks
+            are the same. numpy and ``random`` are left alone.
         parallel: The processes that take each step together, see :class:`tiltsam.Parallel`; by default they are
             detected (DDP, FSDP2, or all processes of ``torch.distributed``). ``None``: this process trains on its own.
         skip_nonfinite: If no sample of a step is finite, do not step the base. Costs one host synchronisation a step;

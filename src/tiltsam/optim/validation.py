@@ -141,7 +141,9 @@ def check_arguments(base: Optimizer, model: Any, parallel: Any) -> None:
     if model is None:
         return
     if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+        several = isinstance(model, list | tuple) and all(isinstance(m, torch.nn.Module) for m in model)
+        hint = ": wrap them in a torch.nn.ModuleList" if several else ""
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}{hint}")
     trainable = {id(p) for p in model.parameters() if p.requires_grad}
     if trainable and trainable.isdisjoint(id(p) for group in base.param_groups for p in group["params"]):
         warn("none of the optimizer's parameters belongs to model=: is it another copy of the model?")
@@ -225,11 +227,8 @@ def warn_sharded_without_model() -> None:
 
 
 def warn_split_samples_without_model() -> None:
-    """Warn that ranks which share samples cannot agree on buffers and random states without the model."""
-    warn(
-        "samples are divided among ranks without model=: BatchNorm statistics and the random state after a step may "
-        "differ between ranks; pass model="
-    )
+    """Warn that ranks which share samples cannot agree on buffers without the model."""
+    warn("samples are divided among ranks without model=: BatchNorm statistics may differ between ranks; pass model=")
 
 
 def warn_low_precision(params: Sequence[Tensor]) -> None:

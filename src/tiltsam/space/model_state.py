@@ -26,7 +26,7 @@ class ModelState:
     """What the passes of a step share, besides the weights.
 
     Args:
-        model: The model; ``None`` leaves buffers and random states alone.
+        model: The model; ``None`` leaves buffers alone.
         buffers_once: Buffers keep the values of the first pass.
         same_dropout: All passes start from the random state of the first, on CPU and CUDA devices. After the step the
             global generators have advanced by one pass, as with the base optimizer.
@@ -43,7 +43,7 @@ class ModelState:
     ) -> None:
         self.model = model
         self.buffers_once = buffers_once and model is not None
-        self.same_dropout = same_dropout and model is not None
+        self.same_dropout = same_dropout
         self.num_passes = 0
         self._gpus = sorted({d.index for d in devices if d.type == "cuda" and d.index is not None})
         self._module_list: list[torch.nn.Module] = []

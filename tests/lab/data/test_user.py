@@ -395,7 +395,7 @@ def test_npz_warns_of_an_ignored_validation_set(tmp_path):
         ({"x": np.zeros((3, 2)), "y": np.arange(3)}, "got 3"),
         (
             {"x_train": np.zeros((3, 2)), "y_train": np.arange(3), "x_test": np.zeros((3, 4)), "y_test": np.arange(3)},
-            "same shape",
+            r"same shape and type, got \(3, 2\) float64, int64 and \(3, 4\) float64, int64",
         ),
         ({"x": np.zeros((9, 2)), "y": np.arange(9) % 2, "x_test": np.zeros((9, 2))}, "x_test but no x_train"),
     ],

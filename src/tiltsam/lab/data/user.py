@@ -286,7 +286,10 @@ def load_arrays(request: Request) -> Data:
     shapes = [{name: tuple(x.shape[1:]) for name, x in split.inputs.items()} for split in splits]
     is_regression = splits[0].targets.is_floating_point()
     if shapes[0] != shapes[-1] or is_regression != splits[-1].targets.is_floating_point():
-        raise DataError(f"{path}: x and y of train and test must have the same shape and type")
+        found = [f"{tuple(arrays[x].shape)} {arrays[x].dtype}, {arrays[y].dtype}" for x, y in names]
+        raise DataError(
+            f"{path}: x and y of train and test must have the same shape and type, got {' and '.join(found)}"
+        )
     what = f"{path}: {names[0][1]}"
     _check_values_differ(what, splits[0].targets)
     num_classes = 1

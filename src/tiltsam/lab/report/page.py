@@ -348,21 +348,14 @@ def _grid(chosen: Sequence[Plot], plots: list[Plot]) -> str:
 
 def html_table(table: ReportTable) -> str:
     """Return the table with a button in each heading, by which page.js sorts."""
-    kept = [k for k in range(len(table.headings)) if k != table.folded]
-    kinds = ["number" if numeric else "text" for numeric in table.numeric]
+    columns = [column for column in table.columns if not column.folded]
     heads = "".join(
-        f'<th scope="col" aria-sort="none" class="{kinds[k]}">'
-        f'<button type="button">{escape(_unbroken(table.headings[k]))}</button></th>'
-        for k in kept
+        f'<th scope="col" aria-sort="none" class="{"number" if column.numeric else "text"}">'
+        f'<button type="button">{escape(_unbroken(column.heading))}</button></th>'
+        for column in columns
     )
-    rows = "\n".join(
-        "<tr>"
-        + "".join(
-            _html_cell(row[k], kinds[k], "" if k or table.folded is None else row[table.folded].text) for k in kept
-        )
-        + "</tr>"
-        for row in table.rows
-    )
+    cells = [[_html_cell(cell, numeric=column.numeric) for cell in column.cells] for column in columns]
+    rows = "\n".join(f"<tr>{''.join(row)}</tr>" for row in zip(*cells, strict=True))
     return (
         f'<div class="card"><div class="scroll" tabindex="0" role="region" aria-label="{escape(table.name)}">'
         f'<table data-table="{escape(table.name)}">\n<thead><tr>{heads}</tr></thead>\n<tbody>\n{rows}\n</tbody></table>'
@@ -370,18 +363,18 @@ def html_table(table: ReportTable) -> str:
     )
 
 
-def _html_cell(cell: TableCell, kind: str, under: str) -> str:
+def _html_cell(cell: TableCell, *, numeric: bool) -> str:
     # In full precision, for sorting and for programs that parse the page.
     data = "" if cell.value is None else f' data-value="{cell.value!r}"'
     data += "" if cell.error is None else f' data-error="{cell.error!r}"'
-    shown = escape(_with_minus(cell.text)) if kind == "number" else escape(cell.text)
+    shown = escape(_with_minus(cell.text) if numeric else cell.text)
     text = f"<b>{shown}</b>" if cell.best else shown
     text += f' <span class="interval">{escape(_with_minus(cell.interval))}</span>' if cell.interval else ""
-    if kind != "number" and any(len(word) > LONG_WORD for word in cell.text.split()):
-        kind += " long"
     if cell.method:
         text = f'<span class="method">{_dot(cell.method)}{text}</span>'
-    text += f' <span class="under">{escape(under)}</span>' if under else ""
+    text += f' <span class="under">{escape(cell.under)}</span>' if cell.under else ""
+    long = not numeric and any(len(word) > LONG_WORD for word in cell.text.split())
+    kind = "number" if numeric else "text long" if long else "text"
     return f'<td class="{kind}"{data}>{text}</td>'
 
 

@@ -31,10 +31,10 @@ from tiltsam.lab.report.runs import RunProblem
 from tiltsam.lab.report.summary import SettingSummary, TaskSummary
 from tiltsam.lab.report.tables import ReportTable, TableCell
 from tiltsam.lab.stats import (
-    Mean,
     confidence_interval,
     count_of,
     format_interval,
+    format_mean,
     is_significant,
     mean_of,
     paired_difference,
@@ -221,13 +221,13 @@ def headline(task: TaskSummary) -> str:
     first, mean = ranked[0]
     tied = [s for s, other in ranked if mean.value - other.value < 0.005]
     unit = "%" if task.unit == "%" else " (×100)"
-    score = f"{_format_score(mean)}{unit}"
+    score = f"{format_mean(mean, 2)}{unit}"
     if len(ranked) == 1:
         which = "best on validation" if task.has_validation(first) else "first (there is no validation score)"
         among = f"Of {len(task.settings)} settings, the {which}, " if len(task.settings) > len(compared) else ""
         text = f"{among}{first.full_name}{',' if among else ''} reaches a test {task.metric} of {score}."
     elif len(tied) > 1:
-        if len({_format_score(s.final("score", 100)) for s in tied}) > 1:  # equal means, other standard errors
+        if len({format_mean(s.final("score", 100), 2) for s in tied}) > 1:  # equal means, other standard errors
             score = f"{mean.value:.2f}{unit}"
         text = f"{_listed([s.full_name for s in tied])} have the highest test {task.metric}, {score}."
     else:
@@ -253,10 +253,6 @@ def _listed(names: Sequence[str]) -> str:
     if len(names) > MAX_NAMED:
         names = [*names[:MAX_NAMED], count_of(len(names) - MAX_NAMED, "other")]
     return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
-
-
-def _format_score(mean: Mean) -> str:
-    return f"{mean.value:.2f}" + ("" if math.isnan(mean.error) else f" ± {mean.error:.2f}")
 
 
 def _lead(first: SettingSummary, other: SettingSummary, name: str) -> str:

@@ -229,8 +229,7 @@ def _group_name(group: Group, groups: Iterable[Group]) -> str:
 
 
 def _summarize_task(name: str, runs: list[RunRecord], problems: list[RunProblem], notes: Sequence[str]) -> TaskSummary:
-    groups = _ordered_groups(runs)
-    values = [_values(group[0]) for group in groups]
+    values, groups = zip(*_by_setting(runs), strict=True)
     varying, common = _varying(values), set.intersection(*map(set, values))
     entries = [_common_entry(group) for group in groups]
     typed = "" not in entries and len(set(entries)) == len(entries)
@@ -259,30 +258,25 @@ def _summarize_task(name: str, runs: list[RunRecord], problems: list[RunProblem]
         not_shared |= {*options, *differing}
     shared = {k: v for k, v in values[0].items() if k in common and k not in not_shared}
     metric = _most_common(run.metric for run in runs if run.metric)
-    problems = [
-        *problems,
-        *_unfinished_runs(settings),
-        *_other_metrics(metric, runs),
-        *_other_data(runs),
-    ]
+    problems = [*problems, *_unfinished_runs(settings), *_other_metrics(metric, runs), *_other_data(runs)]
     return TaskSummary(name, metric or "score", settings, shared, problems, list(notes), typed)
 
 
-def _ordered_groups(runs: Iterable[RunRecord]) -> list[list[RunRecord]]:
-    """Return the runs by setting, in the order of the methods and of the settings' values."""
-    groups: dict[str, list[RunRecord]] = {}
+def _by_setting(runs: Iterable[RunRecord]) -> list[tuple[dict[str, Any], list[RunRecord]]]:
+    """Return the values of each setting and its runs, in the order of the methods and of the values."""
+    groups: dict[str, tuple[dict[str, Any], list[RunRecord]]] = {}
     for run in runs:
-        key = json.dumps([run.method, _values(run)], sort_keys=True, default=str)
-        groups.setdefault(key, []).append(run)
+        values = _values(run)
+        key = json.dumps([run.method, values], sort_keys=True, default=str)
+        groups.setdefault(key, (values, []))[1].append(run)
     order = {method: i for i, method in enumerate(tiltsam.METHODS)}
-    values = {key: _values(group[0]) for key, group in groups.items()}
-    names = sorted({name for own in values.values() for name in own})
+    names = sorted({name for values, _ in groups.values() for name in values})
 
-    def position(key: str) -> tuple[Any, ...]:
-        method, own = groups[key][0].method, [values[key].get(name) for name in names]
+    def position(group: tuple[dict[str, Any], list[RunRecord]]) -> tuple[Any, ...]:
+        method, own = group[1][0].method, [group[0].get(name) for name in names]
         return order.get(method, len(order)), method, [(v if isinstance(v, float) else -math.inf, str(v)) for v in own]
 
-    return [groups[key] for key in sorted(groups, key=position)]
+    return sorted(groups.values(), key=position)
 
 
 def _common_entry(runs: Sequence[RunRecord]) -> str:

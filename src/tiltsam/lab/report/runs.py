@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from tiltsam.lab.config import DEFAULTS
 from tiltsam.lab.data import TASKS
@@ -46,8 +46,14 @@ MetricsRow = dict[str, float]
 """The numbers of one line of ``metrics.jsonl``, by name."""
 
 
-Group: TypeAlias = tuple[str, str, str]
-"""Task, label noise and share of validation examples."""
+class Group(NamedTuple):
+    """What runs must have in common to be compared, as texts."""
+
+    task: str
+    noise: str
+    """The label noise."""
+    validation: str
+    """The share of validation examples."""
 
 
 @dataclass(frozen=True)
@@ -106,9 +112,9 @@ class RunRecord:
 
     @property
     def group(self) -> Group:
-        """Task, label noise and share of validation examples, as texts: runs that differ in them are not compared."""
+        """The runs that it is compared with."""
         validation = self.config.get("validation", DEFAULTS["validation"])
-        return self.task, format_value(self.noise), format_value(validation)
+        return Group(self.task, format_value(self.noise), format_value(validation))
 
     @property
     def method(self) -> str:

@@ -144,7 +144,7 @@ def _section(section: TaskSection, number: int, plots: list[Plot], *, titled: bo
         f"<h3>Examples</h3>\n{html_table(section.examples)}" if section.examples is not None else "",
         "<h3>Methods</h3>",
         html_table(section.methods),
-        _notes(task.notes),
+        f'<ul class="note">{_items(task.notes)}</ul>' if task.notes else "",
         f"<details><summary>Settings shared by all runs</summary>{_facts(shared)}</details>" if shared else "",
         "<h3>Training</h3>" if section.plots else "",
         f'<p class="note">{HOW_TO_READ}</p>' if section.plots else "",
@@ -314,16 +314,14 @@ def _uneven_tuning(task: TaskSummary, compared: Sequence[SettingSummary]) -> str
 def _problems(problems: Sequence[RunProblem]) -> str:
     if not problems:
         return ""
-    items = "".join(f"<li>{escape(str(problem))}</li>" for problem in problems)
     count = count_of(len(problems), "item")
     opened = " open" if len(problems) <= 6 else ""
-    return f'<details class="missing"{opened}><summary>{count} missing or damaged</summary><ul>{items}</ul></details>'
+    head = f'<details class="missing"{opened}><summary>{count} missing or damaged</summary>'
+    return f"{head}<ul>{_items(problems)}</ul></details>"
 
 
-def _notes(notes: Sequence[str]) -> str:
-    """Return what sweeps noted about their choices."""
-    items = "".join(f"<li>{escape(note)}</li>" for note in notes)
-    return f'<ul class="note">{items}</ul>' if items else ""
+def _items(entries: Sequence[object]) -> str:
+    return "".join(f"<li>{escape(str(entry))}</li>" for entry in entries)
 
 
 def _grid(chosen: Sequence[Plot], plots: list[Plot]) -> str:

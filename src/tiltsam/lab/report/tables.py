@@ -149,7 +149,7 @@ def results_table(task: TaskSummary) -> ReportTable:
     if any(column.heading == "ECE (%)" for column in columns):
         caption += " ECE: expected calibration error on test; worst class: the lowest test accuracy of a class."
     table = _settings_table("results", caption, task, task.settings, columns)
-    counts = [(len(setting.finished), len(setting.runs)) for setting in task.settings]
+    counts = [(sum(run.finished for run in setting.runs), len(setting.runs)) for setting in task.settings]
     cells = [TableCell(f"{done}" if done == total else f"{done} of {total}", done) for done, total in counts]
     table.columns.append(TableColumn("runs", cells, numeric=True))
     return _with_differences(table, task, table.headings.index(columns[0].heading) + 1)
@@ -484,26 +484,28 @@ def _markdown(text: str) -> str:
     return re.sub(r"([\\`*_\[\]<>|#&~])", r"\\\1", " ".join(text.split()))
 
 
-_LATEX = {
-    "\\": r"\textbackslash{}",
-    "{": r"\{",
-    "}": r"\}",
-    "$": r"\$",
-    "&": r"\&",
-    "%": r"\%",
-    "#": r"\#",
-    "_": r"\_",
-    "~": r"\textasciitilde{}",
-    "^": r"\textasciicircum{}",
-    "<": r"\textless{}",
-    ">": r"\textgreater{}",
-    "±": r"$\pm$",
-    "×": r"$\times$",
-    "λ": r"$\lambda$",
-    "√": r"$\surd$",
-    "–": "--",
-    "²": r"$^2$",
-}
+_LATEX_ESCAPES = str.maketrans(
+    {
+        "\\": r"\textbackslash{}",
+        "{": r"\{",
+        "}": r"\}",
+        "$": r"\$",
+        "&": r"\&",
+        "%": r"\%",
+        "#": r"\#",
+        "_": r"\_",
+        "~": r"\textasciitilde{}",
+        "^": r"\textasciicircum{}",
+        "<": r"\textless{}",
+        ">": r"\textgreater{}",
+        "±": r"$\pm$",
+        "×": r"$\times$",
+        "λ": r"$\lambda$",
+        "√": r"$\surd$",
+        "–": "--",
+        "²": r"$^2$",
+    }
+)
 
 
 def latex_table(table: ReportTable) -> str:
@@ -533,4 +535,4 @@ def latex_table(table: ReportTable) -> str:
 
 
 def _latex(text: str) -> str:
-    return "".join(_LATEX.get(character, character) for character in " ".join(text.split()))
+    return " ".join(text.split()).translate(_LATEX_ESCAPES)

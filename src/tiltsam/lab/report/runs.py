@@ -227,7 +227,10 @@ def _read_run(folder: Path, config: dict[str, Any], problems: list[RunProblem]) 
 
 
 def _read(path: Path, parse: Callable[[Path], T], problems: list[RunProblem], *, required: bool = False) -> T | None:
-    """Return the parsed file. Return None if it is missing, or damaged, which is a problem."""
+    """Return the parsed file, or None if there is none.
+
+    If it is damaged, or required and missing, return None and append a problem.
+    """
     try:
         return parse(path) if required or path.exists() else None
     except OSError as error:

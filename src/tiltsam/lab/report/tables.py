@@ -151,7 +151,7 @@ def results_table(task: TaskSummary) -> ReportTable:
     table = _settings_table("results", caption, task, task.settings, columns)
     counts = [(sum(run.finished for run in setting.runs), len(setting.runs)) for setting in task.settings]
     cells = [TableCell(f"{done}" if done == total else f"{done} of {total}", done) for done, total in counts]
-    table.columns.append(TableColumn("runs", cells, numeric=True))
+    table = replace(table, columns=[*table.columns, TableColumn("runs", cells, numeric=True)])
     return _with_differences(table, task, table.headings.index(columns[0].heading) + 1)
 
 

@@ -7,7 +7,6 @@ import sys
 import textwrap
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from types import TracebackType
 from typing import Any, Self
 
 from tiltsam.flatness.loss_surface import ProgressCallback
@@ -51,7 +50,7 @@ class LiveDisplay(Display):
             self._live.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *exception: object) -> None:
         for live in (self._live, self._bars):
             if live is not None:
                 live.stop()

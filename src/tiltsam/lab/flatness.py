@@ -371,29 +371,22 @@ def save_flatness(record: Record, flat: Flatness, about: dict[str, Any]) -> Path
         flat: Its measurements.
         about: What determines them: model, examples and plan, as :func:`measure_runs` yields it.
     """
-    around, pairs, density = flat.neighborhood, flat.eigenpairs, flat.density
     statistics = ("mean", "variance", "tilted_mean", "tilted_variance")
-    columns = ("std", *statistics, *(f"{name}_error" for name in statistics), "losses")
-    content: dict[str, Any] = {
-        "about": about,
-        "loss": flat.loss,
-        "neighborhood": {"t": around.t} | {name: getattr(around, name) for name in columns},
-        "slices": [{"label": s.label, "positions": s.positions, "losses": s.losses} for s in flat.slices],
+    saved = {
+        "neighborhood": ("t", "std", *statistics, *(f"{name}_error" for name in statistics), "losses"),
+        "worst_case": ("value", "error"),
+        "adaptive": ("value", "error"),
+        "trace": ("value", "error"),
+        "rounding": ("bits", "losses", "distances"),
+        "eigenvalues": ("values", "residuals"),
+        "density": ("grid", "values", "error", "nodes", "weights", "width"),
     }
-    for name, estimate in (("worst_case", flat.worst_case), ("adaptive", flat.adaptive), ("trace", flat.trace)):
-        if estimate is not None:
-            content[name] = {"value": estimate.value, "error": estimate.error}
-    if flat.rounding is not None:
-        content["rounding"] = {
-            "bits": list(flat.rounding.bits),
-            "losses": flat.rounding.losses,
-            "distances": flat.rounding.distances,
-        }
-    if pairs is not None:
-        content["eigenvalues"] = {"values": pairs.values, "residuals": pairs.residuals}
-    if density is not None:
-        names = ("grid", "values", "error", "nodes", "weights", "width")
-        content["density"] = {name: getattr(density, name) for name in names}
+    content: dict[str, Any] = {"about": about, "loss": flat.loss}
+    content["slices"] = [{"label": s.label, "positions": s.positions, "losses": s.losses} for s in flat.slices]
+    for part, names in saved.items():
+        measurement = getattr(flat, "eigenpairs" if part == "eigenvalues" else part)
+        if measurement is not None:
+            content[part] = {name: getattr(measurement, name) for name in names}
     path = record.folder / "flatness.json"
     with drafted(path) as draft:
         draft.write_text(json.dumps(finite_json(content), allow_nan=False) + "\n")

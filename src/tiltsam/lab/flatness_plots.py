@@ -1,8 +1,8 @@
 """Figures of flatness: neighbourhoods, spectra, slices. Needs matplotlib (``pip install '.[plots]'``).
 
-Each function draws on the given matplotlib axes or on new ones, and returns them. A model whose name starts with that
-of a method has the method's colour; line styles distinguish the models of one method, the first being solid. Other
-models have the colours of Okabe and Ito, which are safe for colour-blind readers, and line styles for print.
+A model whose name starts with that of a method has the method's colour; line styles distinguish the models of one
+method, the first being solid. Other models have the colours of Okabe and Ito, which are safe for colour-blind readers,
+and line styles for print.
 """
 
 from __future__ import annotations
@@ -28,32 +28,25 @@ from tiltsam.sharpness import Neighborhood
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["plot_density", "plot_neighborhood", "plot_slices", "write_figures"]
+__all__ = ["STATISTICS", "plot_density", "plot_neighborhood", "plot_slices", "write_figures"]
 
 _DASHES: tuple[Any, ...] = ("-", (0, (6, 2)), (0, (2, 1)), (0, (6, 2, 1, 2)))
 
 
-def plot_neighborhood(
-    neighborhoods: Mapping[str, Neighborhood], statistic: str = "mean", ax: Axes | None = None
-) -> Axes:
-    """Plot a statistic of the neighbourhood against the noise level, with a band of two standard errors.
+STATISTICS = {
+    "mean": "mean loss",
+    "variance": "variance of the loss",
+    "tilted_mean": "t-weighted mean loss",
+    "tilted_variance": "t-weighted variance (t-sharpness)",
+}
+"""Labels of the statistics of a neighbourhood."""
+
+
+def plot_neighborhood(ax: Axes, neighborhoods: Mapping[str, Neighborhood], statistic: str) -> None:
+    """Plot one of :data:`STATISTICS` against the noise level by model, with a band of two standard errors.
 
     Its axis is logarithmic, unless a value is not positive (the mean of a loss can be negative).
-
-    Args:
-        neighborhoods: By model name.
-        statistic: ``mean``, ``variance``, ``tilted_mean`` or ``tilted_variance``.
-        ax: The axes; new ones by default.
     """
-    labels = {
-        "mean": "mean loss",
-        "variance": "variance of the loss",
-        "tilted_mean": "t-weighted mean loss",
-        "tilted_variance": "t-weighted variance (t-sharpness)",
-    }
-    if statistic not in labels:
-        raise ValueError(f"statistic must be one of {', '.join(labels)}, got {statistic!r}")
-    ax = _axes(ax)
     ax.set_xscale("log")
     if all(bool((getattr(around, statistic) > 0).all()) for around in neighborhoods.values()):
         ax.set_yscale("log")
@@ -68,22 +61,14 @@ def plot_neighborhood(
     tilts = {around.t for around in neighborhoods.values()}
     suffix = f", t = {tilts.pop():g}" if "tilted" in statistic and len(tilts) == 1 else ""
     ax.set_xlabel("standard deviation of the noise on the weights")
-    ax.set_ylabel(labels[statistic] + suffix)
-    ax.legend(frameon=False)
-    return ax
+    ax.set_ylabel(STATISTICS[statistic] + suffix)
 
 
-def plot_density(
-    densities: Mapping[str, Density], eigenpairs: Mapping[str, Eigenpairs] | None = None, ax: Axes | None = None
-) -> Axes:
-    """Plot the spectral density of the Hessian on a logarithmic scale, with the top eigenvalues as ticks below.
+def plot_density(ax: Axes, densities: Mapping[str, Density], eigenpairs: Mapping[str, Eigenpairs]) -> None:
+    """Plot the spectral density of the Hessian by model on a logarithmic scale, with the top eigenvalues as ticks.
 
-    Args:
-        densities: By model name; with bands of two standard errors if there are several probes.
-        eigenpairs: The largest eigenvalues, by the same names.
-        ax: The axes; new ones by default.
+    There are bands of two standard errors if there are several probes.
     """
-    ax = _axes(ax)
     # One grid and one width for all: differently smoothed curves cannot be compared.
     low = min(float(density.grid[0]) for density in densities.values())
     high = max(float(density.grid[-1]) for density in densities.values())
@@ -99,8 +84,7 @@ def plot_density(
         shown = values.masked_fill(values < floor, math.nan)  # a gap, not a line at the floor
         ax.plot(grid.numpy(), shown.numpy(), label=name, **style)
         _band(ax, grid, shown, error, style["color"])
-        if eigenpairs is not None and name in eigenpairs:
-            # One row of ticks per model, just above the axis.
+        if name in eigenpairs:  # one row of ticks per model, just above the axis
             for value in eigenpairs[name].values.tolist():
                 bottom = 0.012 + row * number
                 ax.axvline(value, bottom, bottom + 0.8 * row, color=style["color"], linewidth=1.5)
@@ -108,21 +92,16 @@ def plot_density(
     ax.set_ylim(bottom=floor * 0.1 ** min(0.3 * len(densities), 2.6))
     ax.set_xlabel("eigenvalue of the Hessian")
     ax.set_ylabel("density")
-    ax.legend(frameon=False)
-    return ax
 
 
-def plot_slices(slices: Mapping[str, Slice1D], ax: Axes | None = None) -> Axes:
-    """Plot the loss along lines, one curve per name."""
-    ax = _axes(ax)
+def plot_slices(ax: Axes, slices: Mapping[str, Slice1D]) -> None:
+    """Plot the loss along lines, one curve per model."""
     styles = _styles(slices)
     for name, line in slices.items():
         ax.plot(line.positions.numpy(), line.losses.numpy(), label=name, **styles[name])
     kinds = {line.label for line in slices.values()}
     ax.set_xlabel(f"position along the {kind}" if len(kinds) == 1 and (kind := kinds.pop()) else "position")
     ax.set_ylabel("loss")
-    ax.legend(frameon=False)
-    return ax
 
 
 def write_figures(flats: Sequence[Flatness], folder: str | Path) -> list[Path]:
@@ -139,20 +118,21 @@ def write_figures(flats: Sequence[Flatness], folder: str | Path) -> list[Path]:
     written: list[Path] = []
 
     def save(figure: Any, name: str) -> None:
-        _one_legend(figure)
+        for ax in figure.axes:
+            ax.spines[["top", "right"]].set_visible(False)
+        _add_legend(figure)
         written.append(folder / name)
         figure.savefig(written[-1], dpi=150)
 
     figure = Figure(figsize=(9.5, 7), layout="constrained")
-    statistics = ["mean", "variance", "tilted_mean", "tilted_variance"]
-    for ax, statistic in zip(figure.subplots(2, 2).flat, statistics, strict=True):
-        plot_neighborhood({flat.name: flat.neighborhood for flat in flats}, statistic, _tidy(ax))
+    for ax, statistic in zip(figure.subplots(2, 2).flat, STATISTICS, strict=True):
+        plot_neighborhood(ax, {flat.name: flat.neighborhood for flat in flats}, statistic)
     save(figure, "neighborhood.png")
 
     if densities := {flat.name: flat.density for flat in flats if flat.density is not None}:
         figure = Figure(figsize=(7, 4.2), layout="constrained")
         pairs = {flat.name: flat.eigenpairs for flat in flats if flat.eigenpairs is not None}
-        plot_density(densities, pairs, _tidy(figure.subplots()))
+        plot_density(figure.subplots(), densities, pairs)
         save(figure, "spectrum.png")
 
     kinds = list(dict.fromkeys(line.label for flat in flats for line in flat.slices))
@@ -160,7 +140,7 @@ def write_figures(flats: Sequence[Flatness], folder: str | Path) -> list[Path]:
         figure = Figure(figsize=(4.75 * len(kinds), 3.8), layout="constrained")
         for ax, kind in zip(figure.subplots(1, len(kinds), squeeze=False).flat, kinds, strict=True):
             lines = {flat.name: line for flat in flats for line in flat.slices if line.label == kind}
-            plot_slices(lines, _tidy(ax))
+            plot_slices(ax, lines)
         save(figure, "slices.png")
     return written
 
@@ -174,11 +154,9 @@ def _numbered(flats: Sequence[Flatness]) -> list[Flatness]:
     return numbered
 
 
-def _one_legend(figure: Any) -> None:
-    """Replace the legends of all axes by one below them; the figure grows by its height."""
+def _add_legend(figure: Any) -> None:
+    """Add one legend below all axes; the figure grows by its height."""
     handles, labels = figure.axes[0].get_legend_handles_labels()
-    for ax in figure.axes:
-        ax.get_legend().remove()
     # At 8 points: 0.075 inch per letter, 0.6 for the line sample, 0.17 per row.
     columns = max(1, int(figure.get_figwidth() / (0.6 + 0.075 * max(len(label) for label in labels))))
     figure.set_figheight(figure.get_figheight() + 0.17 * math.ceil(len(labels) / columns))
@@ -207,18 +185,3 @@ def _styles(names: Iterable[str]) -> dict[str, dict[str, Any]]:
         styles[name] = {"color": color, "linestyle": dash, "linewidth": 1.6}
         drawn[method] += 1
     return styles
-
-
-def _axes(ax: Axes | None) -> Axes:
-    if ax is not None:
-        return ax
-    # Not pyplot: it has global state and may need a display.
-    from matplotlib.figure import Figure
-
-    made: Axes = _tidy(Figure(figsize=(5.5, 4), layout="constrained").subplots())
-    return made
-
-
-def _tidy(ax: Any) -> Any:
-    ax.spines[["top", "right"]].set_visible(False)
-    return ax

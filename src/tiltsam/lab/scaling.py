@@ -236,13 +236,10 @@ def main() -> None:
             if cost is None:
                 row += ["does not fit", "", ""]
             else:
-                row += [_shape(cost.layout), f"{cost.seconds():.3g}", f"{cost.memory_bytes / 1e9:.0f}"]
+                shape = f"{cost.layout.data} × {cost.layout.shards} × {cost.layout.samples}"
+                row += [shape, f"{cost.seconds():.3g}", f"{cost.memory_bytes / 1e9:.0f}"]
         rows.append(row)
     print(format_markdown(rows))
-
-
-def _shape(layout: Layout) -> str:
-    return f"{layout.data} × {layout.shards} × {layout.samples}"
 
 
 if __name__ == "__main__":

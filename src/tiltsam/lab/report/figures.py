@@ -7,6 +7,8 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from tiltsam.lab.palette import METHOD_COLORS, OTHER_COLOR
 from tiltsam.lab.report.plots import DASHES, Curve, Plot
 
@@ -84,24 +86,19 @@ def _draw_curve(ax: Any, curve: Curve, plot: Plot) -> None:
     # DASHES are in pixels of a line of width 2; matplotlib's patterns are in line widths.
     style: Any = (0, tuple(x / 2 for x in pattern)) if pattern else "-"
     name = _wrapped(curve.name)
-    x, y, most = curve.x, curve.y, max(curve.count, default=0)
+    x, y, error, count = map(np.array, (curve.x, curve.y, curve.error, curve.count))
     if plot.points:
-        error = [0.0 if math.isnan(e) else e for e in curve.error]
+        error = np.nan_to_num(error)
         ax.errorbar(x, y, error, label=name, color=color, linestyle=style, linewidth=1.6, marker="o", markersize=4.5)
         return
-    if min(curve.count) < most:
+    complete = count == count.max()
+    if not complete.all():
         ax.plot(x, y, color=color, linewidth=0.7)  # thin, not pale: a pale blue is another method's colour
-    solid_x, solid_y = list(x), [b if n == most else math.nan for b, n in zip(y, curve.count, strict=True)]
-    for k in reversed(curve.gaps):
-        solid_x.insert(k, math.nan)
-        solid_y.insert(k, math.nan)
+    solid_x, solid_y = (np.insert(v, list(curve.gaps), math.nan) for v in (x, np.where(complete, y, math.nan)))
     marker = "o" if len(x) == 1 else ""
     ax.plot(solid_x, solid_y, label=name, color=color, linestyle=style, linewidth=1.6, marker=marker)
-    low = [b - e for b, e in zip(y, curve.error, strict=True)]
-    if plot.log_y:
-        low = [max(a, b / 1e3) for a, b in zip(low, y, strict=True)]
-    high = [b + e for b, e in zip(y, curve.error, strict=True)]
-    ax.fill_between(x, low, high, color=color, alpha=0.13, linewidth=0)
+    low = np.maximum(y - error, y / 1e3) if plot.log_y else y - error
+    ax.fill_between(x, low, y + error, color=color, alpha=0.13, linewidth=0)
 
 
 def _y_limits(plot: Plot, curves: list[Curve]) -> tuple[float, float] | None:
@@ -109,12 +106,10 @@ def _y_limits(plot: Plot, curves: list[Curve]) -> tuple[float, float] | None:
         return None
     values = list(plot.y_bounds or ())
     for curve in curves:
-        start = 0 if plot.highest is None else len(curve.y) // 10
-        best = max(curve.y) if plot.highest else min(curve.y)
-        for k, (y, e) in enumerate(zip(curve.y, curve.error, strict=True)):
-            error = 0.0 if math.isnan(e) else e
-            if k >= start or y == best:
-                values += [y - error, y + error]
+        y, error = np.array(curve.y), np.nan_to_num(curve.error)
+        counts = np.arange(len(y)) >= (0 if plot.highest is None else len(y) // 10)
+        counts |= y == (y.max() if plot.highest else y.min())
+        values += [*(y - error)[counts], *(y + error)[counts]]
     low, high = min(values, default=0.0), max(values, default=1.0)
     margin = 0.05 * (high - low) or 0.05 * abs(high) or 1.0
     return low - margin, high + margin

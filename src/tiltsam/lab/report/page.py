@@ -31,10 +31,10 @@ from tiltsam.lab.report.runs import RunProblem
 from tiltsam.lab.report.summary import SettingSummary, TaskSummary
 from tiltsam.lab.report.tables import ReportTable, TableCell
 from tiltsam.lab.stats import (
-    Mean,
     confidence_interval,
     count_of,
     format_interval,
+    format_mean,
     is_significant,
     mean_of,
     paired_difference,
@@ -144,7 +144,7 @@ def _section(section: TaskSection, number: int, plots: list[Plot], *, titled: bo
         f"<h3>Examples</h3>\n{html_table(section.examples)}" if section.examples is not None else "",
         "<h3>Methods</h3>",
         html_table(section.methods),
-        _notes(task.notes),
+        f'<ul class="note">{_items(task.notes)}</ul>' if task.notes else "",
         f"<details><summary>Settings shared by all runs</summary>{_facts(shared)}</details>" if shared else "",
         "<h3>Training</h3>" if section.plots else "",
         f'<p class="note">{HOW_TO_READ}</p>' if section.plots else "",
@@ -221,13 +221,13 @@ def headline(task: TaskSummary) -> str:
     first, mean = ranked[0]
     tied = [s for s, other in ranked if mean.value - other.value < 0.005]
     unit = "%" if task.unit == "%" else " (×100)"
-    score = f"{_format_score(mean)}{unit}"
+    score = f"{format_mean(mean, 2)}{unit}"
     if len(ranked) == 1:
         which = "best on validation" if task.has_validation(first) else "first (there is no validation score)"
         among = f"Of {len(task.settings)} settings, the {which}, " if len(task.settings) > len(compared) else ""
         text = f"{among}{first.full_name}{',' if among else ''} reaches a test {task.metric} of {score}."
     elif len(tied) > 1:
-        if len({_format_score(s.final("score", 100)) for s in tied}) > 1:  # equal means, other standard errors
+        if len({format_mean(s.final("score", 100), 2) for s in tied}) > 1:  # equal means, other standard errors
             score = f"{mean.value:.2f}{unit}"
         text = f"{_listed([s.full_name for s in tied])} have the highest test {task.metric}, {score}."
     else:
@@ -253,10 +253,6 @@ def _listed(names: Sequence[str]) -> str:
     if len(names) > MAX_NAMED:
         names = [*names[:MAX_NAMED], count_of(len(names) - MAX_NAMED, "other")]
     return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
-
-
-def _format_score(mean: Mean) -> str:
-    return f"{mean.value:.2f}" + ("" if math.isnan(mean.error) else f" ± {mean.error:.2f}")
 
 
 def _lead(first: SettingSummary, other: SettingSummary, name: str) -> str:
@@ -318,16 +314,14 @@ def _uneven_tuning(task: TaskSummary, compared: Sequence[SettingSummary]) -> str
 def _problems(problems: Sequence[RunProblem]) -> str:
     if not problems:
         return ""
-    items = "".join(f"<li>{escape(str(problem))}</li>" for problem in problems)
     count = count_of(len(problems), "item")
     opened = " open" if len(problems) <= 6 else ""
-    return f'<details class="missing"{opened}><summary>{count} missing or damaged</summary><ul>{items}</ul></details>'
+    head = f'<details class="missing"{opened}><summary>{count} missing or damaged</summary>'
+    return f"{head}<ul>{_items(problems)}</ul></details>"
 
 
-def _notes(notes: Sequence[str]) -> str:
-    """Return what sweeps noted about their choices."""
-    items = "".join(f"<li>{escape(note)}</li>" for note in notes)
-    return f'<ul class="note">{items}</ul>' if items else ""
+def _items(entries: Sequence[object]) -> str:
+    return "".join(f"<li>{escape(str(entry))}</li>" for entry in entries)
 
 
 def _grid(chosen: Sequence[Plot], plots: list[Plot]) -> str:
@@ -348,21 +342,14 @@ def _grid(chosen: Sequence[Plot], plots: list[Plot]) -> str:
 
 def html_table(table: ReportTable) -> str:
     """Return the table with a button in each heading, by which page.js sorts."""
-    kept = [k for k in range(len(table.headings)) if k != table.folded]
-    kinds = ["number" if numeric else "text" for numeric in table.numeric]
+    columns = [column for column in table.columns if not column.folded]
     heads = "".join(
-        f'<th scope="col" aria-sort="none" class="{kinds[k]}">'
-        f'<button type="button">{escape(_unbroken(table.headings[k]))}</button></th>'
-        for k in kept
+        f'<th scope="col" aria-sort="none" class="{"number" if column.numeric else "text"}">'
+        f'<button type="button">{escape(_unbroken(column.heading))}</button></th>'
+        for column in columns
     )
-    rows = "\n".join(
-        "<tr>"
-        + "".join(
-            _html_cell(row[k], kinds[k], "" if k or table.folded is None else row[table.folded].text) for k in kept
-        )
-        + "</tr>"
-        for row in table.rows
-    )
+    cells = [[_html_cell(cell, numeric=column.numeric) for cell in column.cells] for column in columns]
+    rows = "\n".join(f"<tr>{''.join(row)}</tr>" for row in zip(*cells, strict=True))
     return (
         f'<div class="card"><div class="scroll" tabindex="0" role="region" aria-label="{escape(table.name)}">'
         f'<table data-table="{escape(table.name)}">\n<thead><tr>{heads}</tr></thead>\n<tbody>\n{rows}\n</tbody></table>'
@@ -370,18 +357,18 @@ def html_table(table: ReportTable) -> str:
     )
 
 
-def _html_cell(cell: TableCell, kind: str, under: str) -> str:
+def _html_cell(cell: TableCell, *, numeric: bool) -> str:
     # In full precision, for sorting and for programs that parse the page.
     data = "" if cell.value is None else f' data-value="{cell.value!r}"'
     data += "" if cell.error is None else f' data-error="{cell.error!r}"'
-    shown = escape(_with_minus(cell.text)) if kind == "number" else escape(cell.text)
+    shown = escape(_with_minus(cell.text) if numeric else cell.text)
     text = f"<b>{shown}</b>" if cell.best else shown
     text += f' <span class="interval">{escape(_with_minus(cell.interval))}</span>' if cell.interval else ""
-    if kind != "number" and any(len(word) > LONG_WORD for word in cell.text.split()):
-        kind += " long"
     if cell.method:
         text = f'<span class="method">{_dot(cell.method)}{text}</span>'
-    text += f' <span class="under">{escape(under)}</span>' if under else ""
+    text += f' <span class="under">{escape(cell.under)}</span>' if cell.under else ""
+    long = not numeric and any(len(word) > LONG_WORD for word in cell.text.split())
+    kind = "number" if numeric else "text long" if long else "text"
     return f'<td class="{kind}"{data}>{text}</td>'
 
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeVar
 
 from tiltsam.lab.config import DEFAULTS
 from tiltsam.lab.data import TASKS
@@ -40,12 +40,20 @@ __all__ = [
     "typed_entries",
 ]
 
+T = TypeVar("T")
+
 MetricsRow = dict[str, float]
 """The numbers of one line of ``metrics.jsonl``, by name."""
 
 
-Group: TypeAlias = tuple[str, str, str]
-"""Task, label noise and share of validation examples."""
+class Group(NamedTuple):
+    """What runs must have in common to be compared, as texts."""
+
+    task: str
+    noise: str
+    """The label noise."""
+    validation: str
+    """The share of validation examples."""
 
 
 @dataclass(frozen=True)
@@ -104,9 +112,9 @@ class RunRecord:
 
     @property
     def group(self) -> Group:
-        """Task, label noise and share of validation examples, as texts: runs that differ in them are not compared."""
+        """The runs that it is compared with."""
         validation = self.config.get("validation", DEFAULTS["validation"])
-        return self.task, format_value(self.noise), format_value(validation)
+        return Group(self.task, format_value(self.noise), format_value(validation))
 
     @property
     def method(self) -> str:
@@ -167,15 +175,14 @@ def read_runs(folders: Sequence[Path], *, trials: bool = False) -> RunSet:
     typed = typed_entries(found)
     positions = {entry: position for position, entry in enumerate(dict.fromkeys(typed.values()))}
     for folder in found.runs:
-        config = _read_object(folder / "config.json", problems)
+        config = _read(folder / "config.json", _json_object, problems, required=True)
         if config is None:
             continue
         own_problems: list[RunProblem] = []
-        place = folder.resolve()
         run = _read_run(folder, config, own_problems)
-        entry = typed.get(place, "")
+        place, entry = folder.resolve(), typed.get(folder.resolve(), "")
         runs.append(replace(run, swept=place in swept, entry=entry, position=positions.get(entry, len(positions))))
-        problems += [RunProblem(p.where, p.what, runs[-1].group) for p in own_problems]
+        problems += [replace(problem, group=run.group) for problem in own_problems]
     groups = {run.folder.resolve(): run.group for run in runs}
     notes: dict[Group, list[str]] = {}
     for sweep in found.sweeps:
@@ -185,8 +192,7 @@ def read_runs(folders: Sequence[Path], *, trials: bool = False) -> RunSet:
                 problems.append(RunProblem(f"{test.entry}, seed {test.seed}", what))
         places = {place.resolve() for place in (*sweep.tests, *sweep.trials)}
         for group in {groups[place] for place in places if place in groups}:
-            of_group = notes.setdefault(group, [])
-            of_group += [note for note in sweep.notes if note not in of_group]
+            notes[group] = list(dict.fromkeys([*notes.get(group, []), *sweep.notes]))
     return RunSet(*_drop_duplicates(runs, problems), notes)
 
 
@@ -199,71 +205,50 @@ def measured(content: Any, *path: str) -> list[float]:
 
 
 def _read_run(folder: Path, config: dict[str, Any], problems: list[RunProblem]) -> RunRecord:
-    rows, metric = _read_metrics(folder / "metrics.jsonl", problems)
-    result = _read_result(folder / "result.json", problems)
+    lines, damaged = _read(folder / "metrics.jsonl", read_metrics, problems) or ([], {})
+    for number, what in damaged.items():
+        problems.append(RunProblem(f"{folder / 'metrics.jsonl'}, line {number}", f"damaged, skipped: {what}"))
+    rows = [_numeric_entries(line) for line in lines]
+    # Without a result, the metric is the first one of the test split.
+    tested = (k.removeprefix("test_") for row in rows for k in row if k.startswith("test_") and k != "test_loss")
+    result = _read(folder / "result.json", lambda path: check_result(_json_object(path)), problems)
     return RunRecord(
         folder=folder,
         config=config,
         rows=rows,
         result=None if result is None else _numeric_entries(result),
-        metric=metric if result is None else result["metric"],
-        environment=_read_optional(folder / "environment.json", problems) or {},
-        setup=_read_optional(folder / "setup.json", problems) or {},
-        flatness=_read_optional(folder / "flatness.json", problems),
-        diverged=_read_text(folder / "diverged.txt", problems),
-        notes=_read_text(folder / "notes.txt", problems),
+        metric=next(tested, "") if result is None else result["metric"],
+        environment=_read(folder / "environment.json", _json_object, problems) or {},
+        setup=_read(folder / "setup.json", _json_object, problems) or {},
+        flatness=_read(folder / "flatness.json", _json_object, problems),
+        diverged=_read(folder / "diverged.txt", _text, problems) or "",
+        notes=_read(folder / "notes.txt", _text, problems) or "",
     )
 
 
-def _read_optional(path: Path, problems: list[RunProblem]) -> dict[str, Any] | None:
-    """Return a JSON object, or None if there is no file or it is damaged."""
-    return _read_object(path, problems) if path.exists() else None
+def _read(path: Path, parse: Callable[[Path], T], problems: list[RunProblem], *, required: bool = False) -> T | None:
+    """Return the parsed file, or None if there is none.
 
-
-def _read_object(path: Path, problems: list[RunProblem]) -> dict[str, Any] | None:
-    """Return a JSON object, or None and append a problem."""
+    If it is damaged, or required and missing, return None and append a problem.
+    """
     try:
-        content = json.loads(path.read_bytes())
+        return parse(path) if required or path.exists() else None
     except OSError as error:
         problems.append(RunProblem(str(path), f"cannot be read ({error.strerror})"))
-    except ValueError as error:  # not JSON or not UTF-8
+    except ValueError as error:  # not JSON, not UTF-8, or not what is expected
         problems.append(RunProblem(str(path), f"damaged: {error}"))
-    else:
-        if isinstance(content, dict):
-            return content
-        problems.append(RunProblem(str(path), "damaged: not a JSON object"))
     return None
 
 
-def _read_result(path: Path, problems: list[RunProblem]) -> dict[str, Any] | None:
-    content = _read_optional(path, problems)
-    try:
-        return None if content is None else check_result(content)
-    except ValueError as error:
-        problems.append(RunProblem(str(path), f"damaged: {error}"))
-        return None
+def _json_object(path: Path) -> dict[str, Any]:
+    content = json.loads(path.read_bytes())
+    if not isinstance(content, dict):
+        raise ValueError("not a JSON object")
+    return content
 
 
-def _read_metrics(path: Path, problems: list[RunProblem]) -> tuple[list[MetricsRow], str]:
-    """Return the rows by epoch and the task's metric, which is the first one of the test split."""
-    try:
-        lines, damaged = read_metrics(path)
-    except OSError as error:
-        problems.append(RunProblem(str(path), f"cannot be read ({error.strerror})"))
-        return [], ""
-    for number, what in damaged.items():
-        problems.append(RunProblem(f"{path}, line {number}", f"damaged, skipped: {what}"))
-    rows = [_numeric_entries(row) for row in lines]
-    tested = (k.removeprefix("test_") for row in rows for k in row if k.startswith("test_") and k != "test_loss")
-    return rows, next(tested, "")
-
-
-def _read_text(path: Path, problems: list[RunProblem]) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace").strip() if path.exists() else ""
-    except OSError as error:
-        problems.append(RunProblem(str(path), f"cannot be read ({error.strerror})"))
-        return ""
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace").strip()
 
 
 def _drop_duplicates(runs: list[RunRecord], problems: list[RunProblem]) -> tuple[list[RunRecord], list[RunProblem]]:
@@ -387,7 +372,7 @@ def save_entries(task: Path, entries: Mapping[str, str]) -> None:
         task: The folder.
         entries: The entries as typed at the command line, by the name of the folder of their runs.
     """
-    earlier = _read_object(task / "entries.json", []) or {}
+    earlier = _read(task / "entries.json", _json_object, []) or {}
     write_json(task / "entries.json", {**entries, **{k: v for k, v in earlier.items() if k not in entries}})
 
 
@@ -400,7 +385,7 @@ def typed_entries(found: RunFolders) -> dict[Path, str]:
     for run in map(Path.resolve, found.runs):
         settings.setdefault(run.parent, []).append(run)
     for task in dict.fromkeys(setting.parent for setting in settings):
-        for name, entry in (_read_object(task / "entries.json", []) or {}).items():
+        for name, entry in (_read(task / "entries.json", _json_object, []) or {}).items():
             if isinstance(entry, str):
                 typed |= dict.fromkeys(settings.get(task / name, ()), entry)
     for sweep in found.sweeps:

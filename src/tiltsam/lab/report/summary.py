@@ -54,11 +54,6 @@ class SettingSummary:
         return self.method == "erm" and is_default
 
     @cached_property
-    def finished(self) -> list[RunRecord]:
-        """The runs with final numbers."""
-        return [run for run in self.runs if run.finished]
-
-    @cached_property
     def by_seed(self) -> dict[str, RunRecord]:
         """The runs by seed; of two records of a seed, the second by its folder."""
         runs: dict[str, RunRecord] = {}
@@ -223,16 +218,16 @@ def summarize(
 
 def _group_name(group: Group, groups: Iterable[Group]) -> str:
     """Return the name of a task, with its label noise and share of validation examples where these differ."""
-    several = [len(set(values)) > 1 for values in zip(*(g for g in groups if g[0] == group[0]), strict=True)]
-    parts = (group[0], f"noise {group[1]}", f"validation {group[2]}")
-    return ", ".join([parts[0], *(part for part, differs in zip(parts[1:], several[1:], strict=True) if differs)])
+    of_task = [other for other in groups if other.task == group.task]
+    noise = f", noise {group.noise}" if len({other.noise for other in of_task}) > 1 else ""
+    validation = f", validation {group.validation}" if len({other.validation for other in of_task}) > 1 else ""
+    return f"{group.task}{noise}{validation}"
 
 
 def _summarize_task(name: str, runs: list[RunRecord], problems: list[RunProblem], notes: Sequence[str]) -> TaskSummary:
-    groups = _ordered_groups(runs)
-    values = [_values(group[0]) for group in groups]
+    values, groups = zip(*_by_setting(runs), strict=True)
     varying, common = _varying(values), set.intersection(*map(set, values))
-    entries = [_common_entry(group) for group in groups]
+    entries = [group[0].entry if len({run.entry for run in group}) == 1 else "" for group in groups]
     typed = "" not in entries and len(set(entries)) == len(entries)
     settings: list[SettingSummary] = []
     not_shared = varying | set(NEEDED_OPTION)
@@ -259,36 +254,25 @@ def _summarize_task(name: str, runs: list[RunRecord], problems: list[RunProblem]
         not_shared |= {*options, *differing}
     shared = {k: v for k, v in values[0].items() if k in common and k not in not_shared}
     metric = _most_common(run.metric for run in runs if run.metric)
-    problems = [
-        *problems,
-        *_unfinished_runs(settings),
-        *_other_metrics(metric, runs),
-        *_other_data(runs),
-    ]
+    problems = [*problems, *_unfinished_runs(settings), *_other_metrics(metric, runs), *_other_data(runs)]
     return TaskSummary(name, metric or "score", settings, shared, problems, list(notes), typed)
 
 
-def _ordered_groups(runs: Iterable[RunRecord]) -> list[list[RunRecord]]:
-    """Return the runs by setting, in the order of the methods and of the settings' values."""
-    groups: dict[str, list[RunRecord]] = {}
+def _by_setting(runs: Iterable[RunRecord]) -> list[tuple[dict[str, Any], list[RunRecord]]]:
+    """Return the values of each setting and its runs, in the order of the methods and of the values."""
+    groups: dict[str, tuple[dict[str, Any], list[RunRecord]]] = {}
     for run in runs:
-        key = json.dumps([run.method, _values(run)], sort_keys=True, default=str)
-        groups.setdefault(key, []).append(run)
+        values = _values(run)
+        key = json.dumps([run.method, values], sort_keys=True, default=str)
+        groups.setdefault(key, (values, []))[1].append(run)
     order = {method: i for i, method in enumerate(tiltsam.METHODS)}
-    values = {key: _values(group[0]) for key, group in groups.items()}
-    names = sorted({name for own in values.values() for name in own})
+    names = sorted({name for values, _ in groups.values() for name in values})
 
-    def position(key: str) -> tuple[Any, ...]:
-        method, own = groups[key][0].method, [values[key].get(name) for name in names]
+    def position(group: tuple[dict[str, Any], list[RunRecord]]) -> tuple[Any, ...]:
+        method, own = group[1][0].method, [group[0].get(name) for name in names]
         return order.get(method, len(order)), method, [(v if isinstance(v, float) else -math.inf, str(v)) for v in own]
 
-    return [groups[key] for key in sorted(groups, key=position)]
-
-
-def _common_entry(runs: Sequence[RunRecord]) -> str:
-    """Return the entry as typed, if all runs have the same; otherwise an empty text."""
-    entries = {run.entry for run in runs}
-    return entries.pop() if len(entries) == 1 else ""
+    return sorted(groups.values(), key=position)
 
 
 def _values(run: RunRecord) -> dict[str, Any]:
@@ -320,23 +304,22 @@ def _options(run: RunRecord) -> dict[str, Any]:
 def _method_values(
     method: str, values: dict[str, Any], options: Iterable[str], differences: Iterable[str]
 ) -> dict[str, Any]:
-    """Return the options of a method, and the fields that differ or that only some methods have; without lr."""
+    """Return the options of a method, and the fields that differ or that only some methods have; without lr.
+
+    For TSAM's None it is what None stands for.
+    """
     fields = [name for name in NEEDED_OPTION if values.get(name, DEFAULTS[name]) != DEFAULTS[name]]
     names = dict.fromkeys((*options, *fields, *(name for name in differences if name != "lr")))
     # Switches, names and counts of one, as in share_ascent=False, are shown if they are not at their default.
     hidden = {
         name: v for name, v in _defaults(method).items() if isinstance(v, bool | str) or (isinstance(v, int) and v == 1)
     }
-    shown = {name: _resolved(method, name, values) for name in names}
+    shown = {name: values[name] for name in names}
+    if method == "tsam" and shown.get("radius", 0) is None:
+        shown["radius"] = "0.003√d"
+    if method == "tsam" and shown.get("delta", 0) is None and values.get("sampler") in ("ascent", "hmc"):
+        shown["delta"] = values["t"] / 2 if isinstance(values.get("t"), float) else "t/2"
     return {k: v for k, v in shown.items() if k not in hidden or v != hidden[k]}
-
-
-def _resolved(method: str, name: str, values: dict[str, Any]) -> Any:
-    """Return the value of a field or option; for TSAM's None, what it stands for."""
-    value = values[name]
-    if value is None and method == "tsam" and name == "delta" and values.get("sampler") in ("ascent", "hmc"):
-        return values["t"] / 2 if isinstance(values.get("t"), float) else "t/2"
-    return "0.003√d" if value is None and method == "tsam" and name == "radius" else value
 
 
 def _varying(settings: Sequence[dict[str, Any]]) -> set[str]:

@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,6 +19,7 @@ __all__ = [
     "FLATTER",
     "ReportTable",
     "TableCell",
+    "TableColumn",
     "comparable_flatness",
     "examples_table",
     "flatness_table",
@@ -56,6 +57,8 @@ class TableCell:
     """The method whose colour marks the cell."""
     interval: str = ""
     """A confidence interval to show after the text."""
+    under: str = ""
+    """What the page shows below the text instead of a folded column."""
 
     @property
     def full_text(self) -> str:
@@ -64,19 +67,36 @@ class TableCell:
 
 
 @dataclass(frozen=True)
+class TableColumn:
+    """A column: its heading and its cells."""
+
+    heading: str
+    cells: list[TableCell]
+    numeric: bool = False
+    """Whether it contains numbers and is right-aligned."""
+    folded: bool = False
+    """Whether the page leaves it out, because cells of another one show its texts below theirs."""
+
+
+@dataclass(frozen=True)
 class ReportTable:
-    """A table: a name for its files, headings and rows."""
+    """A table: a name for its files, and columns."""
 
     name: str
     caption: str
-    headings: list[str]
-    rows: list[list[TableCell]]
-    numeric: list[bool]
-    """Which columns contain numbers and are right-aligned."""
-    folded: int | None = None
-    """The column that the page shows below the text of the first one."""
+    columns: list[TableColumn]
     names: list[str] = field(default_factory=list)
     """The setting of each row, by which a printed table names it."""
+
+    @property
+    def headings(self) -> list[str]:
+        """The headings of the columns."""
+        return [column.heading for column in self.columns]
+
+    @property
+    def rows(self) -> list[tuple[TableCell, ...]]:
+        """The cells by row."""
+        return list(zip(*(column.cells for column in self.columns), strict=True))
 
 
 @dataclass(frozen=True)
@@ -98,17 +118,15 @@ class NumberColumn:
 
 def methods_table(task: TaskSummary) -> ReportTable:
     """Return one row per setting: the values of the method's own settings, and how they were selected."""
-    rows = [
-        [
-            TableCell(s.method, method=s.method),
-            TableCell(format_values(s.method_values) or "–"),
-            TableCell(f"{s.values['lr']:g}" if isinstance(s.values.get("lr"), float) else "–"),
-            TableCell(task.tuning(s)),
-        ]
-        for s in task.settings
+    rates = [s.values.get("lr") for s in task.settings]
+    columns = [
+        TableColumn("method", [TableCell(s.method, method=s.method) for s in task.settings]),
+        TableColumn("settings", [TableCell(format_values(s.method_values) or "–") for s in task.settings]),
+        TableColumn("lr", [TableCell(f"{lr:g}" if isinstance(lr, float) else "–") for lr in rates]),
+        TableColumn("selection", [TableCell(task.tuning(s)) for s in task.settings]),
     ]
     caption = f"{task.name}: settings of each method. Defaults are replaced by the values they stand for."
-    return ReportTable("methods", caption, ["method", "settings", "lr", "selection"], rows, [False] * 4)
+    return ReportTable("methods", caption, columns)
 
 
 def results_table(task: TaskSummary) -> ReportTable:
@@ -131,10 +149,9 @@ def results_table(task: TaskSummary) -> ReportTable:
     if any(column.heading == "ECE (%)" for column in columns):
         caption += " ECE: expected calibration error on test; worst class: the lowest test accuracy of a class."
     table = _settings_table("results", caption, task, task.settings, columns)
-    for row, setting in zip(table.rows, task.settings, strict=True):
-        done, total = len(setting.finished), len(setting.runs)
-        row.append(TableCell(f"{done}" if done == total else f"{done} of {total}", done))
-    table = replace(table, headings=[*table.headings, "runs"], numeric=[*table.numeric, True])
+    counts = [(sum(run.finished for run in setting.runs), len(setting.runs)) for setting in task.settings]
+    cells = [TableCell(f"{done}" if done == total else f"{done} of {total}", done) for done, total in counts]
+    table = replace(table, columns=[*table.columns, TableColumn("runs", cells, numeric=True)])
     return _with_differences(table, task, table.headings.index(columns[0].heading) + 1)
 
 
@@ -143,25 +160,18 @@ def _with_differences(table: ReportTable, task: TaskSummary, place: int) -> Repo
     reference = task.reference
     scores = reference.finals("score", 100)
     differences = [paired_difference(s.finals("score", 100), scores) for s in task.settings]
-    cells = [
-        TableCell("") if setting is reference else difference_cell(difference)
-        for setting, difference in zip(task.settings, differences, strict=True)
-    ]
+    others = [s is not reference for s in task.settings]
+    cells = [difference_cell(d) if other else TableCell("") for d, other in zip(differences, others, strict=True)]
     if all(cell.value is None for cell in cells):
         return table
     heading, caption = f"minus {reference.name}", f"{table.caption} Minus {reference.name}: paired by seed"
-    if any(difference.runs > 1 for s, difference in zip(task.settings, differences, strict=True) if s is not reference):
+    if any(difference.runs > 1 for difference, other in zip(differences, others, strict=True) if other):
         heading += " [95% interval]"
         caption += ", with the 95% interval"
     if len({frozenset(setting.finals("score")) for setting in task.settings}) > 1:
         caption += ", over the seeds that both have"
-    return replace(
-        table,
-        caption=f"{caption}.",
-        headings=[*table.headings[:place], heading, *table.headings[place:]],
-        rows=[[*row[:place], cell, *row[place:]] for row, cell in zip(table.rows, cells, strict=True)],
-        numeric=[*table.numeric[:place], True, *table.numeric[place:]],
-    )
+    columns = [*table.columns[:place], TableColumn(heading, cells, numeric=True), *table.columns[place:]]
+    return replace(table, caption=f"{caption}.", columns=columns)
 
 
 def examples_table(task: TaskSummary) -> ReportTable | None:
@@ -201,7 +211,7 @@ def _balanced_accuracy(setting: SettingSummary) -> dict[str, float]:
 def overview_table(tasks: Sequence[TaskSummary]) -> ReportTable:
     """Return methods by tasks, with the setting of each method that is best on validation."""
     methods = list(dict.fromkeys(s.method for task in tasks for s in task.settings))
-    columns: list[list[TableCell]] = []
+    columns = [TableColumn("method", [TableCell(method, method=method) for method in methods])]
     counts: list[int] = []
     for task in tasks:
         chosen = {s.method: s.finals("score", 100) for s in task.chosen}
@@ -209,40 +219,39 @@ def overview_table(tasks: Sequence[TaskSummary]) -> ReportTable:
         means = [mean_of(values.values()) for values in scores]
         counts += [mean.runs for mean in means]
         best = best_of(scores)
-        columns.append([number_cell(mean, 2, best=i == best) for i, mean in enumerate(means)])
-    rows = [[TableCell(method, method=method), *cells] for method, *cells in zip(methods, *columns, strict=True)]
+        cells = [number_cell(mean, format_mean(mean, 2), best=i == best) for i, mean in enumerate(means)]
+        columns.append(TableColumn(f"{task.name}: {task.metric} ({task.unit})", cells, numeric=True))
     selection = max((task.selection for task in tasks), key=len)  # the longer one includes missing validation scores
     caption = f"Test scores of {selection}, {MEANS}{_run_counts(counts)}. {BOLD}"
     if any(len(set(task.num_settings.values())) > 1 for task in tasks):
         caption += " The methods had different numbers of settings to choose from."
-    headings = ["method", *(f"{task.name}: {task.metric} ({task.unit})" for task in tasks)]
-    return ReportTable("overview", caption, headings, rows, [False, *(True for _ in tasks)])
+    return ReportTable("overview", caption, columns)
 
 
 def runs_table(task: TaskSummary) -> ReportTable:
     """Return one row per run, as recorded."""
-    with_notes = any(run.notes for run in task.runs)
-    rows = []
-    for setting in task.settings:
-        for run in setting.runs:
-            last = run.rows[-1] if run.rows else {}
-            seed = float(run.seed) if isinstance(run.seed, int) else None
-            cells = [
-                TableCell(setting.name, method=setting.method),
-                TableCell(str(run.seed), seed),
-                number_cell(mean_of([100 * run.score] if run.finished else []), 2),
-                number_cell(mean_of([last["epoch"]] if last else []), None),
-                number_cell(mean_of([last["passes"]] if "passes" in last else []), 0),
-                number_cell(mean_of([last["seconds"]] if "seconds" in last else []), 1),
-                TableCell(run.state),
-                TableCell(_machine(run)),
-                TableCell(str(run.folder)),
-            ]
-            rows.append(cells + ([TableCell(run.notes)] if with_notes else []))
-    headings = ["setting", "seed", f"test {task.metric} ({task.unit})", "epoch", "passes", "seconds", "state"]
-    headings += ["machine", "folder", *(["notes"] if with_notes else [])]
-    numeric = [False, True, True, True, True, True, False, False, False, *([False] if with_notes else [])]
-    return ReportTable("runs", f"{task.name}: all runs.", headings, rows, numeric)
+    runs, lasts = task.runs, [run.rows[-1] if run.rows else {} for run in task.runs]
+
+    def numbers(heading: str, values: Iterable[float], digits: int | None) -> TableColumn:
+        means = [Mean(value, math.nan, 1) for value in values]
+        return TableColumn(heading, [number_cell(mean, format_mean(mean, digits)) for mean in means], numeric=True)
+
+    seeds = [TableCell(str(run.seed), float(run.seed) if isinstance(run.seed, int) else None) for run in runs]
+    columns = [
+        TableColumn("setting", [TableCell(s.name, method=s.method) for s in task.settings for _ in s.runs]),
+        TableColumn("seed", seeds, numeric=True),
+        numbers(f"test {task.metric} ({task.unit})", [100 * run.score for run in runs], 2),
+        *(
+            numbers(name, [row.get(name, math.nan) for row in lasts], digits)
+            for name, digits in (("epoch", None), ("passes", 0), ("seconds", 1))
+        ),
+        TableColumn("state", [TableCell(run.state) for run in runs]),
+        TableColumn("machine", [TableCell(_machine(run)) for run in runs]),
+        TableColumn("folder", [TableCell(str(run.folder)) for run in runs]),
+    ]
+    if any(run.notes for run in runs):
+        columns.append(TableColumn("notes", [TableCell(run.notes) for run in runs]))
+    return ReportTable("runs", f"{task.name}: all runs.", columns)
 
 
 # -------------------------------------------------------------------------------- flatness
@@ -281,35 +290,20 @@ def _outdated(run: RunRecord) -> bool:
 
 def flatness_table(settings: Sequence[SettingSummary], task: TaskSummary) -> ReportTable:
     """Return the flatness at the trained weights, mean ± standard error over seeds; lower is flatter."""
-
-    def of_runs(measure: Callable[[RunRecord], float]) -> Callable[[SettingSummary], dict[str, float]]:
-        return lambda setting: {seed: measure(run) for seed, run in setting.by_seed.items()}
-
-    def scalar(*path: str) -> Callable[[SettingSummary], dict[str, float]]:
-        return of_runs(lambda run: measured(run.flatness, *path)[0])
-
-    rise = of_runs(lambda run: _at_noise(run, "mean") - measured(run.flatness, "loss")[0])
-    variance = of_runs(lambda run: _at_noise(run, "variance"))
-    tilted = of_runs(lambda run: _at_noise(run, "tilted_variance"))
-
-    columns = [
-        NumberColumn("loss", scalar("loss"), None, highest=None),
-        NumberColumn(f"mean rise at {NOISE:g}", rise, None, highest=False),
-        NumberColumn(f"variance at {NOISE:g}", variance, None, highest=False),
-        NumberColumn(f"t-variance at {NOISE:g}", tilted, None, highest=False),
-        NumberColumn("worst case", scalar("worst_case", "value"), None, highest=False),
-        NumberColumn("adaptive", scalar("adaptive", "value"), None, highest=False),
-        NumberColumn("8 bits", of_runs(lambda run: _rise_at_bits(run, 8)), None, highest=False),
-        NumberColumn("4 bits", of_runs(lambda run: _rise_at_bits(run, 4)), None, highest=False),
-        NumberColumn("λ1", scalar("eigenvalues", "values"), None, highest=False),
-        NumberColumn("trace", scalar("trace", "value"), None, highest=False),
-    ]
-    columns = _present(columns, settings)
     runs = [run for setting in settings for run in setting.runs]
+    numbers = {run.folder: _flatness_numbers(run) for run in runs}
+
+    def column(heading: str) -> NumberColumn:
+        highest = None if heading == "loss" else False
+        return NumberColumn(
+            heading, lambda s: {seed: numbers[run.folder][heading] for seed, run in s.by_seed.items()}, None, highest
+        )
+
+    columns = _present([column(heading) for heading in numbers[runs[0].folder]], settings)
     about = _about(runs[0])
     where = f"{about.get('examples', '?')} {about.get('split', '?')} examples of {about.get('task', '?')}"
     counts = _run_counts([len(setting.runs) for setting in settings])
-    tilts = " or ".join(dict.fromkeys(f"{t:g}" for run in runs if isinstance(t := _about(run).get("t"), (int, float))))
+    tilts = _recorded(runs, "t")
     caption = (
         f"Flatness at the trained weights on {where}, {MEANS}{counts}; losses in {task.loss_unit}. {FLATTER} Mean "
         f"rise and variance: of the loss under noise of standard deviation {NOISE:g} on every weight; t-variance: with "
@@ -319,17 +313,29 @@ def flatness_table(settings: Sequence[SettingSummary], task: TaskSummary) -> Rep
     return _settings_table("flatness", caption, task, settings, columns)
 
 
-def _at_noise(run: RunRecord, name: str) -> float:
-    """Return a statistic of the neighbourhood at the noise level of the table, or NaN."""
-    levels, values = (measured(run.flatness, "neighborhood", key) for key in ("std", name))
-    return next((v for s, v in zip(levels, values, strict=False) if math.isclose(s, NOISE)), math.nan)
+def _flatness_numbers(run: RunRecord) -> dict[str, float]:
+    """Return the numbers of a run in the table of flatness, by heading; NaN if not measured."""
 
+    def number(*path: str) -> float:
+        return measured(run.flatness, *path)[0]
 
-def _rise_at_bits(run: RunRecord, bits: int) -> float:
-    """Return the rise of the loss when weights are rounded to so many bits, or NaN."""
-    widths, losses = (measured(run.flatness, "rounding", key) for key in ("bits", "losses"))
-    rounded = next((loss for width, loss in zip(widths, losses, strict=False) if width == bits), math.nan)
-    return rounded - measured(run.flatness, "loss")[0]
+    def at(part: str, axis: str, place: float, name: str) -> float:
+        places, values = (measured(run.flatness, part, key) for key in (axis, name))
+        return next((v for x, v in zip(places, values, strict=False) if math.isclose(x, place)), math.nan)
+
+    loss = number("loss")
+    return {
+        "loss": loss,
+        f"mean rise at {NOISE:g}": at("neighborhood", "std", NOISE, "mean") - loss,
+        f"variance at {NOISE:g}": at("neighborhood", "std", NOISE, "variance"),
+        f"t-variance at {NOISE:g}": at("neighborhood", "std", NOISE, "tilted_variance"),
+        "worst case": number("worst_case", "value"),
+        "adaptive": number("adaptive", "value"),
+        "8 bits": at("rounding", "bits", 8, "losses") - loss,
+        "4 bits": at("rounding", "bits", 4, "losses") - loss,
+        "λ1": number("eigenvalues", "values"),
+        "trace": number("trace", "value"),
+    }
 
 
 def _about(run: RunRecord) -> dict[str, Any]:
@@ -344,13 +350,15 @@ def _examples_mark(run: RunRecord) -> str:
     return json.dumps([about.get(key) for key in ("task", "split", "examples")])
 
 
+def _recorded(runs: Sequence[RunRecord], key: str) -> str:
+    """Return the values of a setting of the measurement as text; empty if no run has recorded it."""
+    values = (_about(run).get(key) for run in runs)
+    return " or ".join(dict.fromkeys(f"{value:g}" for value in values if isinstance(value, (int, float))))
+
+
 def _radius(runs: Sequence[RunRecord]) -> str:
     """Return the radius of the worst case as text, if recorded."""
-    recorded = [
-        dict.fromkeys(f"{r:g}" for run in runs if isinstance(r := _about(run).get(key), (int, float)))
-        for key in ("rho", "adaptive_rho")
-    ]
-    plain, adaptive = (" or ".join(radii) for radii in recorded)
+    plain, adaptive = _recorded(runs, "rho"), _recorded(runs, "adaptive_rho")
     if not plain:
         return "nearby"
     return f"within a radius of {plain}" + (f" (adaptive: {adaptive})" if adaptive else "")
@@ -367,11 +375,11 @@ def _settings_table(
     columns: Sequence[NumberColumn],
 ) -> ReportTable:
     """Return a row per setting: its method, what distinguishes it, and the columns."""
-    differ = any(setting.differences for setting in settings)
-    rows = [[TableCell(s.method, method=s.method)] for s in settings]
-    if differ:
-        rows = [[*row, TableCell(format_values(s.differences))] for row, s in zip(rows, settings, strict=True)]
-    headings = ["method", *(["settings"] if differ else [])]
+    differences = [format_values(s.differences) for s in settings]
+    methods = [TableCell(s.method, method=s.method, under=text) for s, text in zip(settings, differences, strict=True)]
+    shown = [TableColumn("method", methods)]
+    if any(differences):
+        shown.append(TableColumn("settings", [TableCell(text) for text in differences], folded=True))
     for column in columns:
         values = [column.values(setting) for setting in settings]
         means = [mean_of(by_seed.values()) for by_seed in values]
@@ -382,12 +390,10 @@ def _settings_table(
             if power:
                 heading += f" (1e{power})"
                 caption += "" if caption.endswith(IN_UNITS) else IN_UNITS
-        headings.append(heading)
-        for i, (row, mean, text) in enumerate(zip(rows, means, texts, strict=True)):
-            row.append(replace(number_cell(mean, column.digits, best=i == best), text=text))
-    numeric = [False, *([False] if differ else []), *(True for _ in columns)]
-    names = [task.label(setting) for setting in settings]
-    return ReportTable(name, caption, headings, rows, numeric, folded=1 if differ else None, names=names)
+        pairs = enumerate(zip(means, texts, strict=True))
+        cells = [number_cell(mean, text, best=i == best) for i, (mean, text) in pairs]
+        shown.append(TableColumn(heading, cells, numeric=True))
+    return ReportTable(name, caption, shown, [task.label(setting) for setting in settings])
 
 
 def _present(columns: Sequence[NumberColumn], settings: Sequence[SettingSummary]) -> list[NumberColumn]:
@@ -433,11 +439,11 @@ def _run_counts(counts: Sequence[int]) -> str:
     return f", of {text} each"
 
 
-def number_cell(mean: Mean, digits: int | None, *, best: bool = False) -> TableCell:
-    """Return a cell that shows a mean; see :func:`tiltsam.lab.stats.format_mean`."""
+def number_cell(mean: Mean, text: str, *, best: bool = False) -> TableCell:
+    """Return a cell that shows a mean as a text, and sorts by its value if that is finite."""
     if not math.isfinite(mean.value):
-        return TableCell(format_mean(mean))
-    return TableCell(format_mean(mean, digits), mean.value, mean.error if math.isfinite(mean.error) else None, best)
+        return TableCell(text)
+    return TableCell(text, mean.value, mean.error if math.isfinite(mean.error) else None, best)
 
 
 def difference_cell(difference: Mean) -> TableCell:
@@ -459,14 +465,14 @@ def _machine(run: RunRecord) -> str:
 
 def printed_cells(table: ReportTable) -> list[list[str]]:
     """Return the cells that a command prints, headings first: the names of the settings and the main numbers."""
-    kept = [k for k, heading in enumerate(table.headings) if table.numeric[k] and not heading.startswith(DETAILS)]
-    rows = [[name, *(row[k].full_text for k in kept)] for name, row in zip(table.names, table.rows, strict=True)]
-    return [[table.headings[0], *(table.headings[k] for k in kept)], *rows]
+    kept = [column for column in table.columns if column.numeric and not column.heading.startswith(DETAILS)]
+    rows = zip(table.names, *([cell.full_text for cell in column.cells] for column in kept), strict=True)
+    return [[table.headings[0], *(column.heading for column in kept)], *map(list, rows)]
 
 
 def markdown_table(table: ReportTable) -> str:
     """Return the table in GitHub's Markdown, the best in bold."""
-    rule = "|".join("--:" if numeric else ":--" for numeric in table.numeric)
+    rule = "|".join("--:" if column.numeric else ":--" for column in table.columns)
     lines = ["| " + " | ".join(map(_markdown, table.headings)) + " |", f"|{rule}|"]
     for row in table.rows:
         cells = (f"**{_markdown(c.full_text)}**" if c.best else _markdown(c.full_text) for c in row)
@@ -478,31 +484,33 @@ def _markdown(text: str) -> str:
     return re.sub(r"([\\`*_\[\]<>|#&~])", r"\\\1", " ".join(text.split()))
 
 
-_LATEX = {
-    "\\": r"\textbackslash{}",
-    "{": r"\{",
-    "}": r"\}",
-    "$": r"\$",
-    "&": r"\&",
-    "%": r"\%",
-    "#": r"\#",
-    "_": r"\_",
-    "~": r"\textasciitilde{}",
-    "^": r"\textasciicircum{}",
-    "<": r"\textless{}",
-    ">": r"\textgreater{}",
-    "±": r"$\pm$",
-    "×": r"$\times$",
-    "λ": r"$\lambda$",
-    "√": r"$\surd$",
-    "–": "--",
-    "²": r"$^2$",
-}
+_LATEX_ESCAPES = str.maketrans(
+    {
+        "\\": r"\textbackslash{}",
+        "{": r"\{",
+        "}": r"\}",
+        "$": r"\$",
+        "&": r"\&",
+        "%": r"\%",
+        "#": r"\#",
+        "_": r"\_",
+        "~": r"\textasciitilde{}",
+        "^": r"\textasciicircum{}",
+        "<": r"\textless{}",
+        ">": r"\textgreater{}",
+        "±": r"$\pm$",
+        "×": r"$\times$",
+        "λ": r"$\lambda$",
+        "√": r"$\surd$",
+        "–": "--",
+        "²": r"$^2$",
+    }
+)
 
 
 def latex_table(table: ReportTable) -> str:
     """Return a LaTeX ``table`` that uses ``booktabs``, the best in bold."""
-    columns = "".join("r" if numeric else "l" for numeric in table.numeric)
+    columns = "".join("r" if column.numeric else "l" for column in table.columns)
     rows = [
         " & ".join(rf"\textbf{{{_latex(c.full_text)}}}" if c.best else _latex(c.full_text) for c in row) + r" \\"
         for row in table.rows
@@ -527,4 +535,4 @@ def latex_table(table: ReportTable) -> str:
 
 
 def _latex(text: str) -> str:
-    return "".join(_LATEX.get(character, character) for character in " ".join(text.split()))
+    return " ".join(text.split()).translate(_LATEX_ESCAPES)

@@ -61,8 +61,7 @@ def draw_all(out_dir: str | Path, qualities: Sequence[estimators.Quality] | None
     _matplotlib()
     folder = Path(out_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    draws: dict[str, Callable[[Path], Path]] = dict(FIGURES)
-    draws["estimators"] = partial(estimator_errors, qualities=qualities)
+    draws = FIGURES | {"estimators": partial(estimator_errors, qualities=qualities)}
     return [draw(folder / f"{name}.png") for name, draw in draws.items()]
 
 

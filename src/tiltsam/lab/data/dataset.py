@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.errors import DataError
 
 __all__ = [
@@ -100,24 +101,16 @@ class Data:
 class Request:
     """What to load: the argument of every task's reader."""
 
-    name: str
-    """Name of the task."""
+    config: TrainConfig
+    """The run: its task, seed, validation fraction, model and maximum number of tokens."""
     path: Path
     """The data root, or the path of the user's data."""
     files: str
     """Description of the files that the task needs, for error messages."""
-    seed: int
-    """Seed of the validation split and the label noise."""
-    validation: float
-    """Fraction of the training examples held out for validation."""
     noise: float
     """Fraction of training and validation labels replaced with wrong ones."""
     imbalance: float
     """Examples of the largest class per example of the smallest, in training and validation; 1 keeps all examples."""
-    model: str
-    """Name of the model, whose tokenizer splits texts."""
-    max_length: int
-    """Maximum number of tokens in a text."""
     image_size: int
     """Height and width to which image files are resized."""
     download: bool
@@ -211,10 +204,11 @@ def assemble(
     Raises:
         DataError: If there are too few examples, or label noise was requested for a regression.
     """
+    name, seed = request.config.task, request.config.seed
     rows = torch.arange(len(pool))
     if test is None:
         if len(pool) < 4:
-            raise DataError(f"{request.name} must have at least 4 examples to split off a test set, got {len(pool)}")
+            raise DataError(f"{name} must have at least 4 examples to split off a test set, got {len(pool)}")
         rows, held_out = split_at_random(len(pool), test_fraction, _generator(0, 2))
         pool, test = pool[rows], pool[held_out]
     if request.imbalance > 1:  # the same examples for every seed, as in a published data set
@@ -223,20 +217,20 @@ def assemble(
     wrong: Tensor | None = None
     if request.noise:
         if num_classes < 2:
-            raise DataError(f"{request.name} is a regression: noise must be 0, got {request.noise:g}")
-        labels = noisy_labels(pool.targets, request.noise, num_classes, _generator(request.seed, 1))
+            raise DataError(f"{name} is a regression: noise must be 0, got {request.noise:g}")
+        labels = noisy_labels(pool.targets, request.noise, num_classes, _generator(seed, 1))
         wrong = labels != pool.targets
         pool = replace(pool, targets=labels)
     if num_validation is not None:
         first, second = torch.arange(len(pool)).split([len(pool) - num_validation, num_validation])
     else:
-        first, second = split_at_random(len(pool), request.validation, _generator(request.seed, 0))
+        first, second = split_at_random(len(pool), request.config.validation, _generator(seed, 0))
     train, validation = pool[first], pool[second]
     if "x" in train.inputs:
         train, validation, test = _standardised((train, validation, test))
     mean, std = _channel_statistics(train.inputs["image"]) if "image" in train.inputs else ((), ())
     return Data(
-        request.name,
+        name,
         train,
         validation,
         test,

@@ -131,7 +131,7 @@ def require(
     if missing:
         raise DataError(
             f"{missing[0]} is missing: pass --download, or put the files of {SOURCES[source][0].url} into {folder}; "
-            f"{request.name} needs {request.files}"
+            f"{request.config.task} needs {request.files}"
         )
 
 

@@ -30,7 +30,6 @@ from tiltsam.lab.errors import ConfigError, RecordError
 __all__ = [
     "Checkpoint",
     "drafted",
-    "drop_drafts",
     "file_digest",
     "finite_json",
     "is_number",
@@ -63,19 +62,9 @@ def drafted(path: Path) -> Iterator[Path]:
         raise
 
 
-def drop_drafts(path: Path) -> None:
-    """Remove the drafts of a file that killed processes left; no process may be writing it now."""
-    for draft in path.parent.glob(f".{path.name}.*"):
-        draft.unlink(missing_ok=True)
-
-
-def write_json(path: Path, content: Any, *, allow_nan: bool = True) -> None:
-    """Write JSON atomically and sync it to the disk.
-
-    Raises:
-        ValueError: If ``allow_nan`` is false and the content has NaN or an infinite number.
-    """
-    text = json.dumps(content, indent=1, allow_nan=allow_nan) + "\n"
+def write_json(path: Path, content: Any) -> None:
+    """Write JSON atomically and sync it to the disk."""
+    text = json.dumps(content, indent=1) + "\n"
     with drafted(path) as draft, open(draft, "w") as file:
         file.write(text)
         file.flush()

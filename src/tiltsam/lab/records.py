@@ -39,7 +39,6 @@ from tiltsam.lab.errors import ConfigError, RecordError
 from tiltsam.lab.files import (
     Checkpoint,
     drafted,
-    drop_drafts,
     is_number,
     load_checkpoint,
     load_tensors,
@@ -126,13 +125,7 @@ class Record:
         raise RecordError(f"cannot write to {self.folder}: {os.strerror(errno.ENOENT)}")
 
     def begin(self, config: TrainConfig, device: torch.device, data: str = "") -> None:
-        """Write the config and the environment.
-
-        Args:
-            config: The run.
-            device: The device it runs on.
-            data: The fingerprint of its data; empty if unknown.
-        """
+        """Write the config, and the environment with the fingerprint of the data if there is one."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self._drop_drafts()
         (self.folder / "diverged.txt").unlink(missing_ok=True)
@@ -157,14 +150,7 @@ class Record:
         return _read_json(path) if path.exists() else {}
 
     def check_data(self, fingerprint: str) -> None:
-        """Raise if the run was started with other data.
-
-        Args:
-            fingerprint: The fingerprint of the present data. Nothing is compared if it or the recorded one is empty.
-
-        Raises:
-            RecordError: If they differ.
-        """
+        """Raise a RecordError if the run was started with other data; an empty fingerprint is not compared."""
         begun = self.environment().get("data")
         if fingerprint and begun and begun != fingerprint:
             raise RecordError(f"the data of {self.folder} changed since this run was started: pass another --out")
@@ -211,7 +197,8 @@ class Record:
 
     def _drop_drafts(self) -> None:
         for name in DRAFTED:
-            drop_drafts(self.folder / name)
+            for draft in self.folder.glob(f".{name}.*"):
+                draft.unlink(missing_ok=True)
 
     def mark_diverged(self, reason: str) -> None:
         """Mark the run as diverged, until it is started again."""
@@ -340,10 +327,7 @@ def read_metrics(path: Path) -> tuple[list[dict[str, Any]], dict[int, str]]:
     """Read a ``metrics.jsonl``.
 
     An epoch that occurs again was trained again, from a checkpoint: earlier lines of it and of later epochs are
-    dropped.
-
-    Args:
-        path: The file; a missing one is read as empty.
+    dropped. A missing file is read as empty.
 
     Returns:
         The valid lines, their epochs rising; and the errors of the others, by line number from 1.

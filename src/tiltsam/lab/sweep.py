@@ -95,22 +95,16 @@ class SweepPlan:
     def value(self, row: Mapping[str, Any], metric: str) -> float:
         """Return what trials are compared by, the lower the better: validation loss, or 1 minus score or accuracy.
 
-        Args:
-            row: The numbers of an epoch, or a result.
-            metric: The task's metric, which is its score.
-
-        Raises:
-            ConfigError: If the row has no validation numbers.
+        ``row`` has the numbers of an epoch, or of a result; ``metric`` is the task's, which is its score.
         """
         if "validation_loss" not in row:
             raise ConfigError(f"{self.entries[0].config.task} has no validation split to choose on")
         if self.choose_by == "loss":
             return float(row["validation_loss"])
-        if self.choose_by == "balanced":
-            if "validation_balanced_accuracy" not in row:
-                raise ConfigError(f"choose_by='balanced' needs a classification, got {self.entries[0].config.task}")
-            return 1 - float(row["validation_balanced_accuracy"])
-        return 1 - float(row[f"validation_{metric}"])
+        name = "balanced_accuracy" if self.choose_by == "balanced" else metric
+        if f"validation_{name}" not in row:
+            raise ConfigError(f"choose_by='balanced' needs a classification, got {self.entries[0].config.task}")
+        return 1 - float(row[f"validation_{name}"])
 
     @property
     def folder(self) -> Path:
@@ -498,17 +492,16 @@ def _entry_json(plan: SweepPlan, row: EntryResult, result: SweepResult) -> dict[
 
     key = plan.value_name.replace(" ", "_")
     test, difference = mean_of(row.scores.values()), result.difference(row)
-    interval = confidence_interval(difference)
     return {
         "study": plan.study_name(row.entry),
         "settings": row.best.params if row.best else None,
         key: row.best.value if row.best else None,
         "edges": row.edges(),
         "test": {
-            "mean": finite_json(test.value),
-            "error": finite_json(test.error),
-            "difference": finite_json(difference.value),
-            "interval": finite_json(interval),
+            "mean": test.value,
+            "error": test.error,
+            "difference": difference.value,
+            "interval": confidence_interval(difference),
             "runs": [
                 {"seed": seed, "run": run(replace(row.config, seed=seed)), **state(t), **t.user_attrs.get("result", {})}
                 for seed, t in sorted(row.tests.items())
@@ -691,5 +684,6 @@ def _write_result(plan: SweepPlan, worker: SweepWorker, notes: Sequence[str]) ->
     tested = sum(len(row.tests) for row in result.entries)
     expected = sum(row.config is not None for row in result.entries) * plan.seeds
     searched = all(len(row.trials) >= row.entry.trials for row in result.entries)
-    write_json(result.path, _to_json(plan, result, finished=searched and tested >= expected), allow_nan=False)
+    finished = searched and tested >= expected
+    write_json(result.path, finite_json(_to_json(plan, result, finished=finished)))
     return result

@@ -84,10 +84,8 @@ class RunAheadLimit:
     """Keeps the host at most 32 steps ahead of the GPU, without making the GPU wait.
 
     A captured step is launched in a fraction of the time it takes. Without a limit, the host would finish an epoch that
-    the GPU has hardly started, and a budget in seconds would be overspent before the host's clock shows it.
-
-    Args:
-        device: The device of the steps; on a CPU nothing is limited.
+    the GPU has hardly started, and a budget in seconds would be overspent before the host's clock shows it. On a CPU
+    nothing is limited.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -160,15 +158,7 @@ class DistributedContext:
         return self.world_size > 1 and self.mode == "data"
 
     def check_config(self, batch_size: int, passes: float | None = None) -> None:
-        """Raise if a batch cannot be divided evenly, or passes are limited while ranks divide samples.
-
-        Args:
-            batch_size: Examples in a batch, of all ranks together.
-            passes: The limit on passes, if there is one.
-
-        Raises:
-            ConfigError: If so.
-        """
+        """Raise a ConfigError if a batch of all ranks cannot be divided, or passes are limited while samples are."""
         if passes is not None and self.mode == "samples" and self.world_size > 1:
             raise ConfigError(
                 f"passes must be None with --parallel samples, got {passes:g}: each rank computes only some of them; "
@@ -229,9 +219,7 @@ class DistributedContext:
 def connect_ranks(mode: ParallelMode, device: str) -> Iterator[DistributedContext]:
     """Connect to the other processes that ``torchrun`` started, while the context lasts.
 
-    Args:
-        mode: What the ranks divide.
-        device: The config's device. On GPUs each process takes that of its local rank.
+    On GPUs each process takes that of its local rank, unless the config's device is ``cpu``.
 
     Raises:
         ConfigError: If this host has fewer GPUs than processes.

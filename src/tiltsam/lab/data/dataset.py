@@ -122,14 +122,10 @@ class Request:
 def noisy_labels(labels: Tensor, fraction: float, num_classes: int, generator: torch.Generator) -> Tensor:
     """Return a copy of the labels in which a fraction is replaced, uniformly by one of the *other* classes.
 
+    Exactly round(fraction · n) labels are replaced.
+
     Note:
         This follows the paper's text. Its code draws from all classes, so that some "wrong" labels are right.
-
-    Args:
-        labels: Classes (n,), int64.
-        fraction: Fraction to replace: exactly round(fraction · n) labels.
-        num_classes: Number of classes.
-        generator: Chooses which labels are replaced, and by what.
     """
     wrong = torch.randperm(len(labels), generator=generator)[: round(fraction * len(labels))]
     shift = torch.randint(1, max(2, num_classes), wrong.shape, generator=generator)
@@ -142,16 +138,7 @@ def long_tail(labels: Tensor, imbalance: float, num_classes: int, generator: tor
     """Return the rows to keep so that the sizes of the classes fall exponentially (Cao et al. 2019).
 
     Class c of C keeps round(n_max · imbalance^(-c / (C - 1))) examples, or all if it has fewer, where n_max is the size
-    of the largest class.
-
-    Args:
-        labels: Classes (n,), int64.
-        imbalance: Size of the first class divided by that of the last.
-        num_classes: Number of classes.
-        generator: Chooses which examples are kept.
-
-    Returns:
-        The rows, sorted.
+    of the largest class. The rows are sorted.
     """
     order = torch.randperm(len(labels), generator=generator)
     most = int(labels.bincount().max())
@@ -164,10 +151,7 @@ def long_tail(labels: Tensor, imbalance: float, num_classes: int, generator: tor
 def split_at_random(n: int, fraction: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Divide 0…n-1 at random into two sorted parts.
 
-    Args:
-        n: Number of examples.
-        fraction: Size of the second part: round(fraction · n), at least 1 if the fraction is not 0, at most n - 1.
-        generator: Chooses the second part.
+    The second part has round(fraction · n) entries, at least 1 if the fraction is not 0, at most n - 1.
     """
     size = min(n - 1, max(1, round(fraction * n))) if fraction else 0
     order = torch.randperm(n, generator=generator)

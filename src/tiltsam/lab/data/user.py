@@ -37,15 +37,9 @@ SPLIT_NAMES = {"train", "training", "test", "testing", *VALIDATION_NAMES}
 
 
 def fingerprint(task: str) -> str:
-    """Return a digest of the user's files, which changes if they are edited.
+    """Return a digest of the user's files, which changes if they are edited; empty for a public data set or no files.
 
     Arrays and tables are digested byte by byte; images, which may be many, by their names and sizes.
-
-    Args:
-        task: Name of a task.
-
-    Returns:
-        Hexadecimal digits; empty for a public data set, and if there are no files.
     """
     kind, _, name = task.partition(":")
     path = Path(name).expanduser()
@@ -201,8 +195,7 @@ def load_text(request: Request) -> Data:
 def read_table(path: Path) -> tuple[TextTable, bool]:
     """Read a table with a header: ``text``, optionally ``text2``, and ``label`` (classes) or ``score`` (numbers).
 
-    Args:
-        path: A ``.csv`` file, with commas and quotes, or a ``.tsv`` file, with tabs and without quotes.
+    A ``.csv`` file has commas and quotes, a ``.tsv`` file tabs and no quotes.
 
     Returns:
         The table, and whether its labels are scores.

@@ -182,13 +182,6 @@ def reproduce(
 
     A column whose data is missing is reported and skipped.
 
-    Args:
-        plan: The recipe, and how much of it.
-        out: Folder of the records.
-        root: Folder of the data sets.
-        download: Download missing data sets and models.
-        display: Shows the progress of runs and measurements, and the columns that are not run.
-
     Raises:
         DataError: If the data of all columns is missing.
         ConfigError: If the device does not exist.

@@ -210,12 +210,8 @@ def reproduce(
 
 def _columns_by_data(recipe: Recipe) -> list[list[str]]:
     """Return the columns, those together that use the same data, so that it is loaded once."""
-    groups: dict[TrainConfig, list[str]] = {}
-    for cell in recipe.cells:
-        columns = groups.setdefault(data_key(cell.config), [])
-        if cell.column not in columns:
-            columns.append(cell.column)
-    return list(groups.values())
+    keys = {cell.column: data_key(cell.config) for cell in recipe.cells}
+    return [[column for column in keys if keys[column] == key] for key in dict.fromkeys(keys.values())]
 
 
 def _data_difference(reproduction: Reproduction, column: str) -> str:

@@ -22,6 +22,7 @@ import platform
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -132,20 +133,15 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
+@dataclass(frozen=True)
 class DistributedContext:
-    """One of the ranks that train a run together; by default the only one.
+    """One of the ranks that train a run together; by default the only one."""
 
-    Args:
-        rank: This rank.
-        world_size: The number of ranks.
-        mode: What the ranks divide.
-        device: The device of this rank; ``None`` leaves the choice to the config.
-    """
-
-    def __init__(
-        self, rank: int = 0, world_size: int = 1, mode: ParallelMode = "data", device: str | None = None
-    ) -> None:
-        self.rank, self.world_size, self.mode, self.device = rank, world_size, mode, device
+    rank: int = 0
+    world_size: int = 1
+    mode: ParallelMode = "data"
+    device: str | None = None
+    """The device of this rank; None leaves the choice to the config."""
 
     @property
     def is_main(self) -> bool:

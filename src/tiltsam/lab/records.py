@@ -26,6 +26,7 @@ import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -68,15 +69,11 @@ DRAFTED = (
 ATTEMPTS = 50  # to create and lock a folder that other processes remove meanwhile, 10 ms apart
 
 
+@dataclass(frozen=True)
 class Record:
-    """The folder of one run.
+    """The folder of one run."""
 
-    Args:
-        folder: The path.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    folder: Path
 
     @classmethod
     def of(cls, out: Path, config: TrainConfig) -> Record:

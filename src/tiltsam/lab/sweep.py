@@ -132,12 +132,7 @@ class _TrialDisplay(Display):
 class SweepWorker:
     """Runs the trials and tests of a plan, together with any number of other processes.
 
-    Args:
-        plan: The plan.
-        storage: Its database.
-        device: The device to train on.
-        display: Shows the progress.
-        check: Called often; what it raises ends the work.
+    ``check`` is called often; what it raises ends the work.
     """
 
     def __init__(

@@ -28,6 +28,7 @@ from tiltsam.lab.errors import ConfigError
 __all__ = [
     "SAME_FOR_ALL",
     "add_arguments",
+    "check_distinct",
     "field_docs",
     "format_value",
     "format_values",
@@ -229,6 +230,14 @@ def method_configs(
     return {
         name: config.with_settings(_with_one_budget({**limit, **shared[name], **entry})) for name, entry in own.items()
     }
+
+
+def check_distinct(keys: Mapping[str, str]) -> None:
+    """Raise a ConfigError if two methods have the same key: their runs would be the same."""
+    names: dict[str, str] = {}
+    for name, key in keys.items():
+        if (first := names.setdefault(key, name)) != name:
+            raise ConfigError(f"{first} and {name} are the same runs: leave one out")
 
 
 def parse_setting(name: str, text: str, method: str) -> Any:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from tiltsam.lab.config import TILT_SETTINGS, TrainConfig, ignores_tilt, warn_if_tilt_has_no_effect
 from tiltsam.lab.errors import ConfigError
-from tiltsam.lab.flags import SAME_FOR_ALL, method_configs, parse_method
+from tiltsam.lab.flags import SAME_FOR_ALL, check_distinct, method_configs, parse_method
 
 __all__ = [
     "PAPER",
@@ -151,11 +151,7 @@ def make_entries(
     sizes = {name: _check_points(name, configs[name], space) for name, space in spaces.items()}
     most = trials or int(max(sizes.values()))
     entries = [Entry(name, configs[name], spaces[name], int(min(most, sizes[name]))) for name in fixed]
-    seen: dict[str, str] = {}
-    for entry in entries:
-        first = seen.setdefault(f"{entry.config.key()} {entry.space}", entry.name)
-        if first != entry.name:
-            raise ConfigError(f"{first} and {entry.name} are the same runs: leave one out")
+    check_distinct({entry.name: f"{entry.config.key()} {entry.space}" for entry in entries})
     notes = [
         f"{e.name}: its grid allows {e.trials} of {most} trials"
         + ("" if "lr" in fixed[e.name] else f"; add values: --grid {e.config.method}:lr=…")

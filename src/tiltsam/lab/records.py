@@ -158,14 +158,13 @@ class Record:
         """Append a line in one write: after a kill it is complete, or a partial line that readers skip."""
         path = self.folder / "metrics.jsonl"
         line = (json.dumps(numbers) + "\n").encode()
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        try:
-            if _ends_in_half_a_line(path):
-                line = b"\n" + line
-            if os.write(descriptor, line) < len(line):
+        with open(path, "ab+", buffering=0) as file:
+            if file.tell():
+                file.seek(-1, os.SEEK_END)
+                if file.read(1) != b"\n":  # a partial line
+                    line = b"\n" + line
+            if file.write(line) < len(line):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-        finally:
-            os.close(descriptor)
 
     def metrics(self) -> list[dict[str, Any]]:
         """Return the valid lines, by epoch; see :func:`read_metrics`."""
@@ -356,11 +355,3 @@ def _metrics_line(line: bytes) -> dict[str, Any]:
         if value is not None and not is_number(value):
             raise ValueError(f"{name!r} is not a number")
     return row
-
-
-def _ends_in_half_a_line(path: Path) -> bool:
-    with open(path, "rb") as file:
-        if file.seek(0, os.SEEK_END) == 0:
-            return False
-        file.seek(-1, os.SEEK_END)
-        return file.read(1) != b"\n"

@@ -33,6 +33,7 @@ __all__ = [
     "file_digest",
     "finite_json",
     "is_number",
+    "json_digest",
     "load_checkpoint",
     "load_tensors",
     "save_checkpoint",
@@ -87,6 +88,11 @@ def is_number(x: Any) -> bool:
     if isinstance(x, float):
         return abs(x) < LARGEST or not math.isfinite(x)
     return isinstance(x, int) and not isinstance(x, bool) and abs(x) < 2**63
+
+
+def json_digest(content: Any) -> str:
+    """Return the SHA-256 of content as JSON, whatever the order of its keys."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def file_digest(path: Path) -> str:

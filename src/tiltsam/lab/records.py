@@ -41,6 +41,7 @@ from tiltsam.lab.files import (
     Checkpoint,
     drafted,
     is_number,
+    json_digest,
     load_checkpoint,
     load_tensors,
     save_checkpoint,
@@ -183,7 +184,7 @@ class Record:
     def finish(self, model: dict[str, Tensor], **numbers: Any) -> None:
         """Write the trained model, then the result: a run with a result is finished."""
         save_tensors(self.folder / "model.safetensors", model)
-        write_json(self.folder / "result.json", numbers | {"digest": _digest(numbers)})
+        write_json(self.folder / "result.json", numbers | {"digest": json_digest(numbers)})
         self.remove_leftovers()
 
     def remove_leftovers(self) -> None:
@@ -280,7 +281,7 @@ def check_result(result: dict[str, Any]) -> dict[str, Any]:
         ValueError: If :meth:`Record.finish` did not write it.
     """
     numbers = {name: value for name, value in result.items() if name != "digest"}
-    if "digest" in result and result["digest"] != _digest(numbers):
+    if "digest" in result and result["digest"] != json_digest(numbers):
         raise ValueError("does not match its digest")
     for name, value in numbers.items():
         if isinstance(value, list):
@@ -292,10 +293,6 @@ def check_result(result: dict[str, Any]) -> dict[str, Any]:
     if missing := {"metric", "score", "epoch", "passes", "seconds"} - numbers.keys():
         raise ValueError(f"{min(missing)!r} is missing")
     return numbers
-
-
-def _digest(numbers: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(numbers, sort_keys=True).encode()).hexdigest()
 
 
 def _read_json(path: Path) -> dict[str, Any]:

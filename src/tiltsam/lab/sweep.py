@@ -7,8 +7,6 @@ see :mod:`tiltsam.lab.studies`; numbers travel through the database, weights sta
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +24,7 @@ from tiltsam.lab.data import data_loader, find_task, fingerprint, load
 from tiltsam.lab.devices import DistributedContext
 from tiltsam.lab.display import QUIET, Display, Progress, SweepStatus
 from tiltsam.lab.errors import ConfigError, Diverged, RecordError
-from tiltsam.lab.files import finite_json, write_json
+from tiltsam.lab.files import finite_json, json_digest, write_json
 from tiltsam.lab.flags import format_values, parse_method
 from tiltsam.lab.grids import ChoiceName, Entry, Grid, PrunerName, Range, TrialSamplerName, make_entries
 from tiltsam.lab.processes import run_processes
@@ -78,13 +76,13 @@ class SweepPlan:
         space = {name: [v.low, v.high, "log"] if isinstance(v, Range) else v for name, v in entry.space.items()}
         body = [entry.config.key(), space, entry.trials, self.sampler, self.pruner, self.choose_by, self.trial_seeds]
         body.append(self.data)
-        return f"{task_folder(entry.config.task)} {entry.name[:200]} {_digest(body)}"
+        return f"{task_folder(entry.config.task)} {entry.name[:200]} {json_digest(body)[:10]}"
 
     @property
     def name(self) -> str:
         """The name of the sweep and of its folder."""
         body = [[self.study_name(entry) for entry in self.entries], self.seeds, self.final]
-        return f"{task_folder(self.entries[0].config.task)}-{_digest(body)}"
+        return f"{task_folder(self.entries[0].config.task)}-{json_digest(body)[:10]}"
 
     @property
     def value_name(self) -> str:
@@ -110,10 +108,6 @@ class SweepPlan:
     def folder(self) -> Path:
         """The folder of the sweep's own files."""
         return self.out / "sweeps" / self.name
-
-
-def _digest(body: Any) -> str:
-    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()[:10]
 
 
 # ---------------------------------------------------------------- the work

@@ -347,18 +347,16 @@ def _train(args: argparse.Namespace) -> None:
             distributed=distributed,
             until=args.until,
         )
-    epochs = f"{result['epoch']:g} epoch{'' if result['epoch'] == 1 else 's'}"
-    if distributed.is_main and "score" not in result:
-        print(f"paused after {epochs}, {result['passes']:.0f} passes: {record.folder}", end="")
-        print("; the same command without --until resumes")
-    elif distributed.is_main:
-        print(f"test {format_score(result)} after {epochs}, ", end="")
-        print(f"{result['passes']:.0f} passes, {result['seconds']:.1f} s: {record.folder}")
-        print_suspects([record])
-        if result.get("num_suspects") == 0:
-            print(
-                "no labels look wrong; labels that the model has memorised are not found: to find them, train for less"
-            )
+    if not distributed.is_main:
+        return
+    cost = f"{result['epoch']:g} epoch{'' if result['epoch'] == 1 else 's'}, {result['passes']:.0f} passes"
+    if "score" not in result:
+        print(f"paused after {cost}: {record.folder}; the same command without --until resumes")
+        return
+    print(f"test {format_score(result)} after {cost}, {result['seconds']:.1f} s: {record.folder}")
+    print_suspects([record])
+    if result.get("num_suspects") == 0:
+        print("no labels look wrong; labels that the model has memorised are not found: to find them, train for less")
 
 
 def _add_compare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

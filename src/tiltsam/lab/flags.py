@@ -96,22 +96,18 @@ def _add_options(part: _ActionsContainer, leave_out: tuple[str, ...]) -> None:
             if name not in leave_out:
                 owners.setdefault(name, []).append(method)
     for name, methods in owners.items():
-        parameters = [method_options(method)[name] for method in methods]
+        parameters = {method: method_options(method)[name] for method in methods}
         docs = {method: _argument_docs(tiltsam.METHODS[method]).get(name, "") for method in methods}
         sharing: dict[str, list[str]] = {}  # methods by what the option means in them
         for method in methods:
             sharing.setdefault(docs[method] or docs[methods[0]], []).append(method)
         text, default = " ".join(f"{', '.join(names)}: {words}" for words, names in sharing.items()), ""
-        if defaults := {m: str(p.default) for m, p in zip(methods, parameters, strict=True) if _is_shown(p)}:
+        # What None means is in the docstring.
+        if defaults := {m: str(p.default) for m, p in parameters.items() if p.default not in (None, p.empty)}:
             values = {value: [m for m in defaults if defaults[m] == value] for value in defaults.values()}
             by_method = [f"{value} for {', '.join(names)}" for value, names in values.items()]
             default = "; ".join(values if len(values) == 1 else by_method)
-        _add_flag(part, name, parameters[0].annotation, text, default)
-
-
-def _is_shown(parameter: inspect.Parameter) -> bool:
-    """Return whether an argument has a default to print; what None means is in the docstring."""
-    return parameter.default not in (None, parameter.empty)
+        _add_flag(part, name, parameters[methods[0]].annotation, text, default)
 
 
 def _add_flag(part: _ActionsContainer, name: str, hint: Any, text: str, default: str) -> None:

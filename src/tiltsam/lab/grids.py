@@ -70,9 +70,7 @@ class Entry:
 def parse_grid(texts: Sequence[str], methods: Sequence[str]) -> dict[str, Values]:
     """Parse ``NAME=VALUE,VALUE,…``, ``NAME=LOW..HIGH``, ``METHOD:NAME=…`` and ``paper``; later texts win.
 
-    Args:
-        texts: The grids.
-        methods: The entries of the sweep, whose methods define the types of the values.
+    The methods of the sweep define the types of the values.
 
     Raises:
         ConfigError: If an entry of ``methods`` or a grid is wrong, or no method has its setting.
@@ -120,15 +118,7 @@ def make_entries(
     sampler: TrialSamplerName,
     settings: Mapping[str, Any] | None = None,
 ) -> tuple[list[Entry], list[str]]:
-    """Return the entries, and notes on those with less to try than others.
-
-    Args:
-        base: The settings that all entries share.
-        methods: Methods, optionally with settings that no grid changes, as in ``tsam:num_samples=1``.
-        grid: Values by name, or by ``METHOD:NAME`` for one method, which takes precedence.
-        trials: Trials per entry; by default the size of the largest grid.
-        sampler: How the trials are chosen.
-        settings: Settings of all methods that have them; an entry's own and the grid take precedence.
+    """Return the entries, and notes on those with less to try than others; see :func:`tiltsam.lab.sweep.sweep`.
 
     Raises:
         ConfigError: If an entry, a name or a value cannot be used, or two entries are equal.

@@ -106,7 +106,7 @@ def set_rates(groups: Sequence[dict[str, Any]], config: TrainConfig, done: float
 
 
 def example_tilt(config: TrainConfig, done: float) -> float:
-    """Return the tilt over examples when the fraction ``done`` of the budget is used up: it rises from 0 at first.
+    """Return the tilt over examples at a fraction of the budget: it rises linearly from 0 during its warm-up.
 
     Example:
         >>> config = TrainConfig(example_tilt=-2.0, example_tilt_warmup=0.5)

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeAlias, get_args
 
 import tiltsam
 from tiltsam.lab.errors import LabError, UserError
@@ -29,6 +29,8 @@ from tiltsam.lab.shutdown import (
 )
 
 __all__ = ["main"]
+
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 SYNONYMS = {"tau": "example-tilt", "lr-schedule": "schedule", "lr-scheduler": "schedule"}
 """Names of flags in other programs, for the hint of an error."""
@@ -213,7 +215,7 @@ def _add_log(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_demo(commands: Commands) -> None:
     demo = commands.add_parser(
         "demo",
         help="compare SAM, TSAM, averages and a tilt on digits with noisy labels, in minutes",
@@ -248,7 +250,7 @@ def _demo(args: argparse.Namespace) -> None:
     print("On your own data: tiltsam compare npz:FILE --methods erm sam:rho=0.1 sam:rho=0.5 erm:example_tilt=-0.2")
 
 
-def _add_toys(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_toys(commands: Commands) -> None:
     toys = commands.add_parser(
         "toys",
         help="the paper's toy figures and theorems, with exact numbers",
@@ -275,7 +277,7 @@ def _toys(args: argparse.Namespace) -> None:
                 print(f"wrote {path}", flush=True)
 
 
-def _add_train(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_train(commands: Commands) -> None:
     from tiltsam.lab.devices import ParallelMode
     from tiltsam.lab.flags import add_arguments
 
@@ -359,7 +361,7 @@ def _train(args: argparse.Namespace) -> None:
         print("no labels look wrong; labels that the model has memorised are not found: to find them, train for less")
 
 
-def _add_compare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_compare(commands: Commands) -> None:
     from tiltsam.lab.config import COMPARED
     from tiltsam.lab.flags import add_arguments
 
@@ -428,7 +430,7 @@ def _compare(args: argparse.Namespace) -> None:
         raise UserError("all runs failed")
 
 
-def _add_sharpness(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_sharpness(commands: Commands) -> None:
     sharpness = commands.add_parser(
         "sharpness",
         help="measure the flatness of trained models",
@@ -496,7 +498,7 @@ def _sharpness(args: argparse.Namespace) -> None:
     print(report.message())
 
 
-def _add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_report(commands: Commands) -> None:
     parser = commands.add_parser(
         "report",
         help="write a page of tables and plots about runs",
@@ -519,7 +521,7 @@ def _report(args: argparse.Namespace) -> None:
     print(f"{report.summary}\n{report.message()}")
 
 
-def _add_reproduce(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_reproduce(commands: Commands) -> None:
     from tiltsam.lab.config import field_types
 
     parser = commands.add_parser(
@@ -671,7 +673,7 @@ def _two_tilts(args: argparse.Namespace) -> None:
     print(write_report(sweeps, folder, compare_settings=True).message())
 
 
-def _add_sweep(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_sweep(commands: Commands) -> None:
     from tiltsam.lab.config import COMPARED
     from tiltsam.lab.flags import add_arguments
     from tiltsam.lab.grids import ChoiceName, PrunerName, TrialSamplerName
@@ -818,7 +820,7 @@ def _sweep(args: argparse.Namespace) -> None:
         raise UserError("nothing was chosen: no trial finished with a finite loss")
 
 
-def _add_tasks(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_tasks(commands: Commands) -> None:
     tasks = commands.add_parser("tasks", help="list the tasks and their data files", epilog="example: tiltsam tasks")
     tasks.set_defaults(run=_tasks)
 
@@ -834,7 +836,7 @@ def _tasks(args: argparse.Namespace) -> None:
     print("The test labels of GLUE and Tiny ImageNet are not public: their dev sets are used as test sets.")
 
 
-def _add_methods(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_methods(commands: Commands) -> None:
     methods = commands.add_parser("methods", help="list the methods and their cost", epilog="example: tiltsam methods")
     methods.set_defaults(run=_methods)
 

@@ -408,8 +408,9 @@ def _compare(args: argparse.Namespace) -> None:
     methods = runs_by_method(config, args.methods, args.seeds, settings)
     for name, runs in methods.items():
         warn_if_tilt_has_no_effect(runs[0], name)
-    unfinished = [run for runs in methods.values() for run in runs if Record.of(args.out, run).result() is None]
-    with RunDisplay({runs[0].key(): name for name, runs in methods.items()}, unfinished) as display:
+    names = {runs[0].key(): name for name, runs in methods.items()}
+    records = {run: Record.of(args.out, run) for runs in methods.values() for run in runs}
+    with RunDisplay(names, [run for run, record in records.items() if record.result() is None]) as display:
         failures = compare(
             methods,
             args.out,
@@ -417,16 +418,16 @@ def _compare(args: argparse.Namespace) -> None:
             log=args.log,
             display=display,
         )
-    folders = [Record.of(args.out, run).folder for runs in methods.values() for run in runs]
+    folders = [record.folder for record in records.values()]
     task_folder = folders[0].parents[1]
-    save_entries(task_folder, {runs[0].key(): name for name, runs in methods.items()})
+    save_entries(task_folder, names)
     report = write_report(folders, task_folder / "report", compare_settings=True)
     results = printed_cells(report.sections[0].results)
     print_table(f"{config.task}: {count_of(args.seeds, 'seed')}, mean ± standard error", results)
     print(f"{report.summary}\nruns: {task_folder}")
-    print_suspects(map(Record, folders))
+    print_suspects(records.values())
     print(report.message())
-    if failures.keys() >= {run for runs in methods.values() for run in runs}:
+    if failures.keys() >= records.keys():
         raise UserError("all runs failed")
 
 

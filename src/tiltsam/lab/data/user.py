@@ -157,7 +157,7 @@ def _check_no_splits(folder: Path) -> None:
 
 
 def _image_folders(folder: Path) -> list[Path]:
-    """Return the folders ``train`` and ``test``, or the folder itself."""
+    """Return the folders ``train`` and ``test``, or the folder itself if its folders are classes."""
     parts = [folder / "train", folder / "test"]
     folders = parts if all(part.is_dir() for part in parts) else [folder]
     _check_no_splits(folders[0])

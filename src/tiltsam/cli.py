@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeAlias, get_args
 
 import tiltsam
 from tiltsam.lab.errors import LabError, UserError
@@ -29,6 +29,8 @@ from tiltsam.lab.shutdown import (
 )
 
 __all__ = ["main"]
+
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 SYNONYMS = {"tau": "example-tilt", "lr-schedule": "schedule", "lr-scheduler": "schedule"}
 """Names of flags in other programs, for the hint of an error."""
@@ -213,7 +215,7 @@ def _add_log(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_demo(commands: Commands) -> None:
     demo = commands.add_parser(
         "demo",
         help="compare SAM, TSAM, averages and a tilt on digits with noisy labels, in minutes",
@@ -248,7 +250,7 @@ def _demo(args: argparse.Namespace) -> None:
     print("On your own data: tiltsam compare npz:FILE --methods erm sam:rho=0.1 sam:rho=0.5 erm:example_tilt=-0.2")
 
 
-def _add_toys(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_toys(commands: Commands) -> None:
     toys = commands.add_parser(
         "toys",
         help="the paper's toy figures and theorems, with exact numbers",
@@ -275,7 +277,7 @@ def _toys(args: argparse.Namespace) -> None:
                 print(f"wrote {path}", flush=True)
 
 
-def _add_train(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_train(commands: Commands) -> None:
     from tiltsam.lab.devices import ParallelMode
     from tiltsam.lab.flags import add_arguments
 
@@ -347,21 +349,19 @@ def _train(args: argparse.Namespace) -> None:
             distributed=distributed,
             until=args.until,
         )
-    epochs = f"{result['epoch']:g} epoch{'' if result['epoch'] == 1 else 's'}"
-    if distributed.is_main and "score" not in result:
-        print(f"paused after {epochs}, {result['passes']:.0f} passes: {record.folder}", end="")
-        print("; the same command without --until resumes")
-    elif distributed.is_main:
-        print(f"test {format_score(result)} after {epochs}, ", end="")
-        print(f"{result['passes']:.0f} passes, {result['seconds']:.1f} s: {record.folder}")
-        print_suspects([record])
-        if result.get("num_suspects") == 0:
-            print(
-                "no labels look wrong; labels that the model has memorised are not found: to find them, train for less"
-            )
+    if not distributed.is_main:
+        return
+    cost = f"{result['epoch']:g} epoch{'' if result['epoch'] == 1 else 's'}, {result['passes']:.0f} passes"
+    if "score" not in result:
+        print(f"paused after {cost}: {record.folder}; the same command without --until resumes")
+        return
+    print(f"test {format_score(result)} after {cost}, {result['seconds']:.1f} s: {record.folder}")
+    print_suspects([record])
+    if result.get("num_suspects") == 0:
+        print("no labels look wrong; labels that the model has memorised are not found: to find them, train for less")
 
 
-def _add_compare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_compare(commands: Commands) -> None:
     from tiltsam.lab.config import COMPARED
     from tiltsam.lab.flags import add_arguments
 
@@ -408,8 +408,9 @@ def _compare(args: argparse.Namespace) -> None:
     methods = runs_by_method(config, args.methods, args.seeds, settings)
     for name, runs in methods.items():
         warn_if_tilt_has_no_effect(runs[0], name)
-    unfinished = [run for runs in methods.values() for run in runs if Record.of(args.out, run).result() is None]
-    with RunDisplay({runs[0].key(): name for name, runs in methods.items()}, unfinished) as display:
+    names = {runs[0].key(): name for name, runs in methods.items()}
+    records = {run: Record.of(args.out, run) for runs in methods.values() for run in runs}
+    with RunDisplay(names, [run for run, record in records.items() if record.result() is None]) as display:
         failures = compare(
             methods,
             args.out,
@@ -417,20 +418,20 @@ def _compare(args: argparse.Namespace) -> None:
             log=args.log,
             display=display,
         )
-    folders = [Record.of(args.out, run).folder for runs in methods.values() for run in runs]
+    folders = [record.folder for record in records.values()]
     task_folder = folders[0].parents[1]
-    save_entries(task_folder, {runs[0].key(): name for name, runs in methods.items()})
+    save_entries(task_folder, names)
     report = write_report(folders, task_folder / "report", compare_settings=True)
     results = printed_cells(report.sections[0].results)
     print_table(f"{config.task}: {count_of(args.seeds, 'seed')}, mean ± standard error", results)
     print(f"{report.summary}\nruns: {task_folder}")
-    print_suspects(map(Record, folders))
+    print_suspects(records.values())
     print(report.message())
-    if failures.keys() >= {run for runs in methods.values() for run in runs}:
+    if failures.keys() >= records.keys():
         raise UserError("all runs failed")
 
 
-def _add_sharpness(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_sharpness(commands: Commands) -> None:
     sharpness = commands.add_parser(
         "sharpness",
         help="measure the flatness of trained models",
@@ -498,7 +499,7 @@ def _sharpness(args: argparse.Namespace) -> None:
     print(report.message())
 
 
-def _add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_report(commands: Commands) -> None:
     parser = commands.add_parser(
         "report",
         help="write a page of tables and plots about runs",
@@ -521,7 +522,7 @@ def _report(args: argparse.Namespace) -> None:
     print(f"{report.summary}\n{report.message()}")
 
 
-def _add_reproduce(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_reproduce(commands: Commands) -> None:
     from tiltsam.lab.config import field_types
 
     parser = commands.add_parser(
@@ -673,7 +674,7 @@ def _two_tilts(args: argparse.Namespace) -> None:
     print(write_report(sweeps, folder, compare_settings=True).message())
 
 
-def _add_sweep(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_sweep(commands: Commands) -> None:
     from tiltsam.lab.config import COMPARED
     from tiltsam.lab.flags import add_arguments
     from tiltsam.lab.grids import ChoiceName, PrunerName, TrialSamplerName
@@ -820,7 +821,7 @@ def _sweep(args: argparse.Namespace) -> None:
         raise UserError("nothing was chosen: no trial finished with a finite loss")
 
 
-def _add_tasks(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_tasks(commands: Commands) -> None:
     tasks = commands.add_parser("tasks", help="list the tasks and their data files", epilog="example: tiltsam tasks")
     tasks.set_defaults(run=_tasks)
 
@@ -836,7 +837,7 @@ def _tasks(args: argparse.Namespace) -> None:
     print("The test labels of GLUE and Tiny ImageNet are not public: their dev sets are used as test sets.")
 
 
-def _add_methods(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_methods(commands: Commands) -> None:
     methods = commands.add_parser("methods", help="list the methods and their cost", epilog="example: tiltsam methods")
     methods.set_defaults(run=_methods)
 

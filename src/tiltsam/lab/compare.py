@@ -12,7 +12,7 @@ from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.data import Data, data_loader
 from tiltsam.lab.display import QUIET, Display
 from tiltsam.lab.errors import ConfigError, TrainError
-from tiltsam.lab.flags import method_configs
+from tiltsam.lab.flags import check_distinct, method_configs
 from tiltsam.lab.records import Record
 from tiltsam.lab.stats import count_of
 from tiltsam.lab.tracking import TrackerName
@@ -44,11 +44,8 @@ def runs_by_method(
     """
     if seeds < 1:
         raise ConfigError(f"seeds must be at least 1, got {seeds}")
-    first: dict[str, str] = {}
     configs = method_configs(config, methods, settings)
-    for name, one in configs.items():
-        if (other := first.setdefault(one.key(), name)) != name:
-            raise ConfigError(f"{other} and {name} are the same runs: leave one out")
+    check_distinct({name: one.key() for name, one in configs.items()})
     return {name: [replace(one, seed=seed) for seed in range(seeds)] for name, one in configs.items()}
 
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import hashlib
 import inspect
-import json
 import math
 import warnings
 from collections.abc import Callable, Mapping
@@ -22,6 +20,7 @@ import torch
 
 import tiltsam
 from tiltsam.lab.errors import ConfigError
+from tiltsam.lab.files import json_digest
 from tiltsam.samplers import Center, Sampler
 
 __all__ = [
@@ -340,8 +339,7 @@ class TrainConfig:
         changed = {name: value for name, default in DEFAULTS.items() if (value := getattr(self, name)) != default}
         body = {**changed, **self.options}
         body = {k: float(v) if isinstance(v, int) else v for k, v in body.items() if k not in ("seed", "device")}
-        digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()[:10]
-        return f"{self.method}-{digest}"
+        return f"{self.method}-{json_digest(body)[:10]}"
 
 
 def tilt_defaults(example_tilt: float, class_tilt: float | None) -> dict[str, float]:

@@ -22,6 +22,7 @@ import platform
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -84,10 +85,8 @@ class RunAheadLimit:
     """Keeps the host at most 32 steps ahead of the GPU, without making the GPU wait.
 
     A captured step is launched in a fraction of the time it takes. Without a limit, the host would finish an epoch that
-    the GPU has hardly started, and a budget in seconds would be overspent before the host's clock shows it.
-
-    Args:
-        device: The device of the steps; on a CPU nothing is limited.
+    the GPU has hardly started, and a budget in seconds would be overspent before the host's clock shows it. On a CPU
+    nothing is limited.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -134,20 +133,15 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
+@dataclass(frozen=True)
 class DistributedContext:
-    """One of the ranks that train a run together; by default the only one.
+    """One of the ranks that train a run together; by default the only one."""
 
-    Args:
-        rank: This rank.
-        world_size: The number of ranks.
-        mode: What the ranks divide.
-        device: The device of this rank; ``None`` leaves the choice to the config.
-    """
-
-    def __init__(
-        self, rank: int = 0, world_size: int = 1, mode: ParallelMode = "data", device: str | None = None
-    ) -> None:
-        self.rank, self.world_size, self.mode, self.device = rank, world_size, mode, device
+    rank: int = 0
+    world_size: int = 1
+    mode: ParallelMode = "data"
+    device: str | None = None
+    """The device of this rank; None leaves the choice to the config."""
 
     @property
     def is_main(self) -> bool:
@@ -160,15 +154,7 @@ class DistributedContext:
         return self.world_size > 1 and self.mode == "data"
 
     def check_config(self, batch_size: int, passes: float | None = None) -> None:
-        """Raise if a batch cannot be divided evenly, or passes are limited while ranks divide samples.
-
-        Args:
-            batch_size: Examples in a batch, of all ranks together.
-            passes: The limit on passes, if there is one.
-
-        Raises:
-            ConfigError: If so.
-        """
+        """Raise a ConfigError if a batch of all ranks cannot be divided, or passes are limited while samples are."""
         if passes is not None and self.mode == "samples" and self.world_size > 1:
             raise ConfigError(
                 f"passes must be None with --parallel samples, got {passes:g}: each rank computes only some of them; "
@@ -229,9 +215,7 @@ class DistributedContext:
 def connect_ranks(mode: ParallelMode, device: str) -> Iterator[DistributedContext]:
     """Connect to the other processes that ``torchrun`` started, while the context lasts.
 
-    Args:
-        mode: What the ranks divide.
-        device: The config's device. On GPUs each process takes that of its local rank.
+    On GPUs each process takes that of its local rank, unless the config's device is ``cpu``.
 
     Raises:
         ConfigError: If this host has fewer GPUs than processes.

@@ -16,6 +16,7 @@ __all__ = [
     "RecordError",
     "TrainError",
     "UserError",
+    "find_cause",
     "first_line",
     "reading",
 ]
@@ -72,6 +73,13 @@ class Interrupted(KeyboardInterrupt):
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, or the name of its type if the message is empty."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def find_cause(error: BaseException | None, *kinds: type[BaseException]) -> BaseException | None:
+    """Return the first exception of the given types in a chain: the error itself, or one that it was raised from."""
+    while error is not None and not isinstance(error, kinds):
+        error = error.__cause__ or error.__context__
+    return error
 
 
 @contextmanager

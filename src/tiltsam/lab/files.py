@@ -30,10 +30,10 @@ from tiltsam.lab.errors import ConfigError, RecordError
 __all__ = [
     "Checkpoint",
     "drafted",
-    "drop_drafts",
     "file_digest",
     "finite_json",
     "is_number",
+    "json_digest",
     "load_checkpoint",
     "load_tensors",
     "save_checkpoint",
@@ -63,19 +63,9 @@ def drafted(path: Path) -> Iterator[Path]:
         raise
 
 
-def drop_drafts(path: Path) -> None:
-    """Remove the drafts of a file that killed processes left; no process may be writing it now."""
-    for draft in path.parent.glob(f".{path.name}.*"):
-        draft.unlink(missing_ok=True)
-
-
-def write_json(path: Path, content: Any, *, allow_nan: bool = True) -> None:
-    """Write JSON atomically and sync it to the disk.
-
-    Raises:
-        ValueError: If ``allow_nan`` is false and the content has NaN or an infinite number.
-    """
-    text = json.dumps(content, indent=1, allow_nan=allow_nan) + "\n"
+def write_json(path: Path, content: Any) -> None:
+    """Write JSON atomically and sync it to the disk."""
+    text = json.dumps(content, indent=1) + "\n"
     with drafted(path) as draft, open(draft, "w") as file:
         file.write(text)
         file.flush()
@@ -98,6 +88,11 @@ def is_number(x: Any) -> bool:
     if isinstance(x, float):
         return abs(x) < LARGEST or not math.isfinite(x)
     return isinstance(x, int) and not isinstance(x, bool) and abs(x) < 2**63
+
+
+def json_digest(content: Any) -> str:
+    """Return the SHA-256 of content as JSON, whatever the order of its keys."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def file_digest(path: Path) -> str:

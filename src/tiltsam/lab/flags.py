@@ -28,6 +28,7 @@ from tiltsam.lab.errors import ConfigError
 __all__ = [
     "SAME_FOR_ALL",
     "add_arguments",
+    "check_distinct",
     "field_docs",
     "format_value",
     "format_values",
@@ -95,22 +96,18 @@ def _add_options(part: _ActionsContainer, leave_out: tuple[str, ...]) -> None:
             if name not in leave_out:
                 owners.setdefault(name, []).append(method)
     for name, methods in owners.items():
-        parameters = [method_options(method)[name] for method in methods]
+        parameters = {method: method_options(method)[name] for method in methods}
         docs = {method: _argument_docs(tiltsam.METHODS[method]).get(name, "") for method in methods}
         sharing: dict[str, list[str]] = {}  # methods by what the option means in them
         for method in methods:
             sharing.setdefault(docs[method] or docs[methods[0]], []).append(method)
         text, default = " ".join(f"{', '.join(names)}: {words}" for words, names in sharing.items()), ""
-        if defaults := {m: str(p.default) for m, p in zip(methods, parameters, strict=True) if _is_shown(p)}:
+        # What None means is in the docstring.
+        if defaults := {m: str(p.default) for m, p in parameters.items() if p.default not in (None, p.empty)}:
             values = {value: [m for m in defaults if defaults[m] == value] for value in defaults.values()}
             by_method = [f"{value} for {', '.join(names)}" for value, names in values.items()]
             default = "; ".join(values if len(values) == 1 else by_method)
-        _add_flag(part, name, parameters[0].annotation, text, default)
-
-
-def _is_shown(parameter: inspect.Parameter) -> bool:
-    """Return whether an argument has a default to print; what None means is in the docstring."""
-    return parameter.default not in (None, parameter.empty)
+        _add_flag(part, name, parameters[methods[0]].annotation, text, default)
 
 
 def _add_flag(part: _ActionsContainer, name: str, hint: Any, text: str, default: str) -> None:
@@ -229,6 +226,14 @@ def method_configs(
     return {
         name: config.with_settings(_with_one_budget({**limit, **shared[name], **entry})) for name, entry in own.items()
     }
+
+
+def check_distinct(keys: Mapping[str, str]) -> None:
+    """Raise a ConfigError if two methods have the same key: their runs would be the same."""
+    names: dict[str, str] = {}
+    for name, key in keys.items():
+        if (first := names.setdefault(key, name)) != name:
+            raise ConfigError(f"{first} and {name} are the same runs: leave one out")
 
 
 def parse_setting(name: str, text: str, method: str) -> Any:

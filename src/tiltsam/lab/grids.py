@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from tiltsam.lab.config import TILT_SETTINGS, TrainConfig, ignores_tilt, warn_if_tilt_has_no_effect
 from tiltsam.lab.errors import ConfigError
-from tiltsam.lab.flags import SAME_FOR_ALL, method_configs, parse_method
+from tiltsam.lab.flags import SAME_FOR_ALL, check_distinct, method_configs, parse_method
 
 __all__ = [
     "PAPER",
@@ -70,9 +70,7 @@ class Entry:
 def parse_grid(texts: Sequence[str], methods: Sequence[str]) -> dict[str, Values]:
     """Parse ``NAME=VALUE,VALUE,…``, ``NAME=LOW..HIGH``, ``METHOD:NAME=…`` and ``paper``; later texts win.
 
-    Args:
-        texts: The grids.
-        methods: The entries of the sweep, whose methods define the types of the values.
+    The methods of the sweep define the types of the values.
 
     Raises:
         ConfigError: If an entry of ``methods`` or a grid is wrong, or no method has its setting.
@@ -120,15 +118,7 @@ def make_entries(
     sampler: TrialSamplerName,
     settings: Mapping[str, Any] | None = None,
 ) -> tuple[list[Entry], list[str]]:
-    """Return the entries, and notes on those with less to try than others.
-
-    Args:
-        base: The settings that all entries share.
-        methods: Methods, optionally with settings that no grid changes, as in ``tsam:num_samples=1``.
-        grid: Values by name, or by ``METHOD:NAME`` for one method, which takes precedence.
-        trials: Trials per entry; by default the size of the largest grid.
-        sampler: How the trials are chosen.
-        settings: Settings of all methods that have them; an entry's own and the grid take precedence.
+    """Return the entries, and notes on those with less to try than others; see :func:`tiltsam.lab.sweep.sweep`.
 
     Raises:
         ConfigError: If an entry, a name or a value cannot be used, or two entries are equal.
@@ -151,11 +141,7 @@ def make_entries(
     sizes = {name: _check_points(name, configs[name], space) for name, space in spaces.items()}
     most = trials or int(max(sizes.values()))
     entries = [Entry(name, configs[name], spaces[name], int(min(most, sizes[name]))) for name in fixed]
-    seen: dict[str, str] = {}
-    for entry in entries:
-        first = seen.setdefault(f"{entry.config.key()} {entry.space}", entry.name)
-        if first != entry.name:
-            raise ConfigError(f"{first} and {entry.name} are the same runs: leave one out")
+    check_distinct({entry.name: f"{entry.config.key()} {entry.space}" for entry in entries})
     notes = [
         f"{e.name}: its grid allows {e.trials} of {most} trials"
         + ("" if "lr" in fixed[e.name] else f"; add values: --grid {e.config.method}:lr=…")

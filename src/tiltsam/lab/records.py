@@ -26,6 +26,7 @@ import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +40,8 @@ from tiltsam.lab.errors import ConfigError, RecordError
 from tiltsam.lab.files import (
     Checkpoint,
     drafted,
-    drop_drafts,
     is_number,
+    json_digest,
     load_checkpoint,
     load_tensors,
     save_checkpoint,
@@ -69,15 +70,11 @@ DRAFTED = (
 ATTEMPTS = 50  # to create and lock a folder that other processes remove meanwhile, 10 ms apart
 
 
+@dataclass(frozen=True)
 class Record:
-    """The folder of one run.
+    """The folder of one run."""
 
-    Args:
-        folder: The path.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    folder: Path
 
     @classmethod
     def of(cls, out: Path, config: TrainConfig) -> Record:
@@ -126,13 +123,7 @@ class Record:
         raise RecordError(f"cannot write to {self.folder}: {os.strerror(errno.ENOENT)}")
 
     def begin(self, config: TrainConfig, device: torch.device, data: str = "") -> None:
-        """Write the config and the environment.
-
-        Args:
-            config: The run.
-            device: The device it runs on.
-            data: The fingerprint of its data; empty if unknown.
-        """
+        """Write the config, and the environment with the fingerprint of the data if there is one."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self._drop_drafts()
         (self.folder / "diverged.txt").unlink(missing_ok=True)
@@ -157,14 +148,7 @@ class Record:
         return _read_json(path) if path.exists() else {}
 
     def check_data(self, fingerprint: str) -> None:
-        """Raise if the run was started with other data.
-
-        Args:
-            fingerprint: The fingerprint of the present data. Nothing is compared if it or the recorded one is empty.
-
-        Raises:
-            RecordError: If they differ.
-        """
+        """Raise a RecordError if the run was started with other data; an empty fingerprint is not compared."""
         begun = self.environment().get("data")
         if fingerprint and begun and begun != fingerprint:
             raise RecordError(f"the data of {self.folder} changed since this run was started: pass another --out")
@@ -175,14 +159,13 @@ class Record:
         """Append a line in one write: after a kill it is complete, or a partial line that readers skip."""
         path = self.folder / "metrics.jsonl"
         line = (json.dumps(numbers) + "\n").encode()
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        try:
-            if _ends_in_half_a_line(path):
-                line = b"\n" + line
-            if os.write(descriptor, line) < len(line):
+        with open(path, "ab+", buffering=0) as file:
+            if file.tell():
+                file.seek(-1, os.SEEK_END)
+                if file.read(1) != b"\n":  # a partial line
+                    line = b"\n" + line
+            if file.write(line) < len(line):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-        finally:
-            os.close(descriptor)
 
     def metrics(self) -> list[dict[str, Any]]:
         """Return the valid lines, by epoch; see :func:`read_metrics`."""
@@ -201,7 +184,7 @@ class Record:
     def finish(self, model: dict[str, Tensor], **numbers: Any) -> None:
         """Write the trained model, then the result: a run with a result is finished."""
         save_tensors(self.folder / "model.safetensors", model)
-        write_json(self.folder / "result.json", numbers | {"digest": _digest(numbers)})
+        write_json(self.folder / "result.json", numbers | {"digest": json_digest(numbers)})
         self.remove_leftovers()
 
     def remove_leftovers(self) -> None:
@@ -211,7 +194,8 @@ class Record:
 
     def _drop_drafts(self) -> None:
         for name in DRAFTED:
-            drop_drafts(self.folder / name)
+            for draft in self.folder.glob(f".{name}.*"):
+                draft.unlink(missing_ok=True)
 
     def mark_diverged(self, reason: str) -> None:
         """Mark the run as diverged, until it is started again."""
@@ -297,7 +281,7 @@ def check_result(result: dict[str, Any]) -> dict[str, Any]:
         ValueError: If :meth:`Record.finish` did not write it.
     """
     numbers = {name: value for name, value in result.items() if name != "digest"}
-    if "digest" in result and result["digest"] != _digest(numbers):
+    if "digest" in result and result["digest"] != json_digest(numbers):
         raise ValueError("does not match its digest")
     for name, value in numbers.items():
         if isinstance(value, list):
@@ -309,10 +293,6 @@ def check_result(result: dict[str, Any]) -> dict[str, Any]:
     if missing := {"metric", "score", "epoch", "passes", "seconds"} - numbers.keys():
         raise ValueError(f"{min(missing)!r} is missing")
     return numbers
-
-
-def _digest(numbers: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(numbers, sort_keys=True).encode()).hexdigest()
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -340,10 +320,7 @@ def read_metrics(path: Path) -> tuple[list[dict[str, Any]], dict[int, str]]:
     """Read a ``metrics.jsonl``.
 
     An epoch that occurs again was trained again, from a checkpoint: earlier lines of it and of later epochs are
-    dropped.
-
-    Args:
-        path: The file; a missing one is read as empty.
+    dropped. A missing file is read as empty.
 
     Returns:
         The valid lines, their epochs rising; and the errors of the others, by line number from 1.
@@ -375,11 +352,3 @@ def _metrics_line(line: bytes) -> dict[str, Any]:
         if value is not None and not is_number(value):
             raise ValueError(f"{name!r} is not a number")
     return row
-
-
-def _ends_in_half_a_line(path: Path) -> bool:
-    with open(path, "rb") as file:
-        if file.seek(0, os.SEEK_END) == 0:
-            return False
-        file.seek(-1, os.SEEK_END)
-        return file.read(1) != b"\n"

@@ -21,9 +21,7 @@ ROUNDING = 1e-9  # relative rounding error of sums of thirds of passes
 def passes_of(info: StepInfo, ascent_fraction: float = 1.0) -> float:
     """Return the forward+backward passes of a step over the mini-batch; a forward pass alone counts a third.
 
-    Args:
-        info: The step.
-        ascent_fraction: The fraction of the batch that gradients of an ascent were computed on.
+    Gradients of an ascent were computed on ``ascent_fraction`` of the batch.
     """
     forwards_alone = info.num_forwards - info.num_backwards
     passes = info.num_backwards - (1 - ascent_fraction) * info.num_ascents + forwards_alone / 3
@@ -62,13 +60,6 @@ def budget_used(
     """Return the fraction of the budget that is used up, by whichever limit is nearest.
 
     All ranks call this together, and use the passes and seconds of rank 0: otherwise some would stop while others wait.
-
-    Args:
-        config: The run.
-        distributed: The ranks that train the run together.
-        epoch: Epochs so far.
-        passes: Passes so far of this rank.
-        seconds: Seconds so far of this rank.
     """
     fractions = [epoch / config.epochs]
     if config.passes is not None:
@@ -80,11 +71,7 @@ def budget_used(
 
 
 def rate_factor(config: TrainConfig, done: float) -> float:
-    """Return the factor that multiplies ``config.lr``.
-
-    Args:
-        config: The run: its schedule and warm-up.
-        done: Fraction of the budget that is used up.
+    """Return the factor that multiplies ``config.lr`` when the fraction ``done`` of the budget is used up.
 
     Example:
         >>> [rate_factor(TrainConfig(schedule="linear"), done) for done in (0.0, 0.25, 1.0)]
@@ -103,13 +90,9 @@ def rate_factor(config: TrainConfig, done: float) -> float:
 
 
 def set_rates(groups: Sequence[dict[str, Any]], config: TrainConfig, done: float, initial: Mapping[str, float]) -> None:
-    """Set the learning rate, and rho and the tilt if they have schedules.
+    """Set the learning rate of parameter groups, and rho and the tilt if they have schedules.
 
-    Args:
-        groups: The optimizer's parameter groups.
-        config: The run.
-        done: Fraction of the budget that is used up.
-        initial: The method's rho and t, the maxima of their schedules.
+    ``done`` is the fraction of the budget that is used up; ``initial`` has the maxima of the schedules of rho and t.
     """
     lr = config.lr * rate_factor(config, done)
     factors = {"constant": 1.0, "up": done, "down": 1 - done}
@@ -123,11 +106,7 @@ def set_rates(groups: Sequence[dict[str, Any]], config: TrainConfig, done: float
 
 
 def example_tilt(config: TrainConfig, done: float) -> float:
-    """Return the tilt over examples: it rises linearly from 0 during its warm-up.
-
-    Args:
-        config: The run.
-        done: Fraction of the budget that is used up.
+    """Return the tilt over examples at a fraction of the budget: it rises linearly from 0 during its warm-up.
 
     Example:
         >>> config = TrainConfig(example_tilt=-2.0, example_tilt_warmup=0.5)

@@ -11,6 +11,8 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
+from tiltsam.lab.errors import find_cause
+
 __all__ = [
     "RESUMES",
     "StopFlag",
@@ -94,17 +96,11 @@ def reraise_dropped_interrupts() -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        if (interrupt := _interrupt_behind(error)) is not None:
+        if (interrupt := find_cause(error, KeyboardInterrupt)) is not None:
             raise interrupt from None
         raise
     finally:
         sys.unraisablehook = others
-
-
-def _interrupt_behind(error: BaseException | None) -> KeyboardInterrupt | None:
-    while error is not None and not isinstance(error, KeyboardInterrupt):
-        error = error.__cause__ or error.__context__
-    return error
 
 
 def _interrupt() -> None:

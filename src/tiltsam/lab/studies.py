@@ -25,7 +25,7 @@ from optuna.exceptions import ExperimentalWarning, StorageInternalError
 from optuna.samplers import BaseSampler
 from optuna.trial import FrozenTrial, Trial, TrialState
 
-from tiltsam.lab.errors import ConfigError, LabError, UserError, first_line
+from tiltsam.lab.errors import ConfigError, LabError, UserError, find_cause, first_line
 from tiltsam.lab.shutdown import defer_interrupt
 
 __all__ = ["ENDED", "SeededSampler", "SharedStudy", "hide_password", "open_storage", "retry", "sqlite_url"]
@@ -35,6 +35,10 @@ ENDED = (TrialState.COMPLETE, TrialState.PRUNED)
 BEATS = 6  # missing heartbeats after which a trial is failed
 CONNECT_SECONDS = 10
 LOCK_SECONDS = 60.0  # how long SQLite waits for another process to finish writing
+ENGINE_OPTIONS: dict[str, dict[str, Any]] = {
+    "sqlite": {"connect_args": {"timeout": LOCK_SECONDS}},
+    "postgresql": {"connect_args": {"connect_timeout": CONNECT_SECONDS}, "pool_pre_ping": True},
+}
 ATTEMPTS = 8  # to create tables that other processes create at the same time
 
 
@@ -64,9 +68,7 @@ def hide_password(url: str) -> str:
 def open_storage(url: str, heartbeat: int = 10) -> Iterator[optuna.storages.RDBStorage]:
     """Open the database of a sweep; any number of processes may do so at once, also while it is empty.
 
-    Args:
-        url: An SQLAlchemy URL.
-        heartbeat: Seconds between the heartbeats of a trial; after six missing ones it is failed.
+    Trials have a heartbeat every so many seconds; after six missing ones they are failed.
 
     Raises:
         ConfigError: If the URL, its driver or its server cannot be used.
@@ -80,7 +82,7 @@ def open_storage(url: str, heartbeat: int = 10) -> Iterator[optuna.storages.RDBS
         parsed = parsed.set(drivername=f"postgresql+{_postgresql_driver()}")
     if parsed.get_backend_name() == "sqlite" and parsed.database in (None, "", ":memory:"):
         raise ConfigError(f"--storage must be a file, sqlite:///FILE, got {shown}")
-    options = _engine_options(parsed.get_backend_name())
+    options = ENGINE_OPTIONS.get(parsed.get_backend_name(), {"pool_pre_ping": True})
     full = parsed.render_as_string(hide_password=False)
     try:
         engine = sqlalchemy.create_engine(full, **options)
@@ -129,18 +131,7 @@ def _create_storage(url: str, shown: str, options: dict[str, Any], heartbeat: in
 
 def _database_error(error: BaseException | None) -> BaseException | None:
     """Return the database error behind an exception; Optuna may raise another one while it handles it."""
-    while error is not None and not isinstance(error, (StorageInternalError, sqlalchemy.exc.SQLAlchemyError)):
-        error = error.__cause__ or error.__context__
-    return error
-
-
-def _engine_options(backend: str) -> dict[str, Any]:
-    if backend == "sqlite":
-        return {"connect_args": {"timeout": LOCK_SECONDS}}
-    options: dict[str, Any] = {"pool_pre_ping": True}
-    if backend == "postgresql":
-        options["connect_args"] = {"connect_timeout": CONNECT_SECONDS}
-    return options
+    return find_cause(error, StorageInternalError, sqlalchemy.exc.SQLAlchemyError)
 
 
 def _postgresql_driver() -> str:
@@ -292,10 +283,7 @@ class SeededSampler(BaseSampler):
     """Samples with a seed derived from the trial's place in the study.
 
     Parallel processes draw different points, and the same sweep draws the same points, whatever the number of processes
-    and of interruptions.
-
-    Args:
-        make: Returns the sampler for a seed.
+    and of interruptions. ``make`` returns the sampler for a seed.
     """
 
     def __init__(self, make: Callable[[int], BaseSampler]) -> None:

@@ -7,8 +7,6 @@ see :mod:`tiltsam.lab.studies`; numbers travel through the database, weights sta
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +24,7 @@ from tiltsam.lab.data import data_loader, find_task, fingerprint, load
 from tiltsam.lab.devices import DistributedContext
 from tiltsam.lab.display import QUIET, Display, Progress, SweepStatus
 from tiltsam.lab.errors import ConfigError, Diverged, RecordError
-from tiltsam.lab.files import finite_json, write_json
+from tiltsam.lab.files import finite_json, json_digest, write_json
 from tiltsam.lab.flags import format_values, parse_method
 from tiltsam.lab.grids import ChoiceName, Entry, Grid, PrunerName, Range, TrialSamplerName, make_entries
 from tiltsam.lab.processes import run_processes
@@ -78,13 +76,13 @@ class SweepPlan:
         space = {name: [v.low, v.high, "log"] if isinstance(v, Range) else v for name, v in entry.space.items()}
         body = [entry.config.key(), space, entry.trials, self.sampler, self.pruner, self.choose_by, self.trial_seeds]
         body.append(self.data)
-        return f"{task_folder(entry.config.task)} {entry.name[:200]} {_digest(body)}"
+        return f"{task_folder(entry.config.task)} {entry.name[:200]} {json_digest(body)[:10]}"
 
     @property
     def name(self) -> str:
         """The name of the sweep and of its folder."""
         body = [[self.study_name(entry) for entry in self.entries], self.seeds, self.final]
-        return f"{task_folder(self.entries[0].config.task)}-{_digest(body)}"
+        return f"{task_folder(self.entries[0].config.task)}-{json_digest(body)[:10]}"
 
     @property
     def value_name(self) -> str:
@@ -95,31 +93,21 @@ class SweepPlan:
     def value(self, row: Mapping[str, Any], metric: str) -> float:
         """Return what trials are compared by, the lower the better: validation loss, or 1 minus score or accuracy.
 
-        Args:
-            row: The numbers of an epoch, or a result.
-            metric: The task's metric, which is its score.
-
-        Raises:
-            ConfigError: If the row has no validation numbers.
+        ``row`` has the numbers of an epoch, or of a result; ``metric`` is the task's, which is its score.
         """
         if "validation_loss" not in row:
             raise ConfigError(f"{self.entries[0].config.task} has no validation split to choose on")
         if self.choose_by == "loss":
             return float(row["validation_loss"])
-        if self.choose_by == "balanced":
-            if "validation_balanced_accuracy" not in row:
-                raise ConfigError(f"choose_by='balanced' needs a classification, got {self.entries[0].config.task}")
-            return 1 - float(row["validation_balanced_accuracy"])
-        return 1 - float(row[f"validation_{metric}"])
+        name = "balanced_accuracy" if self.choose_by == "balanced" else metric
+        if f"validation_{name}" not in row:
+            raise ConfigError(f"choose_by='balanced' needs a classification, got {self.entries[0].config.task}")
+        return 1 - float(row[f"validation_{name}"])
 
     @property
     def folder(self) -> Path:
         """The folder of the sweep's own files."""
         return self.out / "sweeps" / self.name
-
-
-def _digest(body: Any) -> str:
-    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()[:10]
 
 
 # ---------------------------------------------------------------- the work
@@ -138,12 +126,7 @@ class _TrialDisplay(Display):
 class SweepWorker:
     """Runs the trials and tests of a plan, together with any number of other processes.
 
-    Args:
-        plan: The plan.
-        storage: Its database.
-        device: The device to train on.
-        display: Shows the progress.
-        check: Called often; what it raises ends the work.
+    ``check`` is called often; what it raises ends the work.
     """
 
     def __init__(
@@ -498,17 +481,16 @@ def _entry_json(plan: SweepPlan, row: EntryResult, result: SweepResult) -> dict[
 
     key = plan.value_name.replace(" ", "_")
     test, difference = mean_of(row.scores.values()), result.difference(row)
-    interval = confidence_interval(difference)
     return {
         "study": plan.study_name(row.entry),
         "settings": row.best.params if row.best else None,
         key: row.best.value if row.best else None,
         "edges": row.edges(),
         "test": {
-            "mean": finite_json(test.value),
-            "error": finite_json(test.error),
-            "difference": finite_json(difference.value),
-            "interval": finite_json(interval),
+            "mean": test.value,
+            "error": test.error,
+            "difference": difference.value,
+            "interval": confidence_interval(difference),
             "runs": [
                 {"seed": seed, "run": run(replace(row.config, seed=seed)), **state(t), **t.user_attrs.get("result", {})}
                 for seed, t in sorted(row.tests.items())
@@ -691,5 +673,6 @@ def _write_result(plan: SweepPlan, worker: SweepWorker, notes: Sequence[str]) ->
     tested = sum(len(row.tests) for row in result.entries)
     expected = sum(row.config is not None for row in result.entries) * plan.seeds
     searched = all(len(row.trials) >= row.entry.trials for row in result.entries)
-    write_json(result.path, _to_json(plan, result, finished=searched and tested >= expected), allow_nan=False)
+    finished = searched and tested >= expected
+    write_json(result.path, finite_json(_to_json(plan, result, finished=finished)))
     return result

@@ -13,7 +13,7 @@ import json
 import math
 import time
 import uuid
-from typing import Any, Literal, Self, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from tiltsam.lab.errors import UserError
 from tiltsam.lab.files import write_json
@@ -27,11 +27,7 @@ PROJECT = "tiltsam"  # of the runs in trackio and wandb
 
 
 class Tracker:
-    """Copies a run's metrics to a tracker. A context manager.
-
-    Args:
-        name: Name of the tracker.
-        record: The run.
+    """Copies a run's metrics to a tracker, until it is closed.
 
     Raises:
         UserError: If the tracker is not installed.
@@ -41,12 +37,6 @@ class Tracker:
         self._name, self._record = name, record
         self._module = find_tracker(name)
         self._written = 0  # steps of the newest line written
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def update(self, steps: float = math.inf) -> None:
         """Write the record's lines up to that many steps, each of them once."""

@@ -9,7 +9,7 @@ import signal
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -84,7 +84,7 @@ def train(
         raise ConfigError(f"until must be in (0, 1], got {until}")
     distributed = distributed or DistributedContext()
     with ExitStack() as stack:
-        tracker = stack.enter_context(TRACKERS[log](log, record)) if log and distributed.is_main else None
+        tracker = stack.enter_context(closing(TRACKERS[log](log, record))) if log and distributed.is_main else None
         result: dict[str, Any] | None = distributed.broadcast_object(record.result())
         if result is not None:
             record.check_data(fingerprint(config.task))

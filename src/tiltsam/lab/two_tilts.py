@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.display import QUIET, Display
 from tiltsam.lab.errors import ConfigError
-from tiltsam.lab.flags import format_values, parse_method
+from tiltsam.lab.flags import format_values
 from tiltsam.lab.grids import ChoiceName
 from tiltsam.lab.paper.reproduce import check_size
 from tiltsam.lab.stats import Mean, format_interval, format_mean, mean_of, paired_difference
@@ -61,6 +61,11 @@ class TiltRow:
     """The method and its own settings, as ``tiltsam sweep --methods`` takes them."""
     reference: str = ""
     """The name of the row that it is compared with, seed by seed."""
+
+    @property
+    def method(self) -> str:
+        """The method of the entry."""
+        return self.entry.partition(":")[0]
 
 
 @dataclass(frozen=True)
@@ -144,10 +149,8 @@ def select_studies(name: str, methods: Sequence[str] | None = None) -> list[Tilt
     if slash and study not in STUDIES:
         raise ConfigError(f"{NAME} has no study {study!r}; choose from {', '.join(STUDIES)}")
     studies = [STUDIES[study]] if slash else list(STUDIES.values())
-    if methods is None:
-        return studies
-    known = {parse_method(row.entry)["method"] for one in studies for row in one.rows}
-    if unknown := [method for method in methods if method not in known]:
+    known = {row.method for one in studies for row in one.rows}
+    if unknown := [method for method in methods or () if method not in known]:
         raise ConfigError(f"{name} has no method {unknown[0]!r}; choose from {', '.join(sorted(known))}")
     return restrict_methods(studies, methods)
 
@@ -156,9 +159,7 @@ def restrict_methods(studies: Sequence[TiltStudy], methods: Sequence[str] | None
     """Return the studies with the rows of some methods, or of all; those that lack all of them are left out."""
     if methods is None:
         return list(studies)
-    kept = [
-        replace(one, rows=tuple(r for r in one.rows if parse_method(r.entry)["method"] in methods)) for one in studies
-    ]
+    kept = [replace(one, rows=tuple(row for row in one.rows if row.method in methods)) for one in studies]
     return [one for one in kept if one.rows]
 
 
@@ -184,17 +185,7 @@ def run_study(
     workers: int = 1,
     display: Display = QUIET,
 ) -> SweepResult:
-    """Run a study, or what is left of it.
-
-    Args:
-        study: The study.
-        out: Folder of the records and of the sweep.
-        seeds: Tests of each row.
-        scale: Fraction of the passes.
-        device: The device to train on.
-        precision: That of the model; ``"bf16"`` uses autocast.
-        workers: Processes to start; 1 works in this one.
-        display: Shows the progress.
+    """Run a study, or what is left of it, with that many tests of each row and that fraction of the passes.
 
     Raises:
         ConfigError: If ``seeds`` or ``scale`` is out of bounds.
@@ -202,7 +193,7 @@ def run_study(
     from tiltsam.lab.sweep import sweep
 
     check_size(seeds, scale)
-    methods = {parse_method(row.entry)["method"] for row in study.rows}
+    methods = {row.method for row in study.rows}
     grid = dict(GRID)
     if methods == {"erm"}:
         del grid["rho"]

@@ -53,7 +53,7 @@ def test_recipe_runs_two_steps(name, column, here, narrow, request, monkeypatch)
             (result,) = found.results(cell)
             assert result["steps"] == cost.num_steps(config, examples) == 2
             assert result["passes"] == pytest.approx(cost.num_passes(config, examples), abs=1e-3)
-        shown = [table.rows for table in comparison_tables(found)]
+        shown = comparison_tables(found).values()
         ratios = (
             [row.pop(3) for rows in shown for row in rows] if recipe.kind == "minutes" else []
         )  # ERM may be missing
@@ -141,11 +141,11 @@ def test_reproduce_reuses_runs_and_averages_over_seeds(narrow, places):
     trained = []
     reproduce(plan, **places, display=Told(report=lambda config, progress: trained.append(config)))
     assert trained == []
-    (table,) = comparison_tables(found)
-    assert table.rows[1][0] == "ERM"
-    assert table.rows[1][1].startswith(f"{mean.value:.2f} ± ")
-    assert table.rows[1][2] == "71.39 (0.2)"
-    assert table.rows[1][-1] == "3"
+    (rows,) = comparison_tables(found).values()
+    assert rows[1][0] == "ERM"
+    assert rows[1][1].startswith(f"{mean.value:.2f} ± ")
+    assert rows[1][2] == "71.39 (0.2)"
+    assert rows[1][-1] == "3"
 
 
 @pytest.fixture
@@ -185,10 +185,10 @@ def test_missing_data_skips_the_column(narrow, tmp_path):
     (line,) = said
     assert "tiny-resnet18" in line
     assert "tiny-imagenet-200" in line
-    first, second = comparison_tables(found)
-    assert first.rows[1][1] != "not run"
-    assert second.rows[1][1:3] == ["not run", "71.10 (0.2)"]
-    assert second.rows[1][-1] == "0 of 1"
+    first, second = comparison_tables(found).values()
+    assert first[1][1] != "not run"
+    assert second[1][1:3] == ["not run", "71.10 (0.2)"]
+    assert second[1][-1] == "0 of 1"
     with pytest.raises(DataError, match="wnids"):
         reproduce(
             ReproductionPlan(find_recipe("images/tiny-resnet18"), 1, 0.01), tmp_path / "runs", root=tmp_path / "none"
@@ -271,11 +271,11 @@ def test_losses_are_measured_once(narrow, places, monkeypatch):
         for cell in recipe.cells:
             losses, result = measured[cell.config.method], found.results(cell)[seed]
             assert losses["test"]["ERM"] == pytest.approx(result["test_loss"], rel=1e-4)  # as training reported it
-    train, _ = comparison_tables(found)
+    train, _ = comparison_tables(found).values()
     values = [measured["tsam"]["train"]["SAM"] for measured in found.measured]
     error = torch.tensor(values).double().std().item() / 2**0.5
-    assert train.rows[2][0] == "TSAM"
-    assert train.rows[2][3:5] == [f"{sum(values) / 2:.4f} ± {error:.4f}", "0.27"]
+    assert train[2][0] == "TSAM"
+    assert train[2][3:5] == [f"{sum(values) / 2:.4f} ± {error:.4f}", "0.27"]
     assert values[0] == pytest.approx(loss_uphill(found.records(recipe.cells[1])[0], places["root"], 0.05), rel=1e-4)
     monkeypatch.setattr(reproduce_module, "cross_runs", None)  # fails if called
     assert reproduce(plan, **places).measured == found.measured

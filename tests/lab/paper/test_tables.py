@@ -10,7 +10,7 @@ from tiltsam.lab.paper.tables import comparison_tables, write_numbers
 def test_tables_print_the_papers_digits(tmp_path):
     def rows(recipe):
         found = Reproduction(ReproductionPlan(find_recipe(recipe)), tmp_path)
-        return [row for table in comparison_tables(found) for row in table.rows]
+        return [row for rows in comparison_tables(found).values() for row in rows]
 
     assert [row[2] for row in rows("glue/cola")][1:3] == ["52 / 80.34", "52 / 80.48"]
     assert [row[2] for row in rows("glue/mnli")][1:3] == ["79.6", "81.1"]
@@ -29,7 +29,7 @@ def test_measured_tables_count_their_runs(name, narrow, places):
     sam = recipe.cells[1]
 
     def runs():
-        (rows, *_) = [table.rows for table in comparison_tables(found)]
+        (rows, *_) = comparison_tables(found).values()
         if name == "losses":
             return [rows[0][-1], rows[1][-1], rows[2][-1]]
         return [text for text in rows[-1] if text]
@@ -43,7 +43,7 @@ def test_measured_tables_count_their_runs(name, narrow, places):
 def test_curve_table_before_the_first_evaluation(narrow, places):
     recipe = find_recipe("convergence/cifar100-resnet18").select(methods=["erm"])
     found = reproduce(ReproductionPlan(recipe, seeds=1, scale=0.01, device="cpu"), **places)  # two epochs
-    ((heading, row),) = [table.rows for table in comparison_tables(found)]
+    ((heading, row),) = comparison_tables(found).values()
     shown = dict(zip(heading, row, strict=True))
     assert shown["ours: at 25%"] == "–"
     assert "–" not in (shown["ours: at 50%"], shown["ours: at 75%"], shown["ours: at 100%"])
@@ -57,10 +57,10 @@ def test_write_numbers_holds_what_the_tables_show(narrow, places, tmp_path):
     recipe = find_recipe("tilt/noisy-resnet18").select(methods=["sam"])
     found = reproduce(ReproductionPlan(recipe, seeds=1, scale=0.01, device="cpu"), **places)
     (cell,) = written(found)["cells"]
-    (table,) = comparison_tables(found)
+    (rows,) = comparison_tables(found).values()
     assert list(cell["along"]) == ["0.25", "0.5", "0.75", "1"]
-    assert f"{cell['along']['1']['value']:.2f}" == table.rows[1][4]
-    assert f"{cell['at_best_validation']['value']:.2f}" == table.rows[1][5]
+    assert f"{cell['along']['1']['value']:.2f}" == rows[1][4]
+    assert f"{cell['at_best_validation']['value']:.2f}" == rows[1][5]
     assert cell["stopped_early"] == [{"value": 69.18, "source": "fig:multiple_t", "error": None, "digits": 2}]
     losses = find_recipe("losses").select(methods=["tsam"])
     (cell,) = written(reproduce(ReproductionPlan(losses, seeds=1, scale=0.005, device="cpu"), **places))["cells"]

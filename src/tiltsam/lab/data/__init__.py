@@ -19,7 +19,7 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
 
@@ -103,22 +103,20 @@ def load(
     if download and (source := pretrained.source_of(config.model)):
         pretrained.fetch(source)
     _, _, path = config.task.partition(":")
-    return task.read(
+    digest = fingerprint(config.task) if path else ""  # before reading: the files may be edited meanwhile
+    data = task.read(
         Request(
-            name=config.task,
+            config,
             path=Path(path).expanduser() if path else data_root(root),
             files=task.files,
-            seed=config.seed,
-            validation=config.validation,
             noise=task.noise if config.noise is None else config.noise,
             imbalance=task.imbalance,
-            model=config.model,
-            max_length=config.max_length,
             image_size=config.image_size or task.image_size or 0,
             download=download,
             progress=progress,
         )
     )
+    return replace(data, fingerprint=digest)
 
 
 def data_loader(

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.errors import DataError
 
 __all__ = [
@@ -100,24 +101,16 @@ class Data:
 class Request:
     """What to load: the argument of every task's reader."""
 
-    name: str
-    """Name of the task."""
+    config: TrainConfig
+    """The run: its task, seed, validation fraction, model and maximum number of tokens."""
     path: Path
     """The data root, or the path of the user's data."""
     files: str
     """Description of the files that the task needs, for error messages."""
-    seed: int
-    """Seed of the validation split and the label noise."""
-    validation: float
-    """Fraction of the training examples held out for validation."""
     noise: float
     """Fraction of training and validation labels replaced with wrong ones."""
     imbalance: float
     """Examples of the largest class per example of the smallest, in training and validation; 1 keeps all examples."""
-    model: str
-    """Name of the model, whose tokenizer splits texts."""
-    max_length: int
-    """Maximum number of tokens in a text."""
     image_size: int
     """Height and width to which image files are resized."""
     download: bool
@@ -129,14 +122,10 @@ class Request:
 def noisy_labels(labels: Tensor, fraction: float, num_classes: int, generator: torch.Generator) -> Tensor:
     """Return a copy of the labels in which a fraction is replaced, uniformly by one of the *other* classes.
 
+    Exactly round(fraction · n) labels are replaced.
+
     Note:
         This follows the paper's text. Its code draws from all classes, so that some "wrong" labels are right.
-
-    Args:
-        labels: Classes (n,), int64.
-        fraction: Fraction to replace: exactly round(fraction · n) labels.
-        num_classes: Number of classes.
-        generator: Chooses which labels are replaced, and by what.
     """
     wrong = torch.randperm(len(labels), generator=generator)[: round(fraction * len(labels))]
     shift = torch.randint(1, max(2, num_classes), wrong.shape, generator=generator)
@@ -149,16 +138,7 @@ def long_tail(labels: Tensor, imbalance: float, num_classes: int, generator: tor
     """Return the rows to keep so that the sizes of the classes fall exponentially (Cao et al. 2019).
 
     Class c of C keeps round(n_max · imbalance^(-c / (C - 1))) examples, or all if it has fewer, where n_max is the size
-    of the largest class.
-
-    Args:
-        labels: Classes (n,), int64.
-        imbalance: Size of the first class divided by that of the last.
-        num_classes: Number of classes.
-        generator: Chooses which examples are kept.
-
-    Returns:
-        The rows, sorted.
+    of the largest class. The rows are sorted.
     """
     order = torch.randperm(len(labels), generator=generator)
     most = int(labels.bincount().max())
@@ -171,10 +151,7 @@ def long_tail(labels: Tensor, imbalance: float, num_classes: int, generator: tor
 def split_at_random(n: int, fraction: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Divide 0…n-1 at random into two sorted parts.
 
-    Args:
-        n: Number of examples.
-        fraction: Size of the second part: round(fraction · n), at least 1 if the fraction is not 0, at most n - 1.
-        generator: Chooses the second part.
+    The second part has round(fraction · n) entries, at least 1 if the fraction is not 0, at most n - 1.
     """
     size = min(n - 1, max(1, round(fraction * n))) if fraction else 0
     order = torch.randperm(n, generator=generator)
@@ -196,25 +173,18 @@ def assemble(
 ) -> Data:
     """Apply the imbalance, add label noise, split the examples, standardise features, compute statistics of images.
 
-    Args:
-        request: Seed, imbalance, noise and validation fraction. An imbalance needs ``num_validation=None``.
-        pool: The training and validation examples.
-        test: The test set; None to take it from the pool, the same one for every seed.
-        num_classes: Number of classes; 1 for a regression.
-        num_validation: Size of a published validation set, at the end of the pool; None to split at random.
-        test_fraction: Fraction of the pool to test on if ``test`` is None.
-        metrics: As in :class:`Data`.
-        augment: As in :class:`Data`.
-        sources: As in :class:`Data`, of the pool.
-        class_names: As in :class:`Data`.
+    The pool has the training and validation examples. Its last ``num_validation`` examples are a published validation
+    set; None splits at random, which an imbalance needs. If ``test`` is None, ``test_fraction`` of the pool becomes the
+    test set, the same one for every seed. ``sources`` are those of the pool; the rest is as in :class:`Data`.
 
     Raises:
         DataError: If there are too few examples, or label noise was requested for a regression.
     """
+    name, seed = request.config.task, request.config.seed
     rows = torch.arange(len(pool))
     if test is None:
         if len(pool) < 4:
-            raise DataError(f"{request.name} must have at least 4 examples to split off a test set, got {len(pool)}")
+            raise DataError(f"{name} must have at least 4 examples to split off a test set, got {len(pool)}")
         rows, held_out = split_at_random(len(pool), test_fraction, _generator(0, 2))
         pool, test = pool[rows], pool[held_out]
     if request.imbalance > 1:  # the same examples for every seed, as in a published data set
@@ -223,20 +193,20 @@ def assemble(
     wrong: Tensor | None = None
     if request.noise:
         if num_classes < 2:
-            raise DataError(f"{request.name} is a regression: noise must be 0, got {request.noise:g}")
-        labels = noisy_labels(pool.targets, request.noise, num_classes, _generator(request.seed, 1))
+            raise DataError(f"{name} is a regression: noise must be 0, got {request.noise:g}")
+        labels = noisy_labels(pool.targets, request.noise, num_classes, _generator(seed, 1))
         wrong = labels != pool.targets
         pool = replace(pool, targets=labels)
     if num_validation is not None:
         first, second = torch.arange(len(pool)).split([len(pool) - num_validation, num_validation])
     else:
-        first, second = split_at_random(len(pool), request.validation, _generator(request.seed, 0))
+        first, second = split_at_random(len(pool), request.config.validation, _generator(seed, 0))
     train, validation = pool[first], pool[second]
     if "x" in train.inputs:
         train, validation, test = _standardised((train, validation, test))
     mean, std = _channel_statistics(train.inputs["image"]) if "image" in train.inputs else ((), ())
     return Data(
-        request.name,
+        name,
         train,
         validation,
         test,

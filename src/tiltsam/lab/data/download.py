@@ -113,7 +113,7 @@ def require(
     """Check that a data set's files exist; download them if that was requested.
 
     Args:
-        request: The request.
+        request: What to load.
         source: Key of :data:`SOURCES`.
         paths: The files.
         folder: Folder to download into.
@@ -131,17 +131,12 @@ def require(
     if missing:
         raise DataError(
             f"{missing[0]} is missing: pass --download, or put the files of {SOURCES[source][0].url} into {folder}; "
-            f"{request.name} needs {request.files}"
+            f"{request.config.task} needs {request.files}"
         )
 
 
 def fetch(remotes: Sequence[Remote], folder: Path, progress: LoadingCallback | None = None) -> None:
-    """Download files into a folder and unpack the archives among them.
-
-    Args:
-        remotes: The files.
-        folder: Created if it does not exist.
-        progress: Called with the progress of each file.
+    """Download files into a folder, created if it does not exist, and unpack the archives among them.
 
     Raises:
         DataError: As :func:`download` and :func:`extract`.

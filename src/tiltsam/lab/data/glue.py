@@ -105,22 +105,19 @@ def glue(request: Request, *, name: str) -> Data:
     existing = [folder / file for folder in folders for file in task.dev if (folder / file).exists()]
     dev = [*existing, folders[0] / task.dev[0]][0]
     train, folder = dev.with_name(task.train), dev.parent
-    if name == "mrpc":
-        require(request, "glue/mrpc", [train, dev], folder, prepare=_split_mrpc)
-    else:
-        require(request, f"glue/{name}", [train, dev], home)
+    target, prepare = (folder, _split_mrpc) if name == "mrpc" else (home, None)
+    require(request, f"glue/{name}", [train, dev], target, prepare=prepare)
     tables = [read_glue(path, task) for path in (train, dev)]
     if task.classes:
         targets = [torch.tensor(table.classes(task.classes)) for table in tables]
     else:
         targets = [torch.tensor(table.values(), dtype=torch.float32) / 5 for table in tables]  # STS-B scores are 0…5
     pool, test = tokenize(request, tables, targets)
-    num_classes = len(task.classes) or 1
     return assemble(
         request,
         pool,
         test,
-        num_classes,
+        len(task.classes) or 1,
         metrics=task.metrics,
         sources=tables[0].sources(),
         class_names=task.classes,

@@ -99,6 +99,6 @@ def tokenize(request: Request, tables: Sequence[TextTable], targets: Sequence[Te
     """Return one split per table, with tokens of the model's tokenizer, all padded to the same length."""
     first = [sentence for table in tables for sentence in table.first]
     second = None if tables[0].second is None else [sentence for table in tables for sentence in table.second or ()]
-    tokens = pretrained.tokenize(first, second, model=request.model, max_length=request.max_length)
+    tokens = pretrained.tokenize(first, second, model=request.config.model, max_length=request.config.max_length)
     pieces = {name: x.split([len(table) for table in tables]) for name, x in tokens.items()}
     return [Split({name: x[i] for name, x in pieces.items()}, y) for i, y in enumerate(targets)]

@@ -37,15 +37,9 @@ SPLIT_NAMES = {"train", "training", "test", "testing", *VALIDATION_NAMES}
 
 
 def fingerprint(task: str) -> str:
-    """Return a digest of the user's files, which changes if they are edited.
+    """Return a digest of the user's files, which changes if they are edited; empty for a public data set or no files.
 
     Arrays and tables are digested byte by byte; images, which may be many, by their names and sizes.
-
-    Args:
-        task: Name of a task.
-
-    Returns:
-        Hexadecimal digits; empty for a public data set, and if there are no files.
     """
     kind, _, name = task.partition(":")
     path = Path(name).expanduser()
@@ -74,7 +68,6 @@ def _digest_of_state(path: Path, *_: int) -> str:
 
 def _assemble(
     request: Request,
-    digest: str,
     splits: Sequence[Split],
     num_classes: int,
     *,
@@ -107,8 +100,10 @@ def _assemble(
     if num_classes > 1:
         _warn_of_untrained_classes(data)
     elif len(data.test.targets.unique()) < 2:
-        warnings.warn(f"the test set of {request.name} has a single value: its correlation counts as 0", stacklevel=2)
-    return replace(data, fingerprint=digest, test_split_off=0.0 if test else TEST_FRACTION)
+        warnings.warn(
+            f"the test set of {request.config.task} has a single value: its correlation counts as 0", stacklevel=2
+        )
+    return data if test else replace(data, test_split_off=TEST_FRACTION)
 
 
 def _warn_of_untrained_classes(data: Data) -> None:
@@ -132,8 +127,6 @@ def _warn_validation_ignored(places: Sequence[str]) -> None:
 def load_images(request: Request) -> Data:
     """Load a folder with one folder of images per class, or with folders ``train`` and ``test`` of that form."""
     folders = _image_folders(request.path)
-    _check_no_splits(folders[0])
-    digest = fingerprint(request.name)
     folder_classes = [class_folders(folder) for folder in folders]
     if len(folders) == 2:
         _warn_validation_ignored([str(p) for p in request.path.iterdir() if p.name in VALIDATION_NAMES])
@@ -146,9 +139,7 @@ def load_images(request: Request) -> Data:
         splits.append(image_split(request, files, f"images of {folder.name}"))
         sources.append([str(path) for path, _ in files])
     # No flip: a mirrored letter or traffic sign may be another one.
-    return _assemble(
-        request, digest, splits, len(number), augment=(crop,), sources=sources[0], class_names=list(number)
-    )
+    return _assemble(request, splits, len(number), augment=(crop,), sources=sources[0], class_names=list(number))
 
 
 def _check_no_splits(folder: Path) -> None:
@@ -166,9 +157,11 @@ def _check_no_splits(folder: Path) -> None:
 
 
 def _image_folders(folder: Path) -> list[Path]:
-    """Return the folders ``train`` and ``test``, or the folder itself."""
+    """Return the folders ``train`` and ``test``, or the folder itself if its folders are classes."""
     parts = [folder / "train", folder / "test"]
-    return parts if all(part.is_dir() for part in parts) else [folder]
+    folders = parts if all(part.is_dir() for part in parts) else [folder]
+    _check_no_splits(folders[0])
+    return folders
 
 
 # -------------------------------------------------------------------------------------------------------------- text:
@@ -176,7 +169,6 @@ def _image_folders(folder: Path) -> list[Path]:
 
 def load_text(request: Request) -> Data:
     """Load a table with columns text[, text2] and label or score, or a folder with tables ``train`` and ``test``."""
-    digest = fingerprint(request.name)
     if request.path.is_dir():
         files = [p for p in request.path.iterdir() if p.suffix in (".csv", ".tsv")]
         _warn_validation_ignored([str(p) for p in files if p.stem in VALIDATION_NAMES])
@@ -197,14 +189,13 @@ def load_text(request: Request) -> Data:
         names = _class_names(tables[0])
         targets = [torch.tensor(table.classes(names)) for table in tables]
     splits = tokenize(request, tables, targets)
-    return _assemble(request, digest, splits, len(names) or 1, sources=tables[0].sources(), class_names=names)
+    return _assemble(request, splits, len(names) or 1, sources=tables[0].sources(), class_names=names)
 
 
 def read_table(path: Path) -> tuple[TextTable, bool]:
     """Read a table with a header: ``text``, optionally ``text2``, and ``label`` (classes) or ``score`` (numbers).
 
-    Args:
-        path: A ``.csv`` file, with commas and quotes, or a ``.tsv`` file, with tabs and without quotes.
+    A ``.csv`` file has commas and quotes, a ``.tsv`` file tabs and no quotes.
 
     Returns:
         The table, and whether its labels are scores.
@@ -276,7 +267,7 @@ def _class_names(table: TextTable) -> list[str]:
 
 def load_arrays(request: Request) -> Data:
     """Load uint8 images or rows of features: ``x`` and ``y``, or ``x_train``, ``y_train``, ``x_test``, ``y_test``."""
-    digest, path, arrays = fingerprint(request.name), request.path, read_npz(request.path)
+    path, arrays = request.path, read_npz(request.path)
     names = [("x_train", "y_train"), ("x_test", "y_test")] if "x_train" in arrays else [("x", "y")]
     if len(names) == 1 and "x_test" in arrays:
         raise DataError(f"{path} has x_test but no x_train: name the arrays x_train, y_train, x_test, y_test")
@@ -307,7 +298,7 @@ def load_arrays(request: Request) -> Data:
                 f"from y if your classes start at {first}",
                 stacklevel=2,
             )
-    return _assemble(request, digest, splits, num_classes)
+    return _assemble(request, splits, num_classes)
 
 
 def read_npz(path: Path) -> Mapping[str, np.ndarray]:

@@ -123,12 +123,8 @@ def dtd(request: Request) -> Data:
 def read_cifar(paths: Sequence[Path], label_bytes: int, num_classes: int) -> tuple[Tensor, Tensor]:
     """Read images and labels of CIFAR's binary version.
 
-    A record is a label (CIFAR-100: coarse, then fine) and 3072 bytes: red, green and blue, row by row.
-
-    Args:
-        paths: The files to concatenate.
-        label_bytes: 1 for CIFAR-10; 2 for CIFAR-100, of which the second one, the fine label, is used.
-        num_classes: Number of classes.
+    A record is a label and 3072 bytes: red, green and blue, row by row. CIFAR-100 has two bytes of label, coarse and
+    fine, of which the second one is used.
 
     Returns:
         uint8 (n, 3, 32, 32) and int64 (n,).
@@ -152,11 +148,7 @@ def read_cifar(paths: Sequence[Path], label_bytes: int, num_classes: int) -> tup
 
 
 def read_idx(path: Path, dimensions: int) -> Tensor:
-    """Read an idx file (MNIST's format) of unsigned bytes, gzipped or not.
-
-    Args:
-        path: The file.
-        dimensions: 3 for images, 1 for labels.
+    """Read an idx file (MNIST's format) of unsigned bytes, gzipped or not: 3 dimensions for images, 1 for labels.
 
     Raises:
         DataError: If the file cannot be read, is truncated, or is not an idx file of that many dimensions.

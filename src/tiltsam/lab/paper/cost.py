@@ -25,11 +25,9 @@ def num_steps(config: TrainConfig, examples: int) -> int:
 
 
 def num_passes(config: TrainConfig, examples: int | None = None) -> float:
-    """Return the forward+backward passes of a run; a forward pass alone counts a third.
+    """Return the forward+backward passes of a run whose budget is in epochs; a forward pass alone counts a third.
 
-    Args:
-        config: The run; its budget is in epochs.
-        examples: Training examples; by default those of the published data set.
+    By default the run trains on as many examples as the published data set has.
 
     Example:
         >>> from tiltsam.lab.paper.settings import column_config
@@ -57,13 +55,7 @@ def measuring_passes(plan: ReproductionPlan, config: TrainConfig) -> float:
 def print_costs(
     plans: Sequence[ReproductionPlan], studies: Sequence[TiltStudy] = (), study_seeds: int = two_tilts.SEEDS
 ) -> None:
-    """Print what each recipe shows, then the runs and passes of the recipes and their columns.
-
-    Args:
-        plans: The recipes.
-        studies: The studies of ``two-tilts`` to list with them.
-        study_seeds: Seeds of these.
-    """
+    """Print what each recipe shows, then the runs and passes of recipes, their columns, and studies of two-tilts."""
     width = max(len(plan.recipe.name) for plan in plans)
     for plan in plans:
         print(f"{plan.recipe.name:{width}}  {plan.recipe.description[0]} ({plan.recipe.source})")

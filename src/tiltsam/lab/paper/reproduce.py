@@ -156,8 +156,17 @@ class Reproduction:
 
     @property
     def data_differences(self) -> dict[str, str]:
-        """By column: how its data differ from the published data set."""
-        return {column: text for column in self.plan.recipe.columns if (text := _data_difference(self, column))}
+        """By column: how its data differ from the published data set, if the steps per epoch do."""
+        differences: dict[str, str] = {}
+        for cell in self.plan.recipe.cells:
+            config = self.plan.configs(cell)[0]
+            published = training_examples(config)
+            expected = published // min(config.batch_size, published)
+            for result in self.results(cell):
+                if (steps := round(result["steps"] / result["epoch"])) != expected:
+                    text = f"not the paper's data: steps per epoch {steps} instead of {expected}"
+                    differences.setdefault(cell.column, text)
+        return differences
 
     def results(self, cell: RecipeCell) -> list[dict[str, Any]]:
         """Return the final numbers of the finished runs of a cell."""
@@ -181,13 +190,6 @@ def reproduce(
     """Run a recipe. A second call continues where the first stopped.
 
     A column whose data is missing is reported and skipped.
-
-    Args:
-        plan: The recipe, and how much of it.
-        out: Folder of the records.
-        root: Folder of the data sets.
-        download: Download missing data sets and models.
-        display: Shows the progress of runs and measurements, and the columns that are not run.
 
     Raises:
         DataError: If the data of all columns is missing.
@@ -217,24 +219,8 @@ def reproduce(
 
 def _columns_by_data(recipe: Recipe) -> list[list[str]]:
     """Return the columns, those together that use the same data, so that it is loaded once."""
-    groups: dict[TrainConfig, list[str]] = {}
-    for cell in recipe.cells:
-        columns = groups.setdefault(data_key(cell.config), [])
-        if cell.column not in columns:
-            columns.append(cell.column)
-    return list(groups.values())
-
-
-def _data_difference(reproduction: Reproduction, column: str) -> str:
-    """Return how the data of a column differ from the published data set; empty if the steps per epoch agree."""
-    for cell in reproduction.plan.recipe.cells:
-        config = reproduction.plan.configs(cell)[0]
-        for result in reproduction.results(cell) if cell.column == column else ():
-            steps, published = round(result["steps"] / result["epoch"]), training_examples(config)
-            expected = published // min(config.batch_size, published)
-            if steps != expected:
-                return f"not the paper's data: steps per epoch {steps} instead of {expected}"
-    return ""
+    keys = {cell.column: data_key(cell.config) for cell in recipe.cells}
+    return [[column for column in keys if keys[column] == key] for key in dict.fromkeys(keys.values())]
 
 
 # ------------------------------------------------------------------------------------------------- measuring

@@ -6,9 +6,9 @@ import math
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import tiltsam
 from tiltsam.lab import files
@@ -21,22 +21,18 @@ from tiltsam.lab.paper.reproduce import Reproduction, ReproductionPlan
 from tiltsam.lab.paper.settings import COLUMNS
 from tiltsam.lab.stats import Mean, count_of, format_mean, mean_of
 
-__all__ = ["ComparisonTable", "comparison_tables", "our_scores", "print_header", "print_results", "write_numbers"]
+__all__ = ["comparison_tables", "our_scores", "print_header", "print_results", "write_numbers"]
 
 NOT_RUN = "not run"
 NO_NUMBER = "–"  # only a figure of the paper shows it, or we have none
 FRACTIONS = (0.25, 0.5, 0.75, 1.0)  # of a run, at which curves are compared
 
 
-@dataclass(frozen=True)
-class ComparisonTable:
-    """A table of our numbers and the paper's. The first row is the heading."""
-
-    title: str
-    rows: list[list[str]]
+Tables: TypeAlias = dict[str, list[list[str]]]
+"""Rows of our numbers and the paper's, headings first, by the title of the table."""
 
 
-def comparison_tables(reproduction: Reproduction) -> list[ComparisonTable]:
+def comparison_tables(reproduction: Reproduction) -> Tables:
     """Return the tables of a recipe."""
     return _KINDS[reproduction.plan.recipe.kind](reproduction)
 
@@ -57,23 +53,21 @@ def _metrics(cell: RecipeCell) -> tuple[str, ...]:
 # ------------------------------------------------------------------------------------------------- results of training
 
 
-def _score_tables(reproduction: Reproduction) -> list[ComparisonTable]:
-    tables = []
-    for column, cells in _by_column(reproduction):
+def _score_tables(reproduction: Reproduction) -> Tables:
+    tables = {}
+    for title, cells in _columns(reproduction):
         rows = [["", f"ours: test {' / '.join(_metrics(cells[0]))} ×100", "paper", "passes", "minutes", "runs"]]
         for cell in cells:
             scores = " / ".join(_ours(score, 2) for score in our_scores(reproduction, cell))
-            costs = (
-                _ours(_passes(reproduction, cell), 0, error=False),
-                _ours(_minutes(reproduction, cell), 1, error=False),
-            )
-            rows.append([cell.row, scores, _paper(cell.paper), *costs, _runs(reproduction, cell)])
-        tables.append(ComparisonTable(_title(reproduction, column), rows))
+            passes = _ours(_passes(reproduction, cell), 0, error=False)
+            minutes = _ours(_minutes(reproduction, cell), 1, error=False)
+            rows.append([cell.row, scores, _paper(cell.paper), passes, minutes, _runs(reproduction, cell)])
+        tables[title] = rows
     if reproduction.plan.recipe.name == "glue":
         rows = [["", "ours", "paper"]]
         for method, mean in _glue_averages(reproduction).items():
             rows.append([method.upper(), _ours(mean, 2), _paper(numbers.GLUE_AVERAGE[method])])
-        tables.append(ComparisonTable(f"GLUE, mean of all numbers ({reproduction.plan.recipe.source})", rows))
+        tables[f"GLUE, mean of all numbers ({reproduction.plan.recipe.source})"] = rows
     return tables
 
 
@@ -89,24 +83,24 @@ def _glue_averages(reproduction: Reproduction) -> dict[str, Mean]:
     return averages
 
 
-def _minute_tables(reproduction: Reproduction) -> list[ComparisonTable]:
-    tables = []
-    for column, cells in _by_column(reproduction):
+def _minute_tables(reproduction: Reproduction) -> Tables:
+    tables = {}
+    for title, cells in _columns(reproduction):
         means = {cell.row: _minutes(reproduction, cell) for cell in cells}
-        erm, printed = means.get("ERM", mean_of([])), numbers.MINUTES[column]["erm"][0].value
+        erm, printed = means.get("ERM", mean_of([])), numbers.MINUTES[cells[0].column]["erm"][0].value
         rows = [["", "ours: minutes", "paper: minutes", "ours: times ERM", "paper: times ERM", "runs"]]
         for cell in cells:
             mean = means[cell.row]
             ratio = f"{mean.value / erm.value:.2f}" if erm.runs and mean.runs else NOT_RUN
             paper = _paper(cell.paper), f"{cell.paper[0].value / printed:.2f}"
             rows.append([cell.row, _ours(mean, 2), paper[0], ratio, paper[1], _runs(reproduction, cell)])
-        tables.append(ComparisonTable(_title(reproduction, column), rows))
+        tables[title] = rows
     return tables
 
 
-def _curve_tables(reproduction: Reproduction) -> list[ComparisonTable]:
-    tables = []
-    for column, cells in _by_column(reproduction):
+def _curve_tables(reproduction: Reproduction) -> Tables:
+    tables = {}
+    for title, cells in _columns(reproduction):
         at = [f"ours: at {100 * fraction:g}%" for fraction in FRACTIONS]
         rows = [["test accuracy ×100", *at, "ours: at best validation", "paper: at the end", "runs"]]
         for cell in cells:
@@ -115,7 +109,7 @@ def _curve_tables(reproduction: Reproduction) -> list[ComparisonTable]:
             if cell.stopped_early:
                 early = _paper(cell.stopped_early)
                 rows.append([f"{cell.row}, stopped early", *[""] * len(FRACTIONS), means[-1], early, ""])
-        tables.append(ComparisonTable(_title(reproduction, column), rows))
+        tables[title] = rows
     return tables
 
 
@@ -146,8 +140,8 @@ def _minutes(reproduction: Reproduction, cell: RecipeCell) -> Mean:
 # ------------------------------------------------------------------------------------------------- measurements
 
 
-def _loss_tables(reproduction: Reproduction) -> list[ComparisonTable]:
-    tables = []
+def _loss_tables(reproduction: Reproduction) -> Tables:
+    tables = {}
     for split, by_objective in numbers.LOSSES.items():
         rows = [["trained by", *(f"{name}: {who}" for name in by_objective for who in ("ours", "paper")), "runs"]]
         for cell in reproduction.plan.recipe.cells:
@@ -156,14 +150,14 @@ def _loss_tables(reproduction: Reproduction) -> list[ComparisonTable]:
                 row += [_ours(_measured(reproduction, method, split, objective), 4), _paper(printed[method])]
             rows.append([*row, _runs(reproduction, cell)])
         title = f"{split} losses under the objectives of ERM, SAM and TSAM ({reproduction.plan.recipe.source})"
-        tables.append(ComparisonTable(title, rows))
+        tables[title] = rows
     return tables
 
 
-def _neighborhood_tables(reproduction: Reproduction) -> list[ComparisonTable]:
+def _neighborhood_tables(reproduction: Reproduction) -> Tables:
     recipe = reproduction.plan.recipe
     stds: list[float] = next((n["std"] for seed in reproduction.measured for n in seed.values()), [])
-    tables = []
+    tables = {}
     for statistic in ("mean", "variance"):
         rows = [["std of the noise", *(f"{cell.row}: ours" for cell in recipe.cells)]]
         for k, std in enumerate(stds):
@@ -171,11 +165,11 @@ def _neighborhood_tables(reproduction: Reproduction) -> list[ComparisonTable]:
             rows.append([f"{std:g}", *(_ours(mean, None) for mean in means)])
         rows.append(["runs", *(_runs(reproduction, cell) for cell in recipe.cells)])
         title = f"{statistic} of the training loss around the minimum ({recipe.source}: a figure without numbers)"
-        tables.append(ComparisonTable(title, rows))
+        tables[title] = rows
     return tables
 
 
-def _eigenvalue_tables(reproduction: Reproduction) -> list[ComparisonTable]:
+def _eigenvalue_tables(reproduction: Reproduction) -> Tables:
     cells = reproduction.plan.recipe.cells
     rows = [["", *(f"{cell.row}: {who}" for cell in cells for who in ("ours", "paper"))]]
     for k in range(5):
@@ -184,11 +178,7 @@ def _eigenvalue_tables(reproduction: Reproduction) -> list[ComparisonTable]:
             row += [_ours(_measured(reproduction, cell.method, "values", k), 2), _paper(cell.paper[k : k + 1])]
         rows.append(row)
     rows.append(["runs", *(text for cell in cells for text in (_runs(reproduction, cell), ""))])
-    return [
-        ComparisonTable(
-            f"largest eigenvalues of the Hessian of the training loss ({reproduction.plan.recipe.source})", rows
-        )
-    ]
+    return {f"largest eigenvalues of the Hessian of the training loss ({reproduction.plan.recipe.source})": rows}
 
 
 def _measured(reproduction: Reproduction, method: str, first: str, second: str | int) -> Mean:
@@ -203,7 +193,7 @@ def _measured(reproduction: Reproduction, method: str, first: str, second: str |
     return mean_of([float(value) for value in values])
 
 
-_KINDS: dict[str, Callable[[Reproduction], list[ComparisonTable]]] = {
+_KINDS: dict[str, Callable[[Reproduction], Tables]] = {
     "scores": _score_tables,
     "minutes": _minute_tables,
     "curves": _curve_tables,
@@ -216,13 +206,11 @@ _KINDS: dict[str, Callable[[Reproduction], list[ComparisonTable]]] = {
 # ------------------------------------------------------------------------------------------------- text
 
 
-def _by_column(reproduction: Reproduction) -> list[tuple[str, list[RecipeCell]]]:
+def _columns(reproduction: Reproduction) -> list[tuple[str, list[RecipeCell]]]:
+    """Return the cells of each column, with the title of its table."""
     recipe = reproduction.plan.recipe
-    return [(column, [cell for cell in recipe.cells if cell.column == column]) for column in recipe.columns]
-
-
-def _title(reproduction: Reproduction, column: str) -> str:
-    return f"{COLUMNS[column].title} ({reproduction.plan.recipe.source})"
+    cells = {column: [cell for cell in recipe.cells if cell.column == column] for column in recipe.columns}
+    return [(f"{COLUMNS[column].title} ({recipe.source})", own) for column, own in cells.items()]
 
 
 def _ours(mean: Mean, digits: int | None, *, error: bool = True) -> str:
@@ -265,8 +253,8 @@ def print_header(plan: ReproductionPlan) -> None:
 def print_results(reproduction: Reproduction) -> None:
     """Print the tables, then every deviation from the paper."""
     plan = reproduction.plan
-    for table in comparison_tables(reproduction):
-        print_table(table.title, table.rows)
+    for title, rows in comparison_tables(reproduction).items():
+        print_table(title, rows)
     ours = count_of(plan.seeds, "seed") + (", mean ± standard error" if plan.seeds > 1 else "")
     print(f"\nours: {ours}; paper: printed error in parentheses; {NO_NUMBER}: no number")
     for line in plan.deviations():

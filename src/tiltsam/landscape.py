@@ -182,8 +182,6 @@ def slice_2d(
     Warns:
         UserWarning: If the directions are parallel.
     """
-    if _are_parallel(direction_x, direction_y):
-        warn("the directions are parallel: the second random one is random_direction(model, index=1)", UserWarning)
     x, y = _positions("span_x", span_x, num_points), _positions("span_y", span_y, num_points)
     points = [(a, b) for b in y.tolist() for a in x.tolist()]
     losses = _losses_at(model, loss_fn, batches, [direction_x, direction_y], points, seed, size_of, progress)
@@ -255,13 +253,6 @@ def between(
     return Slice1D(positions, losses, label)
 
 
-def _are_parallel(a: Direction, b: Direction) -> bool:
-    """Return whether two directions span a line. Parts in which they have different names or shapes do not count."""
-    inner = sum(float((x * b[name]).sum()) for name, x in a.items() if name in b and x.shape == b[name].shape)
-    norms = [math.hypot(*(float(x.norm()) for x in direction.values())) for direction in (a, b)]
-    return abs(inner) > (1 - 1e-6) * norms[0] * norms[1]
-
-
 def _losses_at(
     model: nn.Module,
     loss_fn: LossFn,
@@ -280,6 +271,8 @@ def _losses_at(
         for name, part in direction.items():
             if name not in known or part.shape != known[name].shape:
                 raise ValueError(f"a direction must fit the model, got {name!r} of shape {tuple(part.shape)}")
+    if len(directions) == 2 and _are_parallel(*directions):
+        warn("the directions are parallel: the second random one is random_direction(model, index=1)", UserWarning)
     moved = [name for name in known if any(name in direction for direction in directions)]
     with LossSurface(model, loss_fn, batches, parameters=moved, size_of=size_of, seed=seed) as surface:
         losses = torch.empty(len(points), dtype=torch.float64, device="cpu")
@@ -289,6 +282,15 @@ def _losses_at(
             if progress is not None:
                 progress(i + 1, len(points))
     return losses
+
+
+def _are_parallel(a: Direction, b: Direction) -> bool:
+    """Return whether two directions span a line."""
+
+    def inner(x: Direction, y: Direction) -> float:
+        return sum((x[name] * y[name].to(x[name])).sum().item() for name in x if name in y)
+
+    return inner(a, b) ** 2 > (1 - 1e-6) * inner(a, a) * inner(b, b)
 
 
 def _offsets(surface: LossSurface, directions: Sequence[Direction], point: tuple[float, ...]) -> Iterator[Tensor]:

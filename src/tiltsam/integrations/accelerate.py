@@ -122,8 +122,9 @@ def check_distribution(accelerator: Accelerator) -> None:
 
 def prepared_model(accelerator: Accelerator, model: torch.nn.Module | None) -> torch.nn.Module | None:
     """Return the compiled module, which FSDP2 shards, if the accelerator compiled the model; else the model."""
-    compiled = (m for m in accelerator._models if model is not None and getattr(m, "_orig_mod", None) is model)
-    return next(compiled, model)
+    if model is None:
+        return None
+    return next((m for m in accelerator._models if getattr(m, "_orig_mod", None) is model), model)
 
 
 def without_sync(accelerator: Accelerator, model: torch.nn.Module | None) -> ExitStack:
@@ -131,9 +132,10 @@ def without_sync(accelerator: Accelerator, model: torch.nn.Module | None) -> Exi
 
     An accelerator keeps models as they were before it wrapped them for DDP, so the DDP module is found in ``model``.
     """
-    stack, ddp = ExitStack(), find_ddp(model)
+    stack = ExitStack()
     if accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False):
         return stack
+    ddp = find_ddp(model)
     for module in accelerator._models if ddp is None else [ddp]:
         stack.enter_context(accelerator.no_sync(module))
     return stack

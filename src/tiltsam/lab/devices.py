@@ -154,7 +154,7 @@ class DistributedContext:
         return self.world_size > 1 and self.mode == "data"
 
     def check_config(self, batch_size: int, passes: float | None = None) -> None:
-        """Raise a ConfigError if a batch of all ranks cannot be divided, or passes are limited while samples are."""
+        """Raise a ConfigError if ranks cannot divide the batch, or if passes are limited while they divide samples."""
         if passes is not None and self.mode == "samples" and self.world_size > 1:
             raise ConfigError(
                 f"passes must be None with --parallel samples, got {passes:g}: each rank computes only some of them; "

@@ -68,7 +68,9 @@ def hide_password(url: str) -> str:
 def open_storage(url: str, heartbeat: int = 10) -> Iterator[optuna.storages.RDBStorage]:
     """Open the database of a sweep; any number of processes may do so at once, also while it is empty.
 
-    Trials have a heartbeat every so many seconds; after six missing ones they are failed.
+    Args:
+        url: An SQLAlchemy URL.
+        heartbeat: Seconds between the heartbeats of a trial; after six missing ones it is failed.
 
     Raises:
         ConfigError: If the URL, its driver or its server cannot be used.
@@ -283,7 +285,10 @@ class SeededSampler(BaseSampler):
     """Samples with a seed derived from the trial's place in the study.
 
     Parallel processes draw different points, and the same sweep draws the same points, whatever the number of processes
-    and of interruptions. ``make`` returns the sampler for a seed.
+    and of interruptions.
+
+    Args:
+        make: Returns the sampler for a seed.
     """
 
     def __init__(self, make: Callable[[int], BaseSampler]) -> None:

@@ -93,16 +93,22 @@ class SweepPlan:
     def value(self, row: Mapping[str, Any], metric: str) -> float:
         """Return what trials are compared by, the lower the better: validation loss, or 1 minus score or accuracy.
 
-        ``row`` has the numbers of an epoch, or of a result; ``metric`` is the task's, which is its score.
+        Args:
+            row: The numbers of an epoch, or a result.
+            metric: The task's metric, which is its score.
+
+        Raises:
+            ConfigError: If the row has no validation numbers, or not those to choose by.
         """
         if "validation_loss" not in row:
             raise ConfigError(f"{self.entries[0].config.task} has no validation split to choose on")
         if self.choose_by == "loss":
             return float(row["validation_loss"])
-        name = "balanced_accuracy" if self.choose_by == "balanced" else metric
-        if f"validation_{name}" not in row:
-            raise ConfigError(f"choose_by='balanced' needs a classification, got {self.entries[0].config.task}")
-        return 1 - float(row[f"validation_{name}"])
+        if self.choose_by == "balanced":
+            if "validation_balanced_accuracy" not in row:
+                raise ConfigError(f"choose_by='balanced' needs a classification, got {self.entries[0].config.task}")
+            return 1 - float(row["validation_balanced_accuracy"])
+        return 1 - float(row[f"validation_{metric}"])
 
     @property
     def folder(self) -> Path:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from tiltsam.lab.config import TrainConfig
 from tiltsam.lab.display import QUIET, Display
 from tiltsam.lab.errors import ConfigError
-from tiltsam.lab.flags import format_values
+from tiltsam.lab.flags import format_values, parse_method
 from tiltsam.lab.grids import ChoiceName
 from tiltsam.lab.paper.reproduce import check_size
 from tiltsam.lab.stats import Mean, format_interval, format_mean, mean_of, paired_difference
@@ -65,7 +65,7 @@ class TiltRow:
     @property
     def method(self) -> str:
         """The method of the entry."""
-        return self.entry.partition(":")[0]
+        return str(parse_method(self.entry)["method"])
 
 
 @dataclass(frozen=True)
@@ -185,7 +185,17 @@ def run_study(
     workers: int = 1,
     display: Display = QUIET,
 ) -> SweepResult:
-    """Run a study, or what is left of it, with that many tests of each row and that fraction of the passes.
+    """Run a study, or what is left of it.
+
+    Args:
+        study: The study.
+        out: Folder of the records and of the sweep.
+        seeds: Tests of each row.
+        scale: Fraction of the passes.
+        device: The device to train on.
+        precision: That of the model; ``"bf16"`` uses autocast.
+        workers: Processes to start; 1 works in this one.
+        display: Shows the progress.
 
     Raises:
         ConfigError: If ``seeds`` or ``scale`` is out of bounds.

@@ -173,9 +173,17 @@ def assemble(
 ) -> Data:
     """Apply the imbalance, add label noise, split the examples, standardise features, compute statistics of images.
 
-    The pool has the training and validation examples. Its last ``num_validation`` examples are a published validation
-    set; None splits at random, which an imbalance needs. If ``test`` is None, ``test_fraction`` of the pool becomes the
-    test set, the same one for every seed. ``sources`` are those of the pool; the rest is as in :class:`Data`.
+    Args:
+        request: The run, noise and imbalance. An imbalance needs ``num_validation=None``.
+        pool: The training and validation examples.
+        test: The test set; None to take it from the pool, the same one for every seed.
+        num_classes: Number of classes; 1 for a regression.
+        num_validation: Size of a published validation set, at the end of the pool; None to split at random.
+        test_fraction: Fraction of the pool to test on if ``test`` is None.
+        metrics: As in :class:`Data`.
+        augment: As in :class:`Data`.
+        sources: As in :class:`Data`, of the pool.
+        class_names: As in :class:`Data`.
 
     Raises:
         DataError: If there are too few examples, or label noise was requested for a regression.

@@ -31,7 +31,10 @@ def visible_folders(folder: Path) -> list[Path]:
 
 
 def class_folders(folder: Path) -> dict[str, list[Path]]:
-    """Return the image files of each class, sorted by class and path: of each folder in the folder, and its subfolders.
+    """Return the image files of each class, sorted by class and path.
+
+    Args:
+        folder: Contains one folder per class; images may be in subfolders of these.
 
     Raises:
         DataError: If there is no such folder, it has fewer than two classes, or a class has no images.
@@ -63,8 +66,16 @@ def read_images(
     """Decode image files in parallel.
 
     Each image is rotated as its EXIF data say, composed onto white if it is transparent, converted to RGB, resized so
-    that its shorter side is ``size``, and cropped to the square at its center: uint8 (n, 3, size, size). The progress
-    is that of "reading" ``what``.
+    that its shorter side is ``size``, and cropped to the square at its center.
+
+    Args:
+        paths: The files.
+        size: Height and width of the result.
+        what: Description for ``progress``.
+        progress: Called with the number of decoded images.
+
+    Returns:
+        uint8 (n, 3, size, size).
 
     Raises:
         DataError: If a file is missing or cannot be decoded.

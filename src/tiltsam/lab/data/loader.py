@@ -45,7 +45,11 @@ class TrainingBatches:
 
     @torch.no_grad()
     def check(self, model: nn.Module, rows: int) -> None:
-        """Check that BatchNorm sees more than one value per channel if a pass has only so many rows.
+        """Check that BatchNorm sees more than one value per channel.
+
+        Args:
+            model: The model.
+            rows: The smallest number of examples in a forward pass.
 
         Raises:
             ConfigError: If a layer would see a single value, which has no variance.
@@ -111,7 +115,10 @@ def flip(images: Tensor, generator: torch.Generator) -> Tensor:
 def normalise(images: Tensor, mean: Sequence[float] | Tensor, std: Sequence[float] | Tensor) -> Tensor:
     """Return (x - mean) / std for each channel in float32; uint8 images are scaled to [0, 1] first.
 
-    A mean and a deviation that are tensors on the device save copies.
+    Args:
+        images: The batch, uint8 or floating point.
+        mean: Mean of each channel, in [0, 1]. A tensor on the device saves a copy.
+        std: Standard deviation of each channel, positive.
     """
     center = torch.as_tensor(mean, dtype=torch.float32, device=images.device).view(1, -1, 1, 1)
     scale = torch.as_tensor(std, dtype=torch.float32, device=images.device).view(1, -1, 1, 1)

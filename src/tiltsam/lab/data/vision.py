@@ -148,7 +148,7 @@ def read_cifar(paths: Sequence[Path], label_bytes: int, num_classes: int) -> tup
 
 
 def read_idx(path: Path, dimensions: int) -> Tensor:
-    """Read an idx file (MNIST's format) of unsigned bytes, gzipped or not: 3 dimensions for images, 1 for labels.
+    """Read an idx file (MNIST's format) of unsigned bytes, gzipped or not; images have 3 dimensions, labels 1.
 
     Raises:
         DataError: If the file cannot be read, is truncated, or is not an idx file of that many dimensions.

@@ -180,7 +180,8 @@ def read_runs(folders: Sequence[Path], *, trials: bool = False) -> RunSet:
             continue
         own_problems: list[RunProblem] = []
         run = _read_run(folder, config, own_problems)
-        place, entry = folder.resolve(), typed.get(folder.resolve(), "")
+        place = folder.resolve()
+        entry = typed.get(place, "")
         runs.append(replace(run, swept=place in swept, entry=entry, position=positions.get(entry, len(positions))))
         problems += [replace(problem, group=run.group) for problem in own_problems]
     groups = {run.folder.resolve(): run.group for run in runs}
